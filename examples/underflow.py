@@ -1,0 +1,223 @@
+"""Two ways in which 16 bits stop a network from learning, seen in its own numbers, and what cures them.
+
+    python examples/underflow.py            both experiments, some minutes on two CPU cores, two pictures
+
+An autoencoder learns two photographs of scikit-learn, each also mirrored. Its loss is the mean over all pixels, so that
+the gradient of one pixel is about one part in six million: less than float16 can hold.
+
+1. Gradients (`underflow_gradients.png`). Without a loss scale most activation gradients are zero in float16, and
+   learning stops; with a dynamic scale the curve is float32's.
+2. Updates (`underflow_updates.png`). Parameters stored in bfloat16 have 8 bits of precision, so that an update of less
+   than about 1/512 of the parameter is rounded away. Float32 masters cure it, and so does stochastic rounding.
+
+The pictures are those of Micikevicius et al., "Mixed Precision Training", ICLR 2018, figures 2 and 3, for this network.
+"""
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from sklearn.datasets import load_sample_images
+
+import jmp_train as jmp
+
+LOWEST, HIGHEST = -48, 16  # exponents shown: 2^-48 to 2^16
+
+
+class Autoencoder(nn.Module):
+    """Patches of 8x8 pixels to `features` numbers, two layers on those, and back to pixels."""
+
+    features: int = 32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps images `[batch, height, width, 3]` in [0, 1] to images of that shape."""
+        x = nn.relu(nn.Conv(self.features, (8, 8), strides=(8, 8))(x))
+        x = self.perturb("code", x)  # adds zero; its gradient is the gradient of this activation
+        for i in range(2):
+            x = nn.relu(nn.Conv(self.features, (3, 3))(x))
+            x = self.perturb(f"hidden_{i}", x)
+        return nn.sigmoid(nn.ConvTranspose(3, (8, 8), strides=(8, 8))(x))
+
+
+def load_photos(mirrored: bool, stride: int) -> np.ndarray:
+    """Two photographs `[2, 424, 640, 3]` in [0, 1], or eight with their mirror images; every `stride`-th pixel."""
+    photos = np.stack(load_sample_images().images)[:, ::stride, ::stride].astype(np.float32) / 255
+    photos = photos[:, : photos.shape[1] // 8 * 8, : photos.shape[2] // 8 * 8]
+    if not mirrored:
+        return photos
+    return np.concatenate([photos, photos[:, ::-1], photos[:, :, ::-1], photos[:, ::-1, ::-1]])
+
+
+def exponents(tree: Any, scale: float = 1.0) -> np.ndarray:
+    """How many values of `tree` have which exponent, `[HIGHEST - LOWEST]`; zeros are left out."""
+    values = np.concatenate([np.asarray(leaf, np.float32).ravel() for leaf in jax.tree.leaves(tree)])
+    values = np.abs(values[values != 0]) * scale
+    return np.histogram(np.log2(values), bins=np.arange(LOWEST, HIGHEST + 1))[0]
+
+
+def train(
+    title: str, policy_name: str, tx: optax.GradientTransformation, photos: np.ndarray, steps: int
+) -> dict[str, Any]:
+    """Trains the autoencoder; returns its losses, the loss scales, and what the histograms are made of."""
+    policy = jmp.get_policy(policy_name)
+    model = Autoencoder()
+    variables = model.init(jax.random.key(0), photos[:1])
+    params = policy.cast_to_param(variables["params"])
+    opt_state = tx.init(params)
+    probes = jax.tree.map(lambda x: jnp.zeros((len(photos), *x.shape[1:])), variables["perturbations"])
+
+    def loss_fn(params, probes, photos):
+        reconstructed = model.apply({"params": params, "perturbations": probes}, photos)
+        return jnp.mean(jnp.square(reconstructed - photos))
+
+    grad_fn = jmp.value_and_grad(loss_fn, policy, argnums=(0, 1))
+
+    @jax.jit
+    def train_step(params, opt_state, photos):
+        loss, (grads, activation_grads) = grad_fn(params, probes, photos, loss_scale=jmp.get_loss_scale(opt_state))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        zeros = jnp.mean(jnp.stack([jnp.mean(g == 0) for g in jax.tree.leaves(activation_grads)]))
+        metrics = {"loss": loss, "zeros": zeros, **jmp.step_metrics(opt_state)}
+        return optax.apply_updates(params, updates), opt_state, metrics, (activation_grads, updates)
+
+    history, seen, started = [], None, time.perf_counter()
+    for step in track(range(steps), f"{title:32s}"):
+        params, opt_state, metrics, (activation_grads, updates) = train_step(params, opt_state, photos)
+        history.append(jax.tree.map(float, metrics))
+        if step == steps // 2:
+            ratios = jax.tree.map(lambda u, p: u / p, updates, params)
+            seen = {"gradients": exponents(activation_grads), "ratios": exponents(ratios)}
+            seen["scaled"] = exponents(activation_grads, metrics["loss_scale"])
+    curves = {name: np.array([metrics[name] for metrics in history]) for name in history[0]}
+    return {**curves, **(seen or {}), "seconds": time.perf_counter() - started}
+
+
+def experiment_gradients(steps: int, stride: int) -> dict[str, dict[str, Any]]:
+    """Float32, float16 without a loss scale, float16 with a dynamic one; parameters are float32 in all three."""
+    photos = load_photos(mirrored=True, stride=stride)
+    adam = optax.adam(optax.cosine_decay_schedule(5e-3, steps))
+    unscaled = jmp.with_loss_scale(adam, jmp.NoOpLossScale())
+    # A short training: the default waits 2,000 steps before it tries a larger scale.
+    scaled = jmp.with_loss_scale(adam, jmp.DynamicLossScale(growth_interval=20))
+    return {
+        title: train(title, policy, tx, photos, steps)
+        for title, policy, tx in (
+            ("float32", "float32", unscaled),
+            ("mixed_float16, unscaled", "mixed_float16", unscaled),
+            ("mixed_float16, dynamic scale", "mixed_float16", scaled),
+        )
+    }
+
+
+def experiment_updates(steps: int, stride: int) -> dict[str, dict[str, Any]]:
+    """Computation in bfloat16 in all four; parameters in float32, in bfloat16, and the two cures."""
+    # Fewer pixels than above, for speed: what is lost here does not depend on them. A learning rate for fine-tuning.
+    photos = load_photos(mirrored=False, stride=2 * stride)
+    adam = optax.adam(1e-4)
+    return {
+        title: train(title, policy, jmp.with_loss_scale(inner, jmp.NoOpLossScale()), photos, steps)
+        for title, policy, inner in (
+            ("float32 parameters", "mixed_bfloat16", adam),
+            ("bfloat16 parameters", "bfloat16", adam),
+            ("with float32 masters", "bfloat16", jmp.with_master_weights(adam)),
+            ("with stochastic rounding", "bfloat16", jmp.with_stochastic_rounding(adam)),
+        )
+    }
+
+
+def print_table(title: str, runs: dict[str, dict[str, Any]]) -> None:
+    """One row per run; the last columns are means over the last tenth of the steps, and the final scale."""
+    table = Table(title=title)
+    for column in ("run", "first loss", "final loss", "zero activation gradients", "loss scale", "skipped", "seconds"):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    for name, run in runs.items():
+        last = -max(1, len(run["loss"]) // 10)
+        table.add_row(
+            name,
+            f"{run['loss'][0]:.4f}",
+            f"{run['loss'][last:].mean():.5f}",
+            f"{run['zeros'][last:].mean():.1%}",
+            f"{run['loss_scale'][-1]:.0f}",
+            f"{run['skipped_steps'][-1]:.0f}",
+            f"{run['seconds']:.0f}",
+        )
+    Console(width=None if Console().is_terminal else 120).print(table)
+
+
+def plot_losses(axis: Any, runs: dict[str, dict[str, Any]]) -> None:
+    """Training loss over steps, a line per run."""
+    for (title, run), style in zip(runs.items(), ("-", "-", "--", ":"), strict=False):
+        axis.plot(run["loss"], style, label=title)
+    axis.set(xlabel="step", ylabel="training loss (mean over all pixels)", yscale="log")
+    axis.legend(frameon=False)
+
+
+def plot_histogram(axis: Any, counts: np.ndarray, label: str, **style: Any) -> None:
+    """Shares of values per exponent."""
+    axis.stairs(100 * counts / max(1, counts.sum()), np.arange(LOWEST, HIGHEST + 1), label=label, **style)
+
+
+def draw(gradients: dict[str, dict[str, Any]], updates: dict[str, dict[str, Any]], folder: Path) -> list[Path]:
+    """Writes the two pictures and returns where they are."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    paths = [folder / "underflow_gradients.png", folder / "underflow_updates.png"]
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), width_ratios=(3, 2))
+    left.axvspan(LOWEST, -25, color="tab:red", alpha=0.12, lw=0, label="zero in float16")
+    left.axvspan(-25, -14, color="tab:orange", alpha=0.15, lw=0, label="subnormal in float16")
+    plot_histogram(left, gradients["float32"]["gradients"], "as they are", fill=True, color="tab:blue", alpha=0.85)
+    plot_histogram(left, gradients["mixed_float16, dynamic scale"]["scaled"], "times the loss scale", color="black")
+    left.set(xlabel="exponent of activation gradients, log2", ylabel="% of the non-zero ones", xlim=(LOWEST, HIGHEST))
+    left.legend(frameon=False, loc="upper right")
+    plot_losses(right, gradients)
+    figure.tight_layout()
+    figure.savefig(paths[0], dpi=150)
+    plt.close(figure)
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), width_ratios=(3, 2))
+    left.axvspan(LOWEST, -9, color="tab:red", alpha=0.12, lw=0, label="lost in bfloat16")
+    left.axvspan(-9, -8, color="tab:orange", alpha=0.3, lw=0, label="lost or not, by the parameter's last bits")
+    ratios = updates["float32 parameters"]["ratios"]
+    plot_histogram(left, ratios, "half-way through training", fill=True, color="tab:blue", alpha=0.85)
+    left.set(xlabel="exponent of update / parameter, log2", ylabel="% of parameters", xlim=(-30, 4))
+    left.legend(frameon=False, loc="upper left")
+    plot_losses(right, updates)
+    figure.tight_layout()
+    figure.savefig(paths[1], dpi=150)
+    plt.close(figure)
+    return paths
+
+
+def main(argv: list[str] | None = None) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Reads the arguments, runs both experiments, prints two tables and writes two pictures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, nargs=2, default=(100, 400), help="of the two experiments")
+    parser.add_argument("--stride", type=int, default=1, help="take every n-th pixel: faster, and less underflow")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder of the pictures")
+    args = parser.parse_args(argv)
+
+    gradients = experiment_gradients(args.steps[0], args.stride)
+    print_table("Gradients that float16 cannot hold", gradients)
+    updates = experiment_updates(args.steps[1], args.stride)
+    print_table("Updates that bfloat16 parameters lose", updates)
+    for path in draw(gradients, updates, args.out):
+        print(path)
+    return gradients, updates
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+"""Operations with programs inside: how what is known enters them, and how they are put together again.
+
+Decides the dtype of loop carries and of what branches return, and keeps derivative rules and rematerialisation
+policies. Does not decide dtypes inside the programs; see `_plan.py`. A body is never bound with other dtypes than it
+was traced with: it is planned and traced anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from .._dtypes import FLOAT32
+from .._jaxpr import ClosedJaxpr, Node, bind, bind_with_rules, consts_of, open_jaxpr, scan_counts, trace
+from . import _plan
+from ._evaluate import as_jaxpr_function, captured_arrays, cast, evaluate, recorded_dtypes
+from ._flow import DOTS, Backward, Flags, Kind, Place, is_float32
+from ._loops import accumulates, is_counted
+from ._steps import Plan, Step
+from ._table import Entry, Rule
+
+if TYPE_CHECKING:
+    from ._plan import Planner
+
+Run = Callable[[list[Any]], list[Any]]
+Entered = tuple[Run | None, list[np.dtype | None], list[Kind], tuple["Plan", ...]]
+
+
+def flags(planner: Planner, node: Node, inside: Place, outs: list[Flags]) -> list[Flags]:
+    """What becomes of the operands of a node with a body, given what becomes of its results."""
+    params = node.params
+    if node.name == "cond":
+        branches = [planner.in_flags(branch, inside, outs) for branch in params["branches"]]
+        return [Flags(), *map(_merge, *branches)] if len(branches) > 1 else [Flags(), *branches[0]]
+    if node.name == "scan":
+        consts, carry = scan_counts(node.eqn)
+        return _loop_flags(planner, params["jaxpr"], inside, outs, consts, carry)
+    if node.name == "while":
+        skip, consts = params["cond_nconsts"], params["body_nconsts"]
+        carry = len(node.ins) - skip - consts
+        return [Flags()] * skip + _loop_flags(planner, params["body_jaxpr"], inside, outs, consts, carry)
+    if node.name in _BODY:
+        return planner.in_flags(params[_BODY[node.name]], inside, outs)
+    return [Flags(reaches_dot=True)] * len(node.ins)
+
+
+def _loop_flags(planner: Planner, body: Any, inside: Place, outs: list[Flags], consts: int, carry: int) -> list[Flags]:
+    first = planner.in_flags(body, inside, outs)
+    pairs = zip(outs[:carry], first[consts : consts + carry], strict=True)
+    fed_back = [Flags(a.reaches_dot or b.reaches_dot, a.to_dot or b.to_dot) for a, b in pairs]
+    return planner.in_flags(body, inside, [*fed_back, *outs[carry:]])
+
+
+def _merge(*all_flags: Flags) -> Flags:
+    reaches, to_dot, only_wide = zip(*all_flags, strict=True)
+    return Flags(any(reaches), any(to_dot), all(only_wide))
+
+
+def enter(
+    planner: Planner, node: Node, entry: Entry, place: Place, kinds: list[Kind], flow: Backward
+) -> tuple[Step, list[Kind], bool]:
+    """Plans a node with a body: the step, what its results are, and whether a dot is inside."""
+    out_flags = [flow[number] for number in node.outs]
+    handler = _HANDLERS.get(node.name, _boundary)
+    run, reads, out_kinds, bodies = handler(planner, node, place.inside(node), kinds, out_flags)
+    if run is None:
+        entry = Entry(Rule.RECORDED, "its condition depends on a float that the loop computes")
+    step = Step(node, entry, reads, [False] * len(reads), run=run, bodies=bodies)
+    return step, out_kinds, any(map(_has_dot, bodies))
+
+
+def _has_dot(plan: Plan) -> bool:
+    return any((s.node.name in DOTS and s.entry.rule is Rule.LOW) or any(map(_has_dot, s.bodies)) for s in plan.steps)
+
+
+def _recorded_kinds(avals: Sequence[Any]) -> list[Kind]:
+    return [Kind.WIDE if is_float32(aval) else Kind.FIXED for aval in avals]
+
+
+def _retrace(plan: Plan, out_dtypes: Sequence[np.dtype | None]) -> ClosedJaxpr:
+    run, avals = as_jaxpr_function(plan, out_dtypes)
+    captured = captured_arrays(plan)
+    return trace(lambda *args: run(*captured, *args), *avals[len(captured) :])[0]
+
+
+def _call(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: list[Flags]) -> Entered:
+    """`jit` with shardings of its own and `remat2`: everything but the body stays as recorded."""
+    name = _BODY[node.name]
+    plan = planner.plan(node.params[name], kinds, outs, inside)
+    out_dtypes = plan.dtypes_of(plan.out_kinds)
+
+    def run(args: list[Any]) -> list[Any]:
+        if node.name != "remat2":
+            return bind(node.eqn, args, **{name: _retrace(plan, out_dtypes)})
+        function, avals = as_jaxpr_function(plan, out_dtypes)
+        body = trace(function, *avals)[0]
+        leading = [*consts_of(body), *captured_arrays(plan)]
+        return bind(node.eqn, [*leading, *args], **{name: open_jaxpr(body)})
+
+    return run, plan.in_dtypes, plan.out_kinds, (plan,)
+
+
+def _cond(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: list[Flags]) -> Entered:
+    plans = tuple(planner.plan(branch, kinds[1:], outs, inside) for branch in node.params["branches"])
+    out_kinds = [_join(kinds) for kinds in zip(*(plan.out_kinds for plan in plans), strict=True)]
+    out_dtypes = plans[0].dtypes_of(out_kinds)
+
+    def run(args: list[Any]) -> list[Any]:
+        return bind(node.eqn, args, branches=tuple(_retrace(plan, out_dtypes) for plan in plans))
+
+    return run, [None, *plans[0].in_dtypes], out_kinds, plans
+
+
+def _join(kinds: Sequence[Kind]) -> Kind:
+    return next((kind for kind in (Kind.FIXED, Kind.WIDE, Kind.LOW) if kind in kinds), Kind.SOFT)
+
+
+def _scan(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: list[Flags]) -> Entered:
+    consts, carry = scan_counts(node.eqn)
+    plan, carry_kinds = _plan_loop(planner, node.params["jaxpr"], inside, kinds, outs, consts, carry)
+    out_kinds = [*carry_kinds, *plan.out_kinds[carry:]]
+    out_dtypes = plan.dtypes_of(out_kinds)
+
+    def run(args: list[Any]) -> list[Any]:
+        return bind(node.eqn, args, jaxpr=_retrace(plan, out_dtypes))
+
+    return run, plan.in_dtypes, out_kinds, (plan,)
+
+
+def _while(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: list[Flags]) -> Entered:
+    params, skip = node.params, node.params["cond_nconsts"]
+    if not is_counted(params):
+        reads = [None if kind is Kind.FIXED else FLOAT32 for kind in kinds]
+        return None, reads, _recorded_kinds([var.aval for var in node.eqn.outvars]), ()
+    consts = params["body_nconsts"]
+    carry = len(kinds) - skip - consts
+    plan, carry_kinds = _plan_loop(planner, params["body_jaxpr"], inside, kinds[skip:], outs, consts, carry)
+    condition = planner.plan(params["cond_jaxpr"], [*kinds[:skip], *carry_kinds], [Flags()], inside)
+    out_dtypes = plan.dtypes_of(carry_kinds)
+
+    def run(args: list[Any]) -> list[Any]:
+        return bind(node.eqn, args, body_jaxpr=_retrace(plan, out_dtypes), cond_jaxpr=_retrace(condition, [None]))
+
+    return run, [*condition.in_dtypes[:skip], *plan.in_dtypes], carry_kinds, (plan, condition)
+
+
+def _plan_loop(
+    planner: Planner, body: Any, inside: Place, kinds: list[Kind], outs: list[Flags], consts: int, carry: int
+) -> tuple[Plan, list[Kind]]:
+    """The plan of a loop's body and the kinds of its carry, which starts as its initial value is and can only widen."""
+    program, _ = planner.program(body, inside)
+    recorded = _recorded_kinds([program.avals[number] for number in program.inputs[consts : consts + carry]])
+    low = [kind is Kind.LOW for kind in kinds[consts : consts + carry]]
+    low = [is_low and not accumulates(program, consts + i, i) for i, is_low in enumerate(low)]
+    while True:
+        carry_kinds = [Kind.LOW if is_low else kind for is_low, kind in zip(low, recorded, strict=True)]
+        in_kinds = [*kinds[:consts], *carry_kinds, *kinds[consts + carry :]]
+        out_flags = [*(Flags(is_low, is_low, False) for is_low in low), *outs[carry:]]
+        plan = planner.plan(body, in_kinds, out_flags, inside, roundable=range(consts, consts + carry))
+        still = [is_low and kind is Kind.LOW for is_low, kind in zip(low, plan.out_kinds, strict=False)]
+        if still == low:
+            return plan, carry_kinds
+        low = still
+
+
+def _custom_jvp(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: list[Flags]) -> Entered:
+    plan = planner.plan(node.params["call_jaxpr"], kinds, outs, inside)
+    out_dtypes = plan.dtypes_of(plan.out_kinds)
+    float_only = all(kind is not Kind.FIXED for kind in (*kinds, *plan.out_kinds))
+
+    def wrap(_: Callable, jvp: Callable) -> tuple[Callable, Callable]:
+        def rule(*args: Any) -> list[Any]:
+            wide = [cast(arg, FLOAT32) if _is_array(arg) else arg for arg in args]
+            if not float_only or not all(map(_is_array, args)):
+                results = jvp(*wide)
+            else:
+                results = replan(planner, jvp, wide, kinds * 2, inside)
+            return [cast(x, d) if _is_array(x) else x for x, d in zip(results, [*out_dtypes, *out_dtypes], strict=True)]
+
+        return (lambda *args: evaluate(plan, args, out_dtypes)), rule
+
+    def run(args: list[Any]) -> list[Any]:
+        return bind_with_rules(node.eqn, args, wrap)
+
+    return run, plan.in_dtypes, plan.out_kinds, (plan,)
+
+
+def _custom_vjp(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: list[Flags]) -> Entered:
+    """Keeps float32 at the boundary, since a rule's residuals may be the operands themselves; the inside is planned."""
+    plan = planner.plan(node.params["call_jaxpr"], kinds, outs, inside)
+    recorded = recorded_dtypes(plan)
+
+    def wrap(_: Callable, fwd: Callable, bwd: Callable) -> tuple[Callable, Callable, Callable]:
+        def forward(*args: Any) -> Any:
+            values, nonzeros = args[::2], args[1::2]
+
+            def rule(*values: Any) -> Any:
+                return fwd(*(x for pair in zip(values, nonzeros, strict=True) for x in pair))
+
+            return replan(planner, rule, values, kinds, inside)
+
+        def backward(*args: Any) -> Any:
+            if not all(map(_is_array, args)):
+                return bwd(*args)
+            kinds_of_args = _recorded_kinds(list(map(jax.typeof, args)))
+            return replan(planner, bwd, args, kinds_of_args, inside._replace(backward=True))
+
+        return (lambda *args: evaluate(plan, args, recorded)), forward, backward
+
+    def run(args: list[Any]) -> list[Any]:
+        results = bind_with_rules(node.eqn, args, wrap)
+        return [cast(x, d) for x, d in zip(results, plan.dtypes_of(plan.out_kinds), strict=True)]
+
+    reads = [None if kind is Kind.FIXED else FLOAT32 for kind in kinds]
+    return run, reads, plan.out_kinds, (plan,)
+
+
+def replan(planner: Planner, fn: Callable, args: Sequence[Any], kinds: Sequence[Kind], place: Place) -> Any:
+    """Runs `fn`, a derivative rule, on float32 `args` with its inside autocast; what is no array passes through."""
+    structure: list[Any] = []
+
+    def arrays_of(*args: Any) -> list[Any]:
+        leaves, tree = jax.tree.flatten(fn(*args))
+        structure[:] = [tree, [None if _is_array(leaf) else leaf for leaf in leaves]]
+        return [leaf for leaf in leaves if _is_array(leaf)]
+
+    jaxpr, _ = trace(arrays_of, *args)
+    fresh = _plan.Planner(planner.policy, planner.rules)
+    plan = fresh.plan(jaxpr, kinds, [Flags()] * len(open_jaxpr(jaxpr).outvars), place)
+    arrays = iter(evaluate(plan, args, recorded_dtypes(plan)))
+    tree, others = structure
+    return jax.tree.unflatten(tree, [next(arrays) if other is None else other for other in others])
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic)
+
+
+def _shard_map(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: list[Flags]) -> Entered:
+    params = node.params
+    plan = planner.plan(params["jaxpr"], kinds, outs, inside)
+    out_dtypes = plan.dtypes_of(plan.out_kinds)
+
+    def run(args: list[Any]) -> list[Any]:
+        function = jax.shard_map(
+            lambda *local: tuple(evaluate(plan, local, out_dtypes)),
+            mesh=params["mesh"],
+            in_specs=tuple(params["in_specs"]),
+            out_specs=tuple(params["out_specs"]),
+            axis_names=set(params["newly_manual_axes"]),
+            check_vma=params["check_vma"],
+        )
+        return list(function(*args))
+
+    return run, plan.in_dtypes, plan.out_kinds, (plan,)
+
+
+def _boundary(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: list[Flags]) -> Entered:
+    """Any other operation with closed bodies: float32 at the boundary, the bodies planned behind it."""
+    plans = {}
+    for key, body in node.params.items():
+        if isinstance(body, ClosedJaxpr):
+            avals = [var.aval for var in open_jaxpr(body).invars]
+            plans[key] = planner.plan(body, _recorded_kinds(avals), [Flags()] * len(open_jaxpr(body).outvars), inside)
+
+    def run(args: list[Any]) -> list[Any]:
+        return bind(node.eqn, args, **{key: _retrace(plan, recorded_dtypes(plan)) for key, plan in plans.items()})
+
+    reads = [None if kind is Kind.FIXED else FLOAT32 for kind in kinds]
+    return run, reads, _recorded_kinds([var.aval for var in node.eqn.outvars]), tuple(plans.values())
+
+
+_BODY = {
+    "jit": "jaxpr",
+    "remat2": "jaxpr",
+    "shard_map": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+_HANDLERS: dict[str, Callable[..., Entered]] = {
+    "jit": _call,
+    "remat2": _call,
+    "cond": _cond,
+    "scan": _scan,
+    "while": _while,
+    "custom_jvp_call": _custom_jvp,
+    "custom_vjp_call": _custom_vjp,
+    "shard_map": _shard_map,
+}

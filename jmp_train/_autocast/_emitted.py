@@ -1,0 +1,117 @@
+"""The program that autocast hands to the compiler, as a list: what the plan came to.
+
+Decides which operations of it multiply, sum or cast. Does not decide whether that is right; see `_checks.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from .._jaxpr import ClosedJaxpr, Jaxpr, Node, flatten, scan_counts, source_line, sub_jaxprs, trace
+from ._evaluate import evaluate, recorded_dtypes
+from ._flow import TOP
+from ._loops import accumulates
+from ._operations import Visit, dtype_name, is_floating_dtype, visits, widest_dtype
+from ._steps import Plan
+from ._table import TABLE, Rule
+
+_EXACT = frozenset({"pmax", "pmin", "unreduced_pmax", "unreduced_pmin"})
+SUMS = frozenset(
+    name
+    for name, entry in TABLE.items()
+    if entry.never_low and entry.rule in (Rule.HIGH, Rule.COLLECTIVE) and name not in _EXACT
+)
+LOOPS = frozenset({"scan", "while"})
+COLLECTIVE_SUMS = frozenset(name for name in SUMS if TABLE[name].rule is Rule.COLLECTIVE)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Emitted:
+    """One operation of the emitted program.
+
+    Attributes:
+      primitive, source, scope, backward, times: as in `Operation`.
+      operands: the dtypes of its operands, in order, `None` for what has none.
+      result: the dtype of its first result.
+      sums_in: the dtype in which it accumulates, if it is a sum or a loop that carries one; else `None`.
+    """
+
+    primitive: str
+    source: str
+    scope: str
+    operands: tuple[str | None, ...]
+    result: str | None
+    sums_in: str | None
+    backward: bool
+    times: int
+
+
+def emitted_jaxpr(plan: Plan) -> ClosedJaxpr:
+    avals = [plan.program.avals[number] for number in plan.program.inputs]
+    return trace(lambda *args: evaluate(plan, args, recorded_dtypes(plan)), *avals)[0]
+
+
+def emitted_of(jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[Emitted]:
+    for visit in visits(jaxpr, TOP):
+        node = visit.node
+        operands = [getattr(aval, "dtype", None) for aval in visit.avals(node.ins)]
+        results = [getattr(aval, "dtype", None) for aval in visit.avals(node.outs)]
+        yield Emitted(
+            primitive=node.name,
+            source=source_line(node),
+            scope=visit.place.scope_of(node),
+            operands=tuple(map(dtype_name, operands)),
+            result=dtype_name(results[0]) if results else None,
+            sums_in=dtype_name(_sums_in(visit)),
+            backward=visit.place.is_backward(node),
+            times=visit.times,
+        )
+
+
+def _sums_in(visit: Visit) -> Any:
+    """The narrowest floating dtype in which a node accumulates."""
+    node = visit.node
+    if node.name == "select_and_scatter_add":
+        windows = zip(node.params["window_dimensions"], node.params["window_strides"], strict=True)
+        if all(window <= stride for window, stride in windows):
+            return None
+    if node.name in SUMS or _sums_by_hand(node):
+        dtype = widest_dtype(visit.avals(node.ins))
+        return dtype if dtype is not None and is_floating_dtype(dtype) else None
+    if node.name in LOOPS:
+        return min(_carried_sums(visit), key=lambda dtype: dtype.itemsize, default=None)
+    return None
+
+
+def _sums_by_hand(node: Node) -> bool:
+    """Whether a reduction was given a function that adds or multiplies."""
+    if node.name not in ("reduce", "reduce_window", "select_and_scatter"):
+        return False
+    return any(inner.name in ("add", "mul") for body in sub_jaxprs(node.params) for inner in flatten(body).nodes)
+
+
+def _carried_sums(visit: Visit) -> Iterator[Any]:
+    params = visit.node.params
+    if visit.node.name == "scan":
+        body, (consts, carry) = flatten(params["jaxpr"]), scan_counts(visit.node.eqn)
+    else:
+        body, consts = flatten(params["body_jaxpr"]), params["body_nconsts"]
+        carry = len(body.outputs)
+    for position in range(carry):
+        dtype = getattr(body.avals[body.inputs[consts + position]], "dtype", None)
+        if dtype is not None and is_floating_dtype(dtype) and accumulates(body, consts + position, position):
+            yield dtype
+
+
+def count_casts(found: Iterable[Visit]) -> int:
+    """How many conversions between two floating dtypes are written down in a program."""
+    return sum(is_cast(visit) for visit in found)
+
+
+def is_cast(visit: Visit) -> bool:
+    if visit.node.name != "convert_element_type":
+        return False
+    source, target = (visit.program.avals[number].dtype for number in (visit.node.ins[0], visit.node.outs[0]))
+    return is_floating_dtype(source) and is_floating_dtype(target) and source != target

@@ -1,0 +1,164 @@
+"""`explain`: the plan of a program, without running it.
+
+Decides what is worth telling about a plan. Does not decide the plan (`_plan.py`) nor how it is printed (`_report.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from .._dtypes import FLOAT32, did_you_mean, facts
+from .._jaxpr import source_line, trace
+from .._paths import glob_matches, leaf_paths
+from .._policy import Policy, get_policy
+from ._autocast import make_planned, matmul_precision
+from ._emitted import count_casts, emitted_jaxpr, emitted_of, is_cast
+from ._flow import TOP, is_float32, is_sixteen_bit
+from ._kept import kept_bytes
+from ._operations import REQUESTED, Operation, Visit, dtype_name, operations_of, visits
+from ._report import Explanation, Output
+from ._rules import DEFAULT_RULES, Rules
+from ._steps import Plan, dtype_of
+from ._table import TABLE, Rule
+from ._tracebacks import is_asked_for, user_rules
+
+# Asked for by the user, each by its own name.
+_CONVERSIONS = frozenset({"convert_element_type", "bitcast_convert_type", "reduce_precision"})
+
+
+def explain(
+    fn: Callable[..., Any], policy: Policy | str, rules: Rules = DEFAULT_RULES, argnums: int | Sequence[int] = 0
+) -> Callable[..., Explanation]:
+    """Returns a function that tells what `autocast` makes of `fn`, without running anything.
+
+    Explain what you train with: `explain(jax.grad(loss_fn), policy)(params, batch)` sees the backward pass too.
+
+    Args:
+      fn, policy, rules, argnums: as for `autocast`.
+
+    Returns:
+      A function of `fn`'s arguments (arrays or `jax.ShapeDtypeStruct`s) that returns an `Explanation`.
+
+    Raises:
+      TypeError: `fn` is not callable, or `rules` or `argnums` is something else.
+
+    >>> import jax.numpy as jnp
+    >>> def loss(w, x):
+    ...     return jnp.mean(x @ w)
+    >>> report = explain(loss, "mixed_float16")(jnp.ones((4, 2)), jnp.ones((8, 4)))
+    >>> report.summary
+    'Converted 1/3 operations to float16 using 3 casts'
+    >>> [(op.primitive, op.rule, op.dtype) for op in report.operations if op.flops]
+    [('dot_general', 'low', 'float16')]
+    """
+    if not callable(fn):
+        raise TypeError(f"`fn` must be callable, got {fn!r}; pass the function whose precision is to be explained.")
+    policy = get_policy(policy)
+    narrows = facts(policy.compute_dtype).bits <= 16
+    planned = make_planned(fn, policy, rules if narrows else _as_recorded(rules), argnums)
+
+    def report(*args: Any, **kwargs: Any) -> Explanation:
+        with matmul_precision(policy):
+            recorded = trace(fn, *args, **kwargs)[0]
+            plan, tree = planned(*args, **kwargs)
+            emitted = emitted_jaxpr(plan) if narrows else recorded
+            hidden, error = _hidden_casts(fn, policy, args, kwargs, recorded) if narrows else ((), None)
+        found = list(operations_of(plan))
+        operations = tuple(_renamed(op, narrows) for op, _ in found)
+        return Explanation(
+            policy=str(policy),
+            compute_dtype=policy.compute_dtype.name,
+            reduce_dtype=policy.reduce_dtype.name,
+            operations=operations,
+            emitted=tuple(emitted_of(emitted)),
+            outputs=tuple(_outputs(plan, tree)),
+            casts=count_casts(visits(emitted, TOP)) - _casts_by_hand(found),
+            kept_bytes=tuple(kept_bytes(plan).most_common()),
+            opaque=_opaque(found) if narrows else (),
+            derivative_rules=tuple(dict.fromkeys(rule for _, visit in found for rule in user_rules(visit.node))),
+            unmatched_scopes=_unmatched(rules, operations),
+            hidden_casts=hidden,
+            hidden_casts_error=error,
+        )
+
+    return report
+
+
+_WIDE_POLICY = "the policy computes in 32 bits or more"
+
+
+def _as_recorded(rules: Rules) -> Any:
+    """Rules under which every operation runs as recorded, as it does under a policy that narrows nothing."""
+    if not isinstance(rules, Rules):
+        return rules  # make_planned says what is wrong with it
+    return dataclasses.replace(rules, edits=tuple((name, Rule.RECORDED) for name in TABLE))
+
+
+def _renamed(op: Operation, narrows: bool) -> Operation:
+    return op if narrows else dataclasses.replace(op, reason=_WIDE_POLICY)
+
+
+def _casts_by_hand(found: Sequence[tuple[Operation, Visit]]) -> int:
+    """How many conversions of the program itself remain: not those to what a value is already, nor those unread."""
+    return sum(is_cast(visit) and op.dtype != op.result and not op.unread for op, visit in found)
+
+
+def _outputs(plan: Plan, tree: Any) -> list[Output]:
+    paths = leaf_paths(jax.tree.unflatten(tree, range(tree.num_leaves)))
+    outputs = []
+    for path, number, kind in zip(paths, plan.program.outputs, plan.out_kinds, strict=True):
+        aval = plan.program.avals[number]
+        computed = dtype_name(dtype_of(kind, plan.low) or aval.dtype)
+        outputs.append(Output(path, tuple(aval.shape), str(dtype_name(aval.dtype)), str(computed)))
+    return outputs
+
+
+def _opaque(found: Sequence[tuple[Operation, Visit]]) -> tuple[tuple[str, int, str], ...]:
+    counted: Counter[tuple[str, str]] = Counter()
+    for op, visit in found:
+        recorded = op.rule == Rule.RECORDED.value and op.reason not in REQUESTED
+        if recorded and visit.node.ins and op.primitive not in _CONVERSIONS and not op.reason.startswith("inside "):
+            if any(map(is_float32, visit.avals((*visit.node.ins, *visit.node.outs)))):
+                counted[op.primitive, op.reason] += 1
+    return tuple((name, number, reason) for (name, reason), number in counted.items())
+
+
+def _unmatched(rules: Rules, operations: Sequence[Operation]) -> tuple[str, ...]:
+    scopes = {op.scope for op in operations}
+    return tuple(
+        dict.fromkeys(
+            f"{glob!r}{did_you_mean(glob, {segment for scope in scopes for segment in scope.split('/')})}"
+            for glob, _ in rules.scopes
+            if not any(glob_matches(glob, scope) for scope in scopes)
+        )
+    )
+
+
+def _hidden_casts(
+    fn: Callable, policy: Policy, args: tuple, kwargs: dict, recorded: Any
+) -> tuple[tuple[str, ...], str | None]:
+    """Casts from 16 bits to float32 that appear when the arguments are narrow, and why that trace failed if it did."""
+
+    def narrowed(leaf: Any) -> Any:
+        is_wide = getattr(leaf, "dtype", None) == FLOAT32
+        return jax.ShapeDtypeStruct(leaf.shape, policy.compute_dtype) if is_wide else leaf
+
+    try:
+        narrow = trace(fn, *jax.tree.map(narrowed, args), **jax.tree.map(narrowed, kwargs))[0]
+    except Exception as error:  # user code that does not accept 16-bit arguments may raise anything
+        return (), f"the function cannot be traced with {policy.compute_dtype.name} arguments ({type(error).__name__})"
+    shown = {source_line(visit.node) for visit in visits(recorded, TOP) if _widens(visit)}
+    appeared = [source_line(v.node) for v in visits(narrow, TOP) if _widens(v) and is_asked_for(v.node)]
+    return tuple(line for line in dict.fromkeys(appeared) if line not in shown), None
+
+
+def _widens(visit: Visit) -> bool:
+    node = visit.node
+    if node.name != "convert_element_type":
+        return False
+    return is_sixteen_bit(visit.program.avals[node.ins[0]]) and is_float32(visit.program.avals[node.outs[0]])

@@ -1,0 +1,67 @@
+"""Two questions about loops: does a carry accumulate, and does the end of the loop depend on a computed float.
+
+Decides both by following dependencies through the body. Does not decide dtypes; see `_control_flow.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._jaxpr import Program, flatten
+
+_ADDS = frozenset({"add", "add_any", "sub"})
+_PASSES = frozenset({"convert_element_type", "select_n", "reshape", "copy", "optimization_barrier", "transpose"})
+
+
+def dependents(program: Program, numbers: Iterable[int]) -> set[int]:
+    """The values that depend on any of `numbers`, which are among them."""
+    found = set(numbers)
+    for node in program.nodes:
+        if not found.isdisjoint(node.ins):
+            found.update(node.outs)
+    return found
+
+
+def accumulates(program: Program, position: int, result: int) -> bool:
+    """Whether the carry at input `position`, returned as output `result`, is a running sum.
+
+    It is one if the body adds terms to it that do not depend on it, as a gradient accumulator does. A residual stream
+    is none: what it adds is a function of itself.
+    """
+    start, number = program.inputs[position], program.outputs[result]
+    ours = dependents(program, [start])
+    producer = {out: node for node in program.nodes for out in node.outs}
+    added = False
+    while number != start:
+        node = producer.get(number)
+        if node is None or node.name not in _ADDS | _PASSES:
+            return False
+        through = [operand for operand in node.ins if operand in ours]
+        if len(through) != 1:
+            return False
+        added |= node.name in _ADDS
+        number = through[0]
+    return added
+
+
+def is_counted(params: dict[str, Any]) -> bool:
+    """Whether the condition of a `while` depends on no floating value that its body computes."""
+    condition, body = flatten(params["cond_jaxpr"]), flatten(params["body_jaxpr"])
+    skip, consts = params["cond_nconsts"], params["body_nconsts"]
+    carried = range(len(body.outputs))
+
+    def depends(program: Program, source: int, target: int) -> bool:
+        return target in dependents(program, [source])
+
+    deciding = {i for i in carried if depends(condition, condition.inputs[skip + i], condition.outputs[0])}
+    pending = list(deciding)
+    while pending:
+        result = body.outputs[pending.pop()]
+        more = {i for i in carried if depends(body, body.inputs[consts + i], result)} - deciding
+        deciding |= more
+        pending.extend(more)
+    avals = [body.avals[number] for number in body.outputs]
+    return not any(jnp.issubdtype(avals[i].dtype, jnp.inexact) for i in deciding)

@@ -1,0 +1,202 @@
+"""The plan as a list: one `Operation` for each equation, those inside loops, branches and calls included.
+
+Decides how a planned step is described. Does not decide anything about it; see `_plan.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._dtypes import FLOAT32
+from .._flops import product_flops
+from .._jaxpr import ClosedJaxpr, Jaxpr, Node, Program, flatten, source_line, sub_jaxprs
+from ._flow import Kind, Place, is_float32
+from ._steps import Plan, Step, dtype_of
+from ._table import TABLE, Rule
+
+REQUESTED = ("full_precision region", "with_scopes: float32")
+"""Reasons for which an operation runs as recorded because the user said so."""
+
+# Besides the primitives that are entered, what has equations of the user's inside.
+_OPENED = frozenset({"custom_linear_solve"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operation:
+    """What happens to one operation of the program.
+
+    Attributes:
+      primitive: its name, as `jax.make_jaxpr` prints it.
+      source: `file:line:column (function)` of the code that recorded it.
+      scope: its `jax.named_scope` path, that of the loops and calls around it included.
+      rule: the rule that holds for it, a `Rule`'s value; `"enter"` for what has a program inside.
+      recorded: the widest floating dtype among its operands (its results, if it has none) as it was traced, or another
+        dtype where no operand is floating; `None` for what has no dtype.
+      dtype: the widest that its operands are read in under the plan; `None` for an operation with a program inside.
+      result: what its first result is stored in.
+      reason: why.
+      backward: whether it belongs to a backward pass.
+      times: how often it runs: the lengths of the scans around it and the devices of a `shard_map`, multiplied. A
+        `while` counts as one iteration, a branch as taken.
+      flops: of one run, for dots and convolutions; else 0.
+      holds_program: whether it is a loop, a branch or a call, whose operations are listed after it.
+      unread: whether it is left out where it stands: its readers across a dot compute it again, which fuses with them,
+        rather than have its float32 result kept; or nobody reads it.
+    """
+
+    primitive: str
+    source: str
+    scope: str
+    rule: str
+    recorded: str | None
+    dtype: str | None
+    result: str | None
+    reason: str
+    backward: bool
+    times: int
+    flops: int
+    holds_program: bool
+    unread: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Visit:
+    """A node, the program it is in, where that stands, and how often it runs."""
+
+    program: Program
+    node: Node
+    place: Place
+    times: int
+
+    def avals(self, numbers: Sequence[int]) -> list[Any]:
+        return [self.program.avals[number] for number in numbers]
+
+
+def visits(jaxpr: ClosedJaxpr | Jaxpr, place: Place, times: int = 1) -> Iterator[Visit]:
+    """Every node of a program and of the programs inside it, in order."""
+    program = flatten(jaxpr)
+    for node in program.nodes:
+        yield Visit(program, node, place, times)
+        for body in bodies_of(node):
+            yield from visits(body, place.inside(node), times * repeats(node))
+
+
+def bodies_of(node: Node) -> list[ClosedJaxpr | Jaxpr]:
+    """The programs inside a node that are written in the language of the one around it."""
+    opened = node.name in _OPENED or (node.name in TABLE and TABLE[node.name].rule is Rule.ENTER)
+    return list(sub_jaxprs(node.params)) if opened else []
+
+
+def repeats(node: Node) -> int:
+    """How often a node runs the programs inside it."""
+    if node.name == "scan":
+        return node.params["length"]
+    if node.name == "shard_map":
+        return math.prod(node.params["mesh"].shape[axis] for axis in node.params["newly_manual_axes"])
+    return 1
+
+
+def is_floating_dtype(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def widest_dtype(avals: Sequence[Any]) -> np.dtype | None:
+    """The widest floating dtype of some values, or else the first of their dtypes."""
+    dtypes = [aval.dtype for aval in avals if getattr(aval, "dtype", None) is not None]
+    floating = [dtype for dtype in dtypes if is_floating_dtype(dtype)]
+    return max(floating, key=lambda dtype: dtype.itemsize) if floating else next(iter(dtypes), None)
+
+
+def dtype_name(dtype: Any) -> str | None:
+    return None if dtype is None else getattr(dtype, "name", str(dtype))
+
+
+def flops_of(visit: Visit) -> int:
+    node = visit.node
+    operands = [getattr(aval, "shape", ()) for aval in visit.avals(node.ins)]
+    result = getattr(visit.program.avals[node.outs[0]], "shape", ()) if node.outs else ()
+    return product_flops(node.name, operands, result, node.params)
+
+
+def operations_of(plan: Plan, times: int = 1) -> Iterator[tuple[Operation, Visit]]:
+    """Describes every step of a plan, and of the plans inside it."""
+    producers = {number: step.node.name for step in plan.steps for number in step.node.outs}
+    for step in plan.steps:
+        visit = Visit(plan.program, step.node, plan.place, times)
+        yield _planned(plan, step, visit, producers), visit
+        inside, more = plan.place.inside(step.node), times * repeats(step.node)
+        for body in step.bodies:
+            yield from operations_of(body, more)
+        if not step.bodies:
+            reason = step.entry.reason if step.entry.reason in REQUESTED else f"inside {step.node.name}, as recorded"
+            for body in bodies_of(step.node):
+                for inner in visits(body, inside, more):
+                    yield _describe(inner, Rule.RECORDED, _recorded(inner), _result(inner), reason), inner
+
+
+def _recorded(visit: Visit) -> Any:
+    return widest_dtype(visit.avals(visit.node.ins) or visit.avals(visit.node.outs))
+
+
+def _result(visit: Visit) -> Any:
+    return getattr(visit.program.avals[visit.node.outs[0]], "dtype", None) if visit.node.outs else None
+
+
+def _planned(plan: Plan, step: Step, visit: Visit, producers: dict[int, str]) -> Operation:
+    read = [dtype for dtype in step.reads if dtype is not None]
+    dtype = max(read, key=lambda dtype: dtype.itemsize) if read else _recorded(visit)
+    result = _result(visit)
+    if step.node.outs and is_float32(plan.program.avals[step.node.outs[0]]):
+        result = dtype_of(plan.kinds[step.node.outs[0]], plan.low)
+    wide = dtype == FLOAT32 and any(map(is_float32, visit.avals((*step.node.ins, *step.node.outs))))
+    reason = _why_wide(plan, step, producers) if wide and step.entry.rule in _FOLLOWING else step.entry.reason
+    return dataclasses.replace(_describe(visit, step.entry.rule, dtype, result, reason), unread=step.unread)
+
+
+def _describe(visit: Visit, rule: Rule, dtype: Any, result: Any, reason: str) -> Operation:
+    node = visit.node
+    return Operation(
+        primitive=node.name,
+        source=source_line(node),
+        scope=visit.place.scope_of(node),
+        rule=rule.value,
+        recorded=dtype_name(_recorded(visit)),
+        dtype=None if bodies_of(node) else dtype_name(dtype),
+        result=None if bodies_of(node) else dtype_name(result),
+        reason=reason,
+        backward=visit.place.is_backward(node),
+        times=visit.times,
+        flops=flops_of(visit),
+        holds_program=bool(bodies_of(node)),
+    )
+
+
+_FOLLOWING = (Rule.FOLLOW, Rule.SHAPE, Rule.WIDEST)
+
+
+def _why_wide(plan: Plan, step: Step, producers: dict[int, str]) -> str:
+    """What keeps an operation in float32 that could have followed a narrow operand."""
+    kinds = [plan.kinds[number] for number in step.node.ins]
+    wide = [n for n, kind, far in zip(step.node.ins, kinds, step.far, strict=True) if kind is Kind.WIDE and not far]
+    if wide:
+        return f"float32, for {_origin(plan, wide[0], producers)}"
+    if Kind.LOW in kinds:
+        return "float32, for only float32 operations read it"
+    return "float32, until a narrow value meets it"
+
+
+def _origin(plan: Plan, number: int, producers: dict[int, str]) -> str:
+    program = plan.program
+    if number in producers:
+        return f"{producers[number]} leaves its operand in float32"
+    if number in program.captured:
+        return "a captured array is data"
+    if number in program.known:
+        return f"{plan.low.name} cannot hold its literal"
+    return "an argument is data, or float32 where this program begins"

@@ -1,0 +1,298 @@
+"""The dtype of every operation of a program, decided with the whole program in view.
+
+Decides what each operand is read in, what each result is stored in and where a cast stands. Does not run anything; see
+`_autocast.py`. Programs inside operations (loops, branches, rematerialisation) are planned by `_control_flow.py`.
+
+One forward walk over the nodes carries a `State` per value. Two things make it more than a table look-up:
+
+* A value that a dot will consume is rounded for that dot anyway. Where such a value was computed in float32 and is read
+  again on the far side of a dot (a residual connection, the backward pass), the rounded copy is read: nothing needs to
+  keep the wide one. Operations on the near side read the float32 value, which costs nothing since they fuse.
+* A pairwise operation whose every reader is a float32 operation of the same stretch runs in float32 too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .._dtypes import FLOAT32
+from .._jaxpr import ClosedJaxpr, Jaxpr, Node, Program, flatten
+from .._policy import Policy
+from . import _control_flow
+from ._flow import (
+    DOTS,
+    POOLS,
+    ROUNDS,
+    TOP,
+    Backward,
+    Flags,
+    Kind,
+    Place,
+    backward,
+    entries_of,
+    is_float32,
+    is_sixteen_bit,
+    kind_of_known,
+)
+from ._pooling import scatter_to_windows
+from ._recompute import is_costly, is_repeatable, mark_unread, read_exponents_alike
+from ._rules import Rules
+from ._steps import Plan, State, Step, dtype_of
+from ._table import Entry, Rule
+from ._transposes import fold_transposes
+
+
+class Planner:
+    """Plans programs under one policy and one set of rules; remembers what it derived from each jaxpr."""
+
+    def __init__(self, policy: Policy, rules: Rules):
+        self.policy, self.rules = policy, rules
+        self.low, self.reduce = policy.compute_dtype, policy.reduce_dtype
+        self._programs: dict[tuple[int, Place], tuple[Any, Program, list[Entry]]] = {}
+        self._flows: dict[tuple, Backward] = {}
+
+    def program(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place) -> tuple[Program, list[Entry]]:
+        key = (id(jaxpr), place)
+        if key not in self._programs:
+            program = flatten(jaxpr)
+            self._programs[key] = (jaxpr, program, entries_of(program, self.rules, place))
+        return self._programs[key][1:]
+
+    def flow(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, out_flags: Sequence[Flags]) -> Backward:
+        key = (id(jaxpr), place, tuple(out_flags))
+        if key not in self._flows:
+            program, entries = self.program(jaxpr, place)
+
+            def enter(node: Node, at: Place, outs: list[Flags]) -> list[Flags]:
+                return _control_flow.flags(self, node, at.inside(node), outs)
+
+            self._flows[key] = backward(program, entries, place, out_flags, enter)
+        return self._flows[key]
+
+    def in_flags(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, out_flags: Sequence[Flags]) -> list[Flags]:
+        flow = self.flow(jaxpr, place, out_flags)
+        return [flow[number] for number in self.program(jaxpr, place)[0].inputs]
+
+    def plan(
+        self,
+        jaxpr: ClosedJaxpr | Jaxpr,
+        kinds: Sequence[Kind],
+        out_flags: Sequence[Flags],
+        place: Place = TOP,
+        roundable: Sequence[int] = (),
+    ) -> Plan:
+        """Plans a program.
+
+        Args:
+          jaxpr: the program.
+          kinds: what its arguments are.
+          out_flags: what becomes of its results.
+          place: where it stands.
+          roundable: positions of arguments that a loop computed, so that a copy handed out may be rounded.
+        """
+        program, entries = self.program(jaxpr, place)
+        walk = _Walk(self, program, place, self.flow(jaxpr, place, out_flags), kinds)
+        for node, entry in zip(program.nodes, entries, strict=True):
+            walk.step(node, entry)
+        walk.widen_what_only_wide_steps_read()
+        fold_transposes(program, walk.steps)
+        carried = {program.inputs[position] for position in roundable if self.rules.low_residuals}
+        results = zip(program.outputs, out_flags, strict=True)
+        out_kinds = [walk.out_kind(number, flags, number in carried) for number, flags in results]
+        in_dtypes = [dtype_of(kind, self.low) for kind in kinds]
+        roots = frozenset(number for number, state in enumerate(walk.states) if state.root)
+        made, again = [state.kind for state in walk.states], walk.again_steps()
+        plan = Plan(program, place, walk.steps, in_dtypes, out_kinds, self.low, made, roots, again)
+        read_exponents_alike(plan)
+        mark_unread(plan)
+        return plan
+
+
+def _is_kernel(entry: Entry, node: Node) -> bool:
+    """Whether an operation does not fuse with what computes its operands, so that those are stored for it."""
+    return (entry.never_low and entry.rule is Rule.HIGH) or node.name in POOLS
+
+
+class _Walk:
+    """The forward walk over one program."""
+
+    def __init__(self, planner: Planner, program: Program, place: Place, flow: Backward, kinds: Sequence[Kind]):
+        self.planner, self.program, self.place, self.flow = planner, program, place, flow
+        self.low = planner.low
+        self.steps: list[Step] = []
+        self.depths: list[int] = []
+        self.forward_depth = 0
+        self.states: list[Any] = [None] * len(program.avals)
+        for number, kind in zip(program.inputs, kinds, strict=True):
+            self.states[number] = State(kind)
+        for number, value in program.known.items():
+            self.states[number] = State(kind_of_known(value, program.avals[number], self.low))
+
+    def seen(self, number: int, depth: int, kernel: bool) -> Kind:
+        """What a reader at `depth` sees of a value."""
+        state = self.states[number]
+        return Kind.LOW if state.kept and (kernel or depth > state.depth) else state.kind
+
+    def step(self, node: Node, entry: Entry) -> None:
+        depth = max((self.states[number].depth for number in node.ins), default=0)
+        if self.place.is_backward(node):
+            depth = max(depth, self.forward_depth)
+        kinds = [self.seen(number, depth, _is_kernel(entry, node)) for number in node.ins]
+        if entry.rule is Rule.ENTER:
+            step, out_kinds, has_dot = _control_flow.enter(self.planner, node, entry, self.place, kinds, self.flow)
+        else:
+            step, out_kinds = self._DECIDE[entry.rule](self, node, entry, kinds)
+            has_dot = entry.rule is Rule.LOW and node.name in DOTS
+        states = [self.states[number] for number in node.ins]
+        step.far = [self._far(step, *read, depth) for read in zip(node.ins, states, step.reads, strict=True)]
+        made = [self._made(step, kinds, number, kind) for number, kind in zip(node.outs, out_kinds, strict=True)]
+        for number, state in zip(node.outs, made, strict=True):
+            state.depth = depth + has_dot
+            self.states[number] = state
+        self.steps.append(step)
+        self.depths.append(depth)
+        if not self.place.is_backward(node):
+            self.forward_depth = max(self.forward_depth, depth + has_dot)
+
+    def _made(self, step: Step, kinds: Sequence[Kind], number: int, kind: Kind) -> State:
+        """What a result of a step is, for its readers."""
+        states = [self.states[operand] for operand in step.node.ins]
+        flags, rounding = self.flow[number], self.planner.rules.low_residuals
+        moves = step.entry.rule is Rule.SHAPE
+        state = State(kind, computed=not moves or any(s.computed for s in states))
+        if kind is Kind.FIXED:
+            # A comparison of floats: one byte, where its operands would be kept.
+            is_mask = self.program.avals[number].dtype == np.bool_
+            state.root = is_mask and rounding and any(k is not Kind.FIXED for k in kinds)
+        elif kind is Kind.LOW:
+            dot = step.entry.rule is Rule.LOW and step.node.name in DOTS
+            state.raw = dot or (moves and any(s.raw for s in states))
+            state.root = state.raw or any(s.raw for s in states)
+        elif kind is Kind.WIDE and rounding and state.computed:
+            state.kept = state.root = flags.to_dot
+            exact = any(s.root or s.again for s in states) and not any(s.kept for s in states)
+            state.again = not state.kept and is_repeatable(step) and exact
+            state.costly = is_costly(step) or any(s.again and s.costly for s in states)
+        return state
+
+    def again_steps(self) -> dict[int, Step]:
+        return {number: step for step in self.steps for number in step.node.outs if self.states[number].again}
+
+    def _far(self, step: Step, number: int, state: State, read: np.dtype | None, depth: int) -> bool:
+        """Whether an operand is read as stored or computed again; kernels of their own do so even near."""
+        if not (state.root or (state.again and read is not None)):
+            return False
+        shared = state.kept or (state.costly and self.flow.readers[number] > 1)
+        return depth > state.depth or (shared and read is not None and _is_kernel(step.entry, step.node))
+
+    def _step(self, node: Node, entry: Entry, reads: Sequence[np.dtype | None], **rest: Any) -> Step:
+        return Step(node, entry, list(reads), [False] * len(reads), **rest)
+
+    def _recorded_kind(self, number: int) -> Kind:
+        return Kind.WIDE if is_float32(self.program.avals[number]) else Kind.FIXED
+
+    def _recorded(self, node: Node, entry: Entry, kinds: list[Kind]) -> tuple[Step, list[Kind]]:
+        reads = [None if kind is Kind.FIXED else FLOAT32 for kind in kinds]
+        outs = [self._recorded_kind(number) for number in node.outs]
+        if node.name == "convert_element_type" and kinds[0] is Kind.LOW and node.params["new_dtype"] == self.low:
+            reads = [self.low]  # the user asks for what the value already is
+        if node.name == "convert_element_type" and node.ins[0] in self.program.known:
+            aval = self.program.avals[node.outs[0]]  # the zero of `jnp.pad` is an integer literal, converted
+            outs = [kind_of_known(self.program.known[node.ins[0]], aval, self.low)]
+        elif node.name == "convert_element_type" and self.program.avals[node.ins[0]].dtype == np.bool_:
+            outs = [Kind.SOFT if kind is Kind.WIDE else kind for kind in outs]  # zeros and ones fit anywhere
+        return self._step(node, entry, reads), outs
+
+    def _high(self, node: Node, entry: Entry, kinds: list[Kind]) -> tuple[Step, list[Kind]]:
+        avals = [self.program.avals[number] for number in node.ins]
+        reads = [FLOAT32 if is_float32(aval) or is_sixteen_bit(aval) else None for aval in avals]
+        out_avals = [self.program.avals[number] for number in node.outs]
+        casts = [aval.dtype if is_sixteen_bit(aval) else None for aval in out_avals]
+        return self._step(node, entry, reads, casts=casts), [self._recorded_kind(number) for number in node.outs]
+
+    def _follow(self, node: Node, entry: Entry, kinds: list[Kind]) -> tuple[Step, list[Kind]]:
+        floating = [kind for kind in kinds if kind is not Kind.FIXED]
+        if len(floating) > 1 and len(node.outs) != len(node.ins):
+            return self._widest(node, entry, kinds)  # an edit: its operands still need one dtype
+        first = next(iter(floating), Kind.FIXED)
+        sources = kinds if len(node.outs) == len(node.ins) else [first] * len(node.outs)
+        outs = [
+            kind if is_float32(self.program.avals[number]) else Kind.FIXED
+            for number, kind in zip(node.outs, sources, strict=True)
+        ]
+        return self._step(node, entry, [dtype_of(kind, self.low) for kind in kinds]), outs
+
+    def _widest(self, node: Node, entry: Entry, kinds: list[Kind]) -> tuple[Step, list[Kind]]:
+        only_wide = node.name in ROUNDS and all(self.flow[number].only_wide for number in node.outs)
+        if only_wide or Kind.WIDE in kinds:
+            kind = Kind.WIDE
+        else:
+            kind = Kind.LOW if Kind.LOW in kinds else Kind.SOFT
+        return self._pairwise(node, entry, kinds, kind)
+
+    def _pairwise(self, node: Node, entry: Entry, kinds: list[Kind], kind: Kind) -> tuple[Step, list[Kind]]:
+        dtype = dtype_of(kind, self.low)
+        reads = [None if k is Kind.FIXED else dtype for k in kinds]
+        outs = [kind if is_float32(self.program.avals[number]) else Kind.FIXED for number in node.outs]
+        run = functools.partial(scatter_to_windows, node) if node.name == "select_and_scatter_add" else None
+        return self._step(node, entry, reads, run=run), outs
+
+    def _low(self, node: Node, entry: Entry, kinds: list[Kind]) -> tuple[Step, list[Kind]]:
+        if node.name not in DOTS:
+            return self._pairwise(node, entry, kinds, Kind.LOW)
+        avals = [self.program.avals[number] for number in node.ins]
+        low = next((aval.dtype for aval in avals if is_sixteen_bit(aval)), self.low)
+        reads = [None if kind is Kind.FIXED else low for kind in kinds]
+        if not is_float32(self.program.avals[node.outs[0]]):
+            return self._step(node, entry, reads), [Kind.FIXED]
+        gradient = node.name != "conv_general_dilated" and self.place.is_backward(node)
+        leaves = self.planner.reduce if gradient and not self.flow[node.outs[0]].reaches_dot else low
+        if leaves == self.low:
+            return self._step(node, entry, reads, params={"preferred_element_type": leaves}), [Kind.LOW]
+        step = self._step(node, entry, reads, params={"preferred_element_type": leaves}, casts=[FLOAT32])
+        return step, [Kind.WIDE]
+
+    def _collective(self, node: Node, entry: Entry, kinds: list[Kind]) -> tuple[Step, list[Kind]]:
+        avals = [self.program.avals[number] for number in node.ins]
+        wire = [self.planner.reduce if is_float32(a) or is_sixteen_bit(a) else None for a in avals]
+        casts = [self.program.avals[number].dtype for number in node.outs]
+        return self._step(node, entry, wire, casts=casts), [self._recorded_kind(number) for number in node.outs]
+
+    _DECIDE = {  # noqa: RUF012
+        Rule.LOW: _low,
+        Rule.HIGH: _high,
+        Rule.FOLLOW: _follow,
+        Rule.SHAPE: _follow,
+        Rule.WIDEST: _widest,
+        Rule.COLLECTIVE: _collective,
+        Rule.RECORDED: _recorded,
+    }
+
+    def out_kind(self, number: int, flags: Flags, carried: bool) -> Kind:
+        """What a result is for those who read it outside: rounded, if a dot out there consumes it."""
+        state = self.states[number]
+        rounded = flags.to_dot and state.kind is Kind.WIDE and (state.kept or carried)
+        return Kind.LOW if rounded else state.kind
+
+    def widen_what_only_wide_steps_read(self) -> None:
+        """Runs a pairwise or bounded operation in float32 where every reader is near and reads it in float32 anyway."""
+        blocked = set(self.program.outputs)
+        blocked.update(number for step in self.again_steps().values() for number in step.node.ins)
+        for step, depth in zip(reversed(self.steps), reversed(self.depths), strict=True):
+            outs = step.node.outs
+            narrow = step.node.name in ROUNDS and any(s is Kind.LOW for s in self._kinds(outs))
+            if narrow and not any(number in blocked for number in outs) and self.low in step.reads:
+                step.reads = [None if read is None else FLOAT32 for read in step.reads]
+                for number in outs:
+                    if self.states[number].kind is Kind.LOW:
+                        self.states[number].kind = Kind.WIDE
+            for number, read in zip(step.node.ins, step.reads, strict=True):
+                if read != FLOAT32 or depth > self.states[number].depth:
+                    blocked.add(number)
+
+    def _kinds(self, numbers: Sequence[int]) -> list[Kind]:
+        return [self.states[number].kind for number in numbers]

@@ -1,0 +1,75 @@
+"""Computing float32 values again on the far side of a dot, instead of keeping them.
+
+What lies inside a GELU, a softmax or a normalisation is float32 and a function of values stored in 16 bits. The
+backward pass reads it: kept, it would cost what mixed precision saves; rounded, it would cost accuracy and, in float16,
+range. These operations fuse with their readers, so computing them again from the stored values costs no memory traffic
+and changes no bit (Chen et al., "Training deep nets with sublinear memory cost", 2016, for whole layers).
+
+Decides which values may be computed again, and which steps nobody needs any more. Does not decide who reads which copy;
+see `_plan.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ._flow import Kind
+from ._steps import Plan, Step
+from ._table import Rule
+
+_COSTLY = frozenset(
+    "exp exp2 expm1 log log1p log2 logistic tanh erf erfc erf_inv pow sin cos tan sqrt rsqrt cbrt".split()
+)
+_CHEAP = frozenset(
+    "add sub mul div max min neg abs sign select_n clamp integer_pow square one_minus_square "
+    "broadcast_in_dim reshape squeeze convert_element_type add_any copy".split()
+)
+_EXPONENTIALS = frozenset({"exp", "exp2", "expm1"})
+_RULES = (Rule.HIGH, Rule.WIDEST, Rule.FOLLOW, Rule.SHAPE)
+
+
+def is_repeatable(step: Step) -> bool:
+    """Whether a step is elementwise, so that a compiler fuses it with whatever reads it."""
+    return step.entry.rule in _RULES and step.node.name in _COSTLY | _CHEAP
+
+
+def is_costly(step: Step) -> bool:
+    """Whether a compiler would rather store the result than compute it twice."""
+    return step.node.name in _COSTLY
+
+
+def sources(plan: Plan, number: int, far: bool) -> Iterator[int]:
+    """The values that reading `number` needs: itself, or what it is computed again from."""
+    pending, seen = [number], {number}
+    while pending:
+        current = pending.pop()
+        if not far or current not in plan.again:
+            yield current
+            continue
+        more = [operand for operand in plan.again[current].node.ins if operand not in seen]
+        seen.update(more)
+        pending.extend(more)
+
+
+def read_exponents_alike(plan: Plan) -> None:
+    """Lets near readers of what is exponentiated again read its stored copy too.
+
+    A compiler may drop a rounding that it sees undone. Near and far would then compute from different bits: to an
+    exponential an absolute error is a relative one, and a softmax and its gradient would no longer belong together.
+    """
+    exponentials = [number for number, step in plan.again.items() if step.node.name in _EXPONENTIALS]
+    used = {source for number in exponentials for source in sources(plan, number, True)} & plan.roots
+    for step in plan.steps:
+        for i, number in enumerate(step.node.ins):
+            step.far[i] |= number in used and plan.kinds[number] is Kind.LOW
+
+
+def mark_unread(plan: Plan) -> None:
+    """Marks the steps whose results are only read as computed again, or not at all."""
+    needed = set(plan.program.outputs)
+    for step in reversed(plan.steps):
+        if step.node.eqn.effects or not needed.isdisjoint(step.node.outs):
+            for number, far in zip(step.node.ins, step.far, strict=True):
+                needed.update(sources(plan, number, far))
+        else:
+            step.unread = True

@@ -1,0 +1,195 @@
+"""`Explanation`: what `explain` returns. Values first, text second.
+
+Decides how a plan is summed up and compared with another. Does not decide what is in it; see `_explain.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+from .._paths import glob_matches
+from ._difference import Difference, compare
+from ._emitted import Emitted
+from ._operations import Operation
+from ._text import columns, count, megabytes, short_source
+
+_SIXTEEN_BITS = ("float16", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Output:
+    """A result of the explained function.
+
+    Attributes:
+      path: where in the result, as a tree path; empty for a result that is one array.
+      shape: its shape.
+      dtype: its dtype, which autocast leaves as it was recorded.
+      computed_in: the dtype in which it was computed, before that.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    computed_in: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The plan of a program under a policy: a value to read, print, compare and test.
+
+    `str(report)` sums it up; `table()` lists every operation; `as_dict()` is ready for JSON; `diff` compares two.
+
+    Attributes:
+      policy: the policy, as text.
+      compute_dtype: its compute dtype.
+      reduce_dtype: its reduce dtype.
+      operations: one `Operation` for each equation of the program, those inside loops, branches, rematerialised parts
+        and calls included.
+      emitted: one `Emitted` for each equation of the program that autocast makes of it.
+      outputs: one `Output` for each array that is returned.
+      casts: how many floating conversions autocast adds to those that the program has.
+      kept_bytes: `(dtype, bytes)` of what forward operations make and backward operations read. The compiler may keep
+        less, by computing more of it again than the plan does.
+      opaque: `(primitive, number, reason)` of what meets float32 and runs exactly as recorded, other than by request.
+      derivative_rules: user-written `custom_jvp`, `custom_vjp` and `linear_call` rules. After differentiation they
+        are expanded: ordinary operations, recognised by their tracebacks as far as these tell.
+      unmatched_scopes: globs of `with_scopes` that matched no operation.
+      hidden_casts: source lines of casts to float32 that a float32 trace does not show, so that autocast may narrow
+        what they guard: mark it `full_precision`. Found by a second trace with 16-bit arguments, hence best effort:
+        it sees only what arguments reach.
+      hidden_casts_error: why that trace failed, if it did.
+    """
+
+    policy: str
+    compute_dtype: str
+    reduce_dtype: str
+    operations: tuple[Operation, ...]
+    emitted: tuple[Emitted, ...]
+    outputs: tuple[Output, ...]
+    casts: int
+    kept_bytes: tuple[tuple[str, int], ...]
+    opaque: tuple[tuple[str, int, str], ...]
+    derivative_rules: tuple[str, ...]
+    unmatched_scopes: tuple[str, ...]
+    hidden_casts: tuple[str, ...]
+    hidden_casts_error: str | None
+
+    @property
+    def total(self) -> int:
+        """The number of operations, without the loops, branches and calls that hold them."""
+        return sum(not op.holds_program for op in self.operations)
+
+    @property
+    def converted(self) -> int:
+        """How many were recorded in float32 and run in the compute dtype."""
+        if self.compute_dtype == "float32":
+            return 0
+        return sum(op.recorded == "float32" and op.dtype == self.compute_dtype for op in self.operations)
+
+    @property
+    def widened(self) -> int:
+        """How many were recorded in 16 bits and run in float32: reductions of code that casts by hand."""
+        return sum(op.recorded in _SIXTEEN_BITS and op.dtype == "float32" for op in self.operations)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all dots and convolutions, loops multiplied out."""
+        return sum(op.flops * op.times for op in self.operations)
+
+    @property
+    def low_flop_share(self) -> float:
+        """The share of `flops` on 16-bit operands; 0 without any."""
+        low = sum(op.flops * op.times for op in self.operations if op.dtype in _SIXTEEN_BITS)
+        return low / self.flops if self.flops else 0.0
+
+    @property
+    def summary(self) -> str:
+        """One line, such as "Converted 405/4897 operations to float16 using 2 casts"."""
+        return f"Converted {self.converted}/{self.total} operations to {self.compute_dtype} using " + count(
+            self.casts, "cast"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns everything as dictionaries, lists, strings and numbers, the sums of the properties included."""
+        names = ("summary", "converted", "total", "widened", "flops", "low_flop_share")
+        values = dataclasses.asdict(self)
+        values["kept_bytes"] = dict(self.kept_bytes)
+        values["opaque"] = [dict(zip(("primitive", "number", "reason"), row, strict=True)) for row in self.opaque]
+        return {name: getattr(self, name) for name in names} | _as_lists(values)
+
+    def table(self, scope: str | None = None) -> str:
+        """Returns a line for every operation: what it is, where, which rule holds, what it runs in and why.
+
+        Args:
+          scope: a glob over scope paths; only operations that it matches are listed.
+        """
+        header = ("", "primitive", "dtype", "result", "rule", "times", "scope", "source", "reason")
+        chosen = [op for op in self.operations if scope is None or glob_matches(scope, op.scope)]
+        rows = [
+            (
+                "bwd" if op.backward else "fwd",
+                op.primitive,
+                op.dtype or "",
+                op.result or "",
+                op.rule,
+                str(op.times),
+                op.scope,
+                short_source(op.source),
+                op.reason,
+            )
+            for op in chosen
+        ]
+        return columns(header, rows)
+
+    def diff(self, other: Explanation) -> Difference:
+        """Returns what changes from this plan to `other`: of the same program under other rules or another policy.
+
+        Raises:
+          TypeError: `other` is no `Explanation`.
+        """
+        if not isinstance(other, Explanation):
+            raise TypeError(
+                f"`other` must be an Explanation, got {other!r}; pass what explain(fn, policy)(*args) gave."
+            )
+        return compare(self._numbers(), other._numbers(), self.operations, other.operations)
+
+    def _numbers(self) -> dict[str, Any]:
+        numbers = {"policy": self.policy, "converted": self.converted, "total": self.total, "casts": self.casts}
+        kept = {f"kept in {dtype}": number for dtype, number in self.kept_bytes}
+        return numbers | {"low_flop_share": round(self.low_flop_share, 4)} | kept
+
+    def __str__(self) -> str:
+        lines = [self.summary + f" ({self.policy})"]
+        if self.widened:
+            lines.append(f"Widened {count(self.widened, 'operation')} recorded in 16 bits to float32")
+        if self.flops:
+            lines.append(f"{self.low_flop_share:.1%} of {self.flops / 1e9:.3g} GFLOP on 16-bit operands")
+        if self.kept_bytes:
+            parts = ", ".join(f"{megabytes(number)} {dtype}" for dtype, number in self.kept_bytes)
+            lines.append(f"The backward pass reads from the forward pass: {parts}")
+        return "\n".join([*lines, *self._notes(), "", self._by_primitive()])
+
+    def _notes(self) -> list[str]:
+        sections = {
+            "Runs as recorded": [f"{name} x{number}: {reason}" for name, number, reason in self.opaque],
+            "User-written derivative rules": self.derivative_rules,
+            "Scopes that matched nothing": self.unmatched_scopes,
+            "Casts to float32 that autocast cannot see (full_precision can be)": map(short_source, self.hidden_casts),
+        }
+        lines = [f"{title}: {'; '.join(items)}" for title, found in sections.items() if (items := list(found))]
+        if self.hidden_casts_error:
+            lines.append(f"No search for hidden casts: {self.hidden_casts_error}")
+        return lines
+
+    def _by_primitive(self) -> str:
+        found = Counter((op.primitive, op.rule, op.dtype or "") for op in self.operations if not op.holds_program)
+        rows = [(name, str(number), rule, dtype) for (name, rule, dtype), number in found.most_common()]
+        return columns(("primitive", "number", "rule", "dtype"), rows)
+
+
+def _as_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _as_lists(item) for key, item in value.items()}
+    return [_as_lists(item) for item in value] if isinstance(value, tuple | list) else value

@@ -1,0 +1,46 @@
+"""Small pieces of text that reports are made of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+
+def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Lines of left-aligned columns under a header.
+
+    >>> print(columns(("name", "n"), [("dot_general", "2")]))
+    name         n
+    dot_general  2
+    """
+    lines = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+    return "\n".join("  ".join(line).rstrip() for line in padded)
+
+
+def count(number: int, noun: str) -> str:
+    """
+    >>> count(1, "cast"), count(2, "cast")
+    ('1 cast', '2 casts')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def megabytes(number: int) -> str:
+    """
+    >>> megabytes(1_234_567)
+    '1.23 MB'
+    """
+    return f"{number / 1e6:.3g} MB" if number >= 1e4 else f"{number} B"
+
+
+def short_source(source: str) -> str:
+    """`file:line:column (function)` without folders and columns.
+
+    >>> short_source("/home/me/model.py:12:4 (Model.__call__)")
+    'model.py:12 (Model.__call__)'
+    """
+    place, _, function = source.partition(" ")
+    file, *numbers = place.split(":")
+    return " ".join(filter(None, [":".join([os.path.basename(file), *numbers[:1]]), function]))

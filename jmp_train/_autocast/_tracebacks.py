@@ -1,0 +1,69 @@
+"""Who wrote an operation: what its Python traceback tells that the jaxpr does not.
+
+Decides, from the frames between the user's code and JAX, whether a cast was asked for by name and whether an operation
+is part of a user-written derivative rule that differentiation has already expanded. Best effort: tracebacks are for
+people, and the names of JAX's own frames may change; nothing but `explain` reads them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import jax
+
+from .._jaxpr import Node, open_jaxpr
+
+_JAX = os.path.dirname(jax.__file__) + os.sep
+# JAX's frames around a call from outside, and the calls that ask for a dtype by name.
+_WRAPPERS = (".meth", ".op", ".cache_miss", ".reraise_with_filtered_traceback")
+_CASTS = frozenset({"_astype", "astype", "array", "asarray", "convert_element_type", "_ScalarMeta.__call__"})
+# JAX calls these around the functions given to `defjvp` and `defvjp`.
+_RULE_CALLS = {
+    "_flatten_jvp": "custom_jvp",
+    "_flatten_fwd": "custom_vjp",
+    "_flatten_bwd": "custom_vjp",
+}
+
+
+def _frames(node: Node) -> list[tuple[str, str, int]]:
+    """(function, file, line), innermost first."""
+    traceback = node.eqn.source_info.traceback
+    return [(f.function_name, f.file_name, f.line_num) for f in traceback.frames] if traceback else []
+
+
+def _is_jax(file: str) -> bool:
+    return file.startswith(_JAX)
+
+
+def is_asked_for(node: Node) -> bool:
+    """Whether code outside JAX asked for this cast: `x.astype`, `jnp.asarray`, `jnp.float32(x)` and the like."""
+    entry = ""
+    for function, file, _ in _frames(node):
+        if not _is_jax(file):
+            return entry in _CASTS
+        if not function.endswith(_WRAPPERS):
+            entry = function
+    return False
+
+
+def user_rules(node: Node) -> Iterator[str]:
+    """The user-written derivative rules that this node stands for, or was made by."""
+    if node.name in ("custom_jvp_call", "custom_vjp_call"):
+        origin = getattr(open_jaxpr(node.params["call_jaxpr"]).debug_info, "func_src_info", None) or ""
+        name, _, where = origin.partition(" at ")
+        if where and not _is_jax(where):
+            yield f"{node.name.removesuffix('_call')} of {name} ({where})"
+    elif node.name == "linear_call":
+        yield "linear_call"
+    yield from _expanded(node)
+
+
+def _expanded(node: Node) -> Iterator[str]:
+    rule = None
+    for function, file, line in _frames(node):
+        kind = _RULE_CALLS.get(function)
+        if kind is not None and rule is not None and not _is_jax(rule[1]):
+            yield f"{kind} rule {rule[0]} ({rule[1]}:{rule[2]}), expanded"
+        if "custom_derivatives" not in file:
+            rule = (function, file, line)

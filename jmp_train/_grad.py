@@ -1,0 +1,191 @@
+"""Gradients under a policy: the scaled, mixed-precision counterpart of `jax.value_and_grad`.
+
+Decides the order of a gradient's life: scale the loss, differentiate, run all of that under autocast, unscale in
+float32. No scaled number leaves this file. Does not decide which operation runs in which dtype (`_autocast`), how large
+the scale is (`_loss_scale.py`) nor what happens to a step whose gradients are not finite (`_optimizer.py`).
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._autocast import DEFAULT_RULES, Rules, autocast, matmul_precision
+from ._dtypes import FLOAT32, FLOAT64
+from ._grad_inputs import check_argnums, check_differentiated, check_loss_scale, check_policy, split_result
+from ._loss_scale import LossScale
+from ._policy import Policy
+from ._static import hide_static, reveal_static
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    policy: Policy | str,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    autocast: bool = True,
+    rules: Rules | None = None,
+) -> Callable[..., Any]:
+    """Returns a function that evaluates `loss_fn` and its gradient under `policy`; use it as `jax.value_and_grad`.
+
+    With the scale S and the parameters p, it computes
+
+        grad = 1/S * d/dp [S * loss_fn(p)]
+
+    and runs all of it, forward and backward, in mixed precision: `loss_fn` and the model it calls stay as they are,
+    written for float32. Differentiating comes first and autocast second, so that every sum of the backward pass is seen
+    and accumulates in float32. The unscaling is done in float32. The policy's `matmul_precision` holds throughout; its
+    `output_dtype` is for models to use.
+
+    Args:
+      loss_fn: a function that returns the loss, a real floating scalar `[]`, or `(loss, aux)`. It is traced, as under
+        `jax.jit`; arguments that are no arrays (flags, strings, Python numbers) reach it as they are.
+      policy: a `Policy`, or a name for `get_policy`.
+      argnums: which positional arguments to differentiate with respect to; under autocast, these are the parameters.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      autocast: whether to move the operations of `loss_fn` and of its derivative to the compute dtype by the rules of
+        `jmp_train.autocast`. If `False`, the differentiated arguments are cast to the compute dtype (or their override;
+        float64 stays unless the policy stores parameters in it), everything else arrives as it is given, and the model
+        decides by its own dtypes.
+      rules: which operations run in the compute dtype, for autocast; `None` for `DEFAULT_RULES`.
+
+    Returns:
+      A function of `loss_fn`'s arguments and keywords, and of the keyword `loss_scale` (a `LossScale`; required where
+      the policy or a differentiated leaf is float16). It returns `(loss, grads)` or `((loss, aux), grads)`:
+      loss: float32 `[]` (float64 if the loss was): the true loss, unscaled, finite even where the scaled one was not.
+      aux: as `loss_fn` returned it.
+      grads: shaped like the differentiated arguments, unscaled, float32 (float64 and complex stay what they are). They
+        hold infinities or NaN where float16 overflowed; `with_loss_scale` skips such a step.
+
+    Raises:
+      TypeError: `policy`, `argnums`, `rules` or `loss_scale` is something else, the loss scale is missing under
+        float16, the loss is not a real floating scalar, a differentiated leaf is not floating or complex, or is an NNX
+        module.
+
+    Reference: Micikevicius et al., Mixed Precision Training, ICLR 2018, sections 3.1 and 3.2.
+
+    >>> from jmp_train import StaticLossScale
+    >>> grad_fn = value_and_grad(lambda w, x: jnp.mean((x @ w) ** 2), "mixed_float16")
+    >>> loss, grads = grad_fn(jnp.ones(2), jnp.ones((4, 2)), loss_scale=StaticLossScale(1024.0))
+    >>> print(loss, grads, grads.dtype)
+    4.0 [4. 4.] float32
+    """
+    policy = check_policy(policy)
+    argnums = check_argnums(argnums)
+    chosen = (argnums,) if isinstance(argnums, int) else argnums
+    run = _under_autocast if autocast else _as_written
+    differentiate = run(functools.partial(_scaled_grad, loss_fn, argnums, has_aux), policy, rules, chosen)
+
+    def with_policy(*args: Any, loss_scale: LossScale | None = None, **kwargs: Any) -> Any:
+        differentiated = [args[i] for i in chosen if -len(args) <= i < len(args)]  # jax.grad complains of the others
+        check_differentiated(differentiated)
+        scale = check_loss_scale(loss_scale, policy, differentiated)
+        scaled_grads, (loss, aux) = differentiate(scale, args, kwargs)
+        grads = scale.unscale(scaled_grads)
+        loss = loss.astype(jnp.promote_types(loss.dtype, FLOAT32))
+        return ((loss, aux), grads) if has_aux else (loss, grads)
+
+    return _named_after(loss_fn, with_policy)
+
+
+def grad(
+    loss_fn: Callable[..., Any],
+    policy: Policy | str,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    autocast: bool = True,
+    rules: Rules | None = None,
+) -> Callable[..., Any]:
+    """Returns a function that evaluates the gradient of `loss_fn` under `policy`; use it as `jax.grad`.
+
+    Arguments, keywords and errors are those of `value_and_grad`; the returned function returns `grads`, or
+    `(grads, aux)`.
+
+    >>> grad(lambda p: p**2, "mixed_bfloat16")(jnp.float32(3))
+    Array(6., dtype=float32)
+    """
+    both = value_and_grad(loss_fn, policy, argnums=argnums, has_aux=has_aux, autocast=autocast, rules=rules)
+
+    def gradient(*args: Any, loss_scale: LossScale | None = None, **kwargs: Any) -> Any:
+        value, grads = both(*args, loss_scale=loss_scale, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return _named_after(loss_fn, gradient)
+
+
+def _scaled_grad(
+    loss_fn: Callable[..., Any],
+    argnums: int | tuple[int, ...],
+    has_aux: bool,
+    scale: LossScale,
+    *args: Any,
+    cast: Callable[[Sequence[Any]], Sequence[Any]] = lambda args: args,
+    **kwargs: Any,
+) -> tuple[Any, tuple[jax.Array, Any]]:
+    """Returns the gradient of the scaled loss, and the true loss and aux."""
+
+    def scaled_loss_fn(*args: Any) -> Any:
+        loss, aux = split_result(loss_fn(*cast(args), **kwargs), has_aux)
+        # The true loss travels as aux: dividing the scaled one by S would not undo an overflow.
+        return scale.scale(loss), (loss, aux)
+
+    return jax.grad(scaled_loss_fn, argnums, has_aux=True)(*args)
+
+
+def _under_autocast(
+    scaled_grad: Callable[..., Any], policy: Policy, rules: Rules | None, chosen: Sequence[int]
+) -> Callable[..., Any]:
+    # The program has the scale as its first argument and one argument for all keywords.
+    def program(scale: LossScale, kwargs: Any, *args: Any) -> Any:
+        return hide_static(scaled_grad(scale, *reveal_static(args), **reveal_static(kwargs)))
+
+    shifted = [i + 2 if i >= 0 else i for i in chosen]
+    run_cast = autocast(program, policy, rules=DEFAULT_RULES if rules is None else rules, argnums=shifted)
+
+    def run(scale: LossScale, args: Sequence[Any], kwargs: Any) -> Any:
+        differentiated = {i % len(args) for i in chosen if -len(args) <= i < len(args)}
+        hidden = [arg if i in differentiated else hide_static(arg) for i, arg in enumerate(args)]
+        return reveal_static(run_cast(scale, hide_static(kwargs), *hidden))
+
+    return run
+
+
+def _as_written(
+    scaled_grad: Callable[..., Any], policy: Policy, rules: Rules | None, chosen: Sequence[int]
+) -> Callable[..., Any]:
+    if rules is not None:
+        raise TypeError("`rules` are for autocast, which `autocast=False` turns off; leave one of the two out.")
+
+    def run(scale: LossScale, args: Sequence[Any], kwargs: Any) -> Any:
+        with matmul_precision(policy):
+            return scaled_grad(scale, *args, cast=lambda args: _cast_arguments(args, chosen, policy), **kwargs)
+
+    return run
+
+
+def _cast_arguments(args: Sequence[Any], argnums: Sequence[int], policy: Policy) -> list[Any]:
+    """Returns all of `args`, those at `argnums` cast to what they compute in."""
+    cast = list(args)
+    # One argument keeps its own paths; several are told apart by their place in a tuple. Globs match either.
+    arguments = [args[i] for i in argnums] if len(argnums) > 1 else args[argnums[0]]
+    before, treedef = jax.tree.flatten(arguments)
+    after = jax.tree.leaves(policy.cast_to_compute(arguments))
+    overrides = policy.override_dtypes(arguments)
+    if policy.param_dtype != FLOAT64:
+        parts = zip(before, after, overrides, strict=True)
+        after = [old if old.dtype == FLOAT64 and override is None else new for old, new, override in parts]
+    arguments = treedef.unflatten(after)
+    for i, argument in zip(argnums, arguments if len(argnums) > 1 else [arguments], strict=True):
+        cast[i] = argument
+    return cast
+
+
+def _named_after(loss_fn: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    functools.update_wrapper(wrapper, loss_fn)
+    # Without this, inspect.signature (and jit's static_argnames) would not see `loss_scale`.
+    del vars(wrapper)["__wrapped__"]
+    return wrapper

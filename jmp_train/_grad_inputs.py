@@ -1,0 +1,115 @@
+"""What may go into `value_and_grad` and come out of a loss function, and the sentence for everything else.
+
+Decides what is accepted. Does not decide what is computed; see `_grad.py`.
+"""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._dtypes import FLOAT16, is_floating
+from ._loss_scale import LossScale, NoOpLossScale
+from ._paths import leaf_paths
+from ._policy import Policy, get_policy, uses_float16
+
+
+def split_result(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
+    """Returns the loss as an array, and what came with it."""
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(
+            f"`loss_fn` must return the pair (loss, aux) because has_aux=True, got {_describe(result)}; "
+            f"return both, or leave has_aux out."
+        )
+    loss, aux = result if has_aux else (result, None)
+    if isinstance(loss, tuple):
+        hint = "pass has_aux=True if that is (loss, aux)"
+    elif not isinstance(loss, jax.Array | np.ndarray | np.generic | int | float | complex):
+        hint = "return the loss, such as jnp.mean(errors**2)"
+    elif jnp.shape(loss):
+        hint = "take its mean or its sum"
+    elif not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        hint = "convert it, or take its real part or absolute value"
+    else:
+        return jnp.asarray(loss), aux
+    raise TypeError(f"`loss_fn` must return a real floating scalar, got {_describe(loss)}; {hint}.")
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        return f"{value.dtype}{list(value.shape)}"
+    return "None" if value is None else f"an object of type {type(value).__name__}"
+
+
+def check_policy(policy: Any) -> Policy:
+    if isinstance(policy, int) or (isinstance(policy, Sequence) and not isinstance(policy, str)):
+        raise TypeError(
+            f"`policy` must be a Policy or a name such as 'mixed_float16', got {policy!r}; the argument that comes "
+            f"second in jax.value_and_grad and jax.grad is a keyword here: argnums={policy!r}."
+        )
+    return get_policy(policy)
+
+
+def check_argnums(argnums: Any) -> int | tuple[int, ...]:
+    try:
+        return operator.index(argnums) if not isinstance(argnums, Sequence) else tuple(map(operator.index, argnums))
+    except TypeError:
+        raise TypeError(f"`argnums` must be an integer or a sequence of integers, got {argnums!r}.") from None
+
+
+def check_differentiated(arguments: Sequence[Any]) -> None:
+    """Raises for leaves that have no gradient, and for modules whose gradient would lose their updates."""
+    for node in jax.tree.leaves(arguments, is_leaf=_is_nnx_module):
+        if _is_nnx_module(node):
+            raise TypeError(
+                f"a differentiated argument is or holds the NNX module {type(node).__name__}: updates that the loss "
+                f"function makes to it, such as BatchNorm's statistics, would be lost; take "
+                f"it apart with nnx.split, differentiate its nnx.Param state, and return the rest as aux."
+            )
+    for argument in arguments:
+        for path, leaf in zip(leaf_paths(argument), jax.tree.leaves(argument), strict=True):
+            numeric = isinstance(leaf, jax.Array | np.ndarray | np.generic | int)
+            if numeric and not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+                where = f"the leaf '{path}'" if path else "the argument"
+                raise TypeError(
+                    f"a differentiated argument must hold floating or complex numbers only, got {_describe(leaf)} for "
+                    f"{where}; pass it as an argument that `argnums` does not name."
+                )
+
+
+def _is_nnx_module(node: Any) -> bool:
+    # By name, so that Flax need not be installed.
+    return any(
+        base.__module__.startswith("flax.nnx.") and base.__name__ in ("Module", "Object", "Pytree")
+        for base in type(node).__mro__
+    )
+
+
+def check_loss_scale(loss_scale: Any, policy: Policy, arguments: Sequence[Any]) -> LossScale:
+    if loss_scale is None:
+        if _meets_float16(policy, arguments):
+            raise TypeError(
+                f"`loss_scale` is required because float16 gradients vanish without it (the policy is '{policy}'); "
+                f"pass loss_scale=get_loss_scale(opt_state) with an optimizer from with_loss_scale, a StaticLossScale, "
+                f"or NoOpLossScale() to go without."
+            )
+        return NoOpLossScale()
+    if isinstance(loss_scale, type) or not (hasattr(loss_scale, "scale") and hasattr(loss_scale, "unscale")):
+        if isinstance(loss_scale, type):
+            got, remedy = f"the class {loss_scale.__name__}", f"build one: {loss_scale.__name__}()"
+        elif isinstance(loss_scale, jax.Array | np.ndarray | np.generic | int | float):
+            got, remedy = _describe(loss_scale), "wrap the number: StaticLossScale(number)"
+        else:
+            got, remedy = _describe(loss_scale), "take it out of the optimizer's state: get_loss_scale(opt_state)"
+        raise TypeError(
+            f"`loss_scale` must be a NoOpLossScale, StaticLossScale or DynamicLossScale, got {got}; {remedy}."
+        )
+    return loss_scale
+
+
+def _meets_float16(policy: Policy, arguments: Sequence[Any]) -> bool:
+    stored = [leaf.dtype for leaf in jax.tree.leaves(arguments) if is_floating(leaf)]
+    return uses_float16(policy) or FLOAT16 in stored or FLOAT16 in policy.override_dtypes(arguments)

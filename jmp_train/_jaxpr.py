@@ -1,0 +1,238 @@
+"""Reading and re-running jaxprs: the one file that knows JAX's program representation.
+
+Decides how a traced program is flattened, how one of its operations is run again and where JAX's versions differ.
+Does not decide any dtype; see `_autocast`. Nothing else in the package imports `jax.extend`.
+
+The interfaces used are `jax.extend.core` and `jax.extend.source_info_util`, public though not frozen; they are the
+part of JAX's interpreter machinery that has survived releases (eval loops do, `Trace` subclasses do not).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import linear_util, source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+FULL_PRECISION_MARK = "jmp_train_full_precision"
+LOW_PRECISION_MARK = "jmp_train_low_precision"
+
+# Call primitives whose body is the parent's business: they change nothing but the name stack.
+_INLINED = frozenset({"jit", "closed_call", "call", "eval_jaxpr"})
+_COMBINE = {
+    "scatter": lambda old, new: new,
+    "scatter-add": jax.lax.add,
+    "scatter-sub": jax.lax.sub,
+    "scatter-mul": jax.lax.mul,
+    "scatter-max": jax.lax.max,
+    "scatter-min": jax.lax.min,
+}
+_BODY_PARAMS = ("jaxpr", "call_jaxpr")
+_RECOMPUTED = "rematted_computation"  # what JAX calls the forward pass that rematerialisation runs again
+_WRAPPER = re.compile(r"^[\w.\-]*\((.*)\)$")
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Node:
+    """One operation of a flattened program: `ins` and `outs` index `Program.avals`."""
+
+    eqn: JaxprEqn
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    name_stack: Any
+    low_region: bool
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.eqn.params
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Program:
+    """A jaxpr with its calls inlined, as a straight list of nodes over numbered values.
+
+    Attributes:
+      avals: one abstract value per number.
+      known: numbers whose value is known, literals and captured arrays, with that value.
+      captured: the numbers among `known` that are captured arrays (or tracers) rather than literals.
+      inputs, outputs: numbers, in the order of the jaxpr's arguments and results.
+    """
+
+    avals: list[Any]
+    known: dict[int, Any]
+    captured: frozenset[int]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    nodes: tuple[Node, ...]
+
+
+def trace(fn: Callable, *avals, **kwavals) -> tuple[ClosedJaxpr, Any]:
+    """The jaxpr of `fn` on abstract values (or arrays) and the tree of its result; cached by JAX per function."""
+    return jax.make_jaxpr(fn, return_shape=True)(*avals, **kwavals)
+
+
+def open_jaxpr(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
+    """The `Jaxpr` itself; from JAX 0.11 both types are one."""
+    inner: Any = jaxpr
+    return inner.jaxpr if hasattr(inner, "jaxpr") else inner
+
+
+def consts_of(jaxpr: ClosedJaxpr | Jaxpr) -> Sequence[Any]:
+    return getattr(jaxpr, "consts", ())
+
+
+def sub_jaxprs(params: dict[str, Any]) -> Iterator[ClosedJaxpr | Jaxpr]:
+    """Every jaxpr among an equation's parameters, branches included."""
+    for value in params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, (ClosedJaxpr, Jaxpr)):
+                yield item
+
+
+def region_mark(eqn: JaxprEqn) -> str | None:
+    """The precision region that an inner `jit` stands for, which survives differentiation by its name."""
+    name = eqn.params.get("name") if eqn.primitive.name == "jit" else None
+    return name if name in (FULL_PRECISION_MARK, LOW_PRECISION_MARK) else None
+
+
+def _inlined_body(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
+    if eqn.primitive.name not in _INLINED or region_mark(eqn) == FULL_PRECISION_MARK:
+        return None
+    if any(_specified(s) for key in ("in_shardings", "out_shardings") for s in eqn.params.get(key, ())):
+        return None  # a `jit` with shardings of its own is a constraint, not only a call
+    return next((eqn.params[key] for key in _BODY_PARAMS if key in eqn.params), None)
+
+
+def _specified(sharding: Any) -> bool:
+    return type(sharding).__name__ != "UnspecifiedValue"
+
+
+def flatten(jaxpr: ClosedJaxpr | Jaxpr) -> Program:
+    """Inline every plain call of `jaxpr`; time and size linear in the equations of the result."""
+    avals: list[Any] = []
+    known: dict[int, Any] = {}
+    captured: set[int] = set()
+    nodes: list[Node] = []
+
+    def new(aval: Any) -> int:
+        avals.append(aval)
+        return len(avals) - 1
+
+    def atom(env: dict, var: Any) -> int:
+        if not isinstance(var, Literal):
+            return env[var]
+        number = new(var.aval)
+        known[number] = var.val
+        return number
+
+    def inline(closed: ClosedJaxpr | Jaxpr, args: Sequence[int], stack: Any, low_region: bool) -> list[int]:
+        body = open_jaxpr(closed)
+        env = dict(zip(body.invars, args, strict=True))
+        for var, const in zip(body.constvars, consts_of(closed), strict=True):
+            env[var] = new(var.aval)
+            known[env[var]] = const
+            captured.add(env[var])
+        for eqn in body.eqns:
+            ins = tuple(atom(env, var) for var in eqn.invars)
+            inner, inner_stack = _inlined_body(eqn), stack + eqn.source_info.name_stack
+            if inner is not None:
+                marked = low_region or region_mark(eqn) == LOW_PRECISION_MARK
+                env.update(zip(eqn.outvars, inline(inner, ins, inner_stack, marked), strict=True))
+                continue
+            outs = tuple(new(var.aval) for var in eqn.outvars)
+            env.update(zip(eqn.outvars, outs, strict=True))
+            nodes.append(Node(eqn, ins, outs, inner_stack, low_region))
+        return [atom(env, var) for var in body.outvars]
+
+    inputs = tuple(new(var.aval) for var in open_jaxpr(jaxpr).invars)
+    outputs = tuple(inline(jaxpr, inputs, source_info_util.new_name_stack(), False))
+    return Program(avals, known, frozenset(captured), inputs, outputs, tuple(nodes))
+
+
+@contextlib.contextmanager
+def context(node: Node) -> Iterator[None]:
+    """Run under the source line, the named scopes and the settings that `node` was recorded with."""
+    stack = source_info_util.current_name_stack() + node.name_stack
+    with source_info_util.user_context(node.eqn.source_info.traceback, name_stack=stack), node.eqn.ctx.manager:
+        yield
+
+
+def bind(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
+    """Run `eqn` on `args`, some of its parameters changed; always returns a list."""
+    params = {**eqn.params, **changed, **_combiner(eqn, args)}
+    out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _combiner(eqn: JaxprEqn, args: Sequence[Any]) -> dict[str, Any]:
+    """The parameters of a scatter that hold its combining function, which is compiled for one dtype."""
+    combine = _COMBINE.get(eqn.primitive.name)
+    recorded: Any = eqn.invars[0].aval if eqn.invars else None
+    if combine is None or eqn.params["update_jaxpr"] is None or args[0].dtype == recorded.dtype:
+        return {}
+    scalar = jax.ShapeDtypeStruct((), args[0].dtype)
+    return {"update_jaxpr": open_jaxpr(trace(combine, scalar, scalar)[0]), "update_consts": ()}
+
+
+def bind_with_rules(eqn: JaxprEqn, args: Sequence[Any], wrap: Callable[..., tuple[Callable, ...]]) -> list[Any]:
+    """Run a `custom_jvp_call` or `custom_vjp_call` with its function and rules replaced by `wrap(*originals)`."""
+    params = dict(eqn.primitive.get_bind_params(dict(eqn.params)))
+    originals = params.pop("subfuns")
+    replaced = wrap(*(fun.call_wrapped for fun in originals))
+    subfuns = tuple(
+        linear_util.wrap_init(new, debug_info=old.debug_info) for new, old in zip(replaced, originals, strict=True)
+    )
+    return list(eqn.primitive.bind(*args, subfuns=subfuns, **params))
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many constants and how many carried values lead a `scan`'s operands."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].update(range(len(eqn.invars))).unpack()  # from JAX 0.12: three trees
+    return len(list(consts)), len(list(carry))
+
+
+@functools.lru_cache(maxsize=4096)
+def _strip(stack: str) -> str:
+    segments: list[str] = []
+    for segment in stack.split("/"):
+        name = segment
+        while match := _WRAPPER.match(name):
+            name = match.group(1)
+        name = name.strip("()")
+        if name != segment and segments[:1] == [name]:
+            segments.clear()  # a transposed call repeats its path: transpose(jvp(Net))/Block/jvp(Net)/Block
+        if name and name != _RECOMPUTED:
+            segments.append(name)
+    return "/".join(segments)
+
+
+def scope_of(node: Node) -> str:
+    """The `jax.named_scope` path of a node without its transforms: forward and backward operations have one path."""
+    return _strip(str(node.name_stack))
+
+
+def is_backward(node: Node) -> bool:
+    """Whether the node was made by transposing, that is, belongs to a backward pass."""
+    return "transpose(" in str(node.name_stack)
+
+
+def is_recomputed(node: Node) -> bool:
+    """Whether the node is a piece of the forward pass that rematerialisation runs again in the backward pass."""
+    return _RECOMPUTED in str(node.name_stack)
+
+
+def source_line(node: Node) -> str:
+    """`file:line (function)` of the user's code that recorded the node."""
+    return source_info_util.summarize(node.eqn.source_info)

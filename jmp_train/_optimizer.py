@@ -1,0 +1,287 @@
+"""Loss scaling as an optax transformation.
+
+Decides which steps are skipped, and that a skipped step leaves no trace. Does not decide how the scale moves
+(`_loss_scale.py`), and does not scale the loss: whoever differentiates reads the scale with `get_loss_scale`.
+"""
+
+import enum
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ._finite import is_float0, leaves_finite, map_gradients
+from ._loss_scale import DynamicLossScale, LossScale
+from ._paths import leaf_paths
+from ._scaling import widen
+from ._values import check_transformation
+
+
+class ScaleStatus(enum.IntEnum):
+    """How the loss scale fares; the `status` of `step_metrics`."""
+
+    OK = 0
+    """The last step was applied."""
+    BACKING_OFF = 1
+    """The last step was skipped, and the scale can still become smaller."""
+    AT_MINIMUM = 2
+    """A dynamic scale has fallen to its minimum, or one that cannot move met an overflow: look for the overflow in the
+    model, since scaling will cure no further one."""
+
+
+class LossScaleState(NamedTuple):
+    """State of `with_loss_scale`.
+
+    Attributes:
+      inner_state: the inner transformation's state, bit for bit the old one after a skipped step.
+      loss_scale: the loss scale for the *next* step.
+      grads_finite: whether the last step's gradients were finite, bool `[]`; true before the first.
+      skipped_steps: steps skipped so far, int32 `[]`.
+      consecutive_skips: steps skipped since the last one applied, int32 `[]`.
+      last_overflow: which leaves of the gradient were non-finite at the last skip, bool `[n]` in the order of
+        `jax.tree.leaves(params)`. All false before the first skip; steps that are applied leave it alone.
+      overflow_counts: in how many skipped steps each leaf was non-finite, int32 `[n]`.
+    """
+
+    inner_state: Any
+    loss_scale: LossScale
+    grads_finite: jax.Array
+    skipped_steps: jax.Array
+    consecutive_skips: jax.Array
+    last_overflow: jax.Array
+    overflow_counts: jax.Array
+
+
+def with_loss_scale(
+    inner: optax.GradientTransformation,
+    loss_scale: LossScale | None = None,
+    *,
+    axis_name: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that it owns a loss scale and skips the steps whose gradients are not finite.
+
+    With gradients g of the *unscaled* loss, parameters p and inner state s, one update is
+
+        finite <- no element of g is infinite or NaN
+        u, s'  <- inner.update(float32(g), s, p)
+        u, s   <- (u, s') if finite else (0, s)          a selection, bit for bit
+        S      <- S.adjust(finite)
+
+    float32(g) widens 16-bit gradients (Adam's epsilon is zero in float16); wider ones keep their dtype, and so does
+    every leaf of s. The zero is -0.0, the one number that leaves every parameter's bits alone when added.
+
+    **It goes outermost.** Everything that has state or changes a gradient belongs inside, where a skip covers it:
+    `with_loss_scale(optax.chain(clip, adamw))`, `with_loss_scale(optax.MultiSteps(adamw, 4))`. Otherwise
+
+    - `chain(clip_by_global_norm(1.0), with_loss_scale(tx))` clips [inf, 1] to [nan, 0] and may hide the overflow;
+    - `chain(trace(0.9), with_loss_scale(tx))` keeps the infinity in its trace for good;
+    - `chain(with_loss_scale(tx), add_decayed_weights(0.1))` moves the parameters on a skipped step;
+    - `MultiSteps(with_loss_scale(tx), 4)` keeps a NaN in its accumulator, which it resets by multiplying with 0.
+
+    After it only stateless maps that send zero to zero may follow, such as `optax.scale`.
+
+    Args:
+      inner: any optax transformation; `value`, `grad`, `value_fn` and other extra arguments reach it as they are. In
+        gradients that are not finite it sees zeros for the offending elements, so that loops inside it end.
+      loss_scale: where to start, or `None` for `DynamicLossScale()`.
+      axis_name: the axis, or axes, of an enclosing `shard_map`, `pmap` or `vmap` over which gradients may differ. If
+        one device overflows all skip, and all scales stay equal. Not needed under `jit` over a sharded mesh.
+
+    Returns:
+      A transformation with a `LossScaleState`. Its `update` raises a ValueError if the gradients' structure differs
+      from the parameters'.
+
+    Raises:
+      TypeError: `inner` is no optax transformation, or `loss_scale` no loss scale.
+
+    Reference: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
+
+    Example:
+      >>> tx = with_loss_scale(optax.sgd(0.5, momentum=0.9))
+      >>> params = jnp.array([1.0, 2.0])
+      >>> opt_state = tx.init(params)
+      >>> for grads in (jnp.array([1.0, 1.0]), jnp.array([jnp.inf, 1.0])):
+      ...     updates, opt_state = tx.update(grads, opt_state, params)
+      ...     params = optax.apply_updates(params, updates)
+      ...     print(params, float(get_loss_scale(opt_state).loss_scale))
+      [0.5 1.5] 32768.0
+      [0.5 1.5] 16384.0
+    """
+    start = DynamicLossScale() if loss_scale is None else _check_loss_scale(loss_scale)
+    inner_tx = optax.with_extra_args_support(check_transformation(inner, "with_loss_scale"))
+
+    def init(params: Any) -> Any:
+        inner_state = jax.tree.map(_strongly_typed, inner_tx.init(params))
+        if _find_all(inner_state):
+            raise ValueError("`inner` already has a loss scale. Apply with_loss_scale once, outermost.")
+        leaves = len(jax.tree.leaves(params))
+        return LossScaleState(
+            inner_state=inner_state,
+            loss_scale=jax.tree.map(lambda x: jnp.array(x, copy=True), start),  # donating these leaves `start` alone
+            grads_finite=jnp.ones((), np.bool_),
+            skipped_steps=jnp.zeros((), np.int32),
+            consecutive_skips=jnp.zeros((), np.int32),
+            last_overflow=jnp.zeros((leaves,), np.bool_),
+            overflow_counts=jnp.zeros((leaves,), np.int32),
+        )
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        _check_structure(updates, state, params)
+        flags = leaves_finite(updates)
+        if axis_name is not None:
+            flags = jax.lax.pmin(flags.astype(np.int32), axis_name) == 1
+        finite = jnp.all(flags)
+        grads = map_gradients(_finite_elements, jax.tree.map(_zero_for_float0, updates))
+        updates, inner_state = inner_tx.update(grads, state.inner_state, params, **extra_args)
+        return jax.tree.map(lambda u: _update_or_zero(finite, u), updates), LossScaleState(
+            inner_state=jax.tree.map(lambda new, old: _new_or_old(finite, new, old), inner_state, state.inner_state),
+            loss_scale=state.loss_scale.adjust(finite),
+            grads_finite=finite,
+            skipped_steps=state.skipped_steps + ~finite,
+            consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
+            last_overflow=jnp.where(finite, state.last_overflow, ~flags),
+            overflow_counts=state.overflow_counts + ~flags,
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def get_loss_scale(opt_state: Any) -> LossScale:
+    """The loss scale for the next step, found at any depth of an optimizer state.
+
+    Args:
+      opt_state: a `LossScaleState`, or any pytree that holds exactly one: states of `chain`, `masked`,
+        `multi_transform`, `inject_hyperparams`; an NNX optimizer or its `opt_state`.
+
+    Raises:
+      ValueError: it holds none, or more than one.
+
+    Example:
+      >>> opt_state = optax.chain(with_loss_scale(optax.adam(1e-3)), optax.scale(0.5)).init(jnp.ones(3))
+      >>> float(get_loss_scale(opt_state).loss_scale)
+      32768.0
+    """
+    return _find(opt_state).loss_scale
+
+
+def step_metrics(opt_state: Any) -> dict[str, jax.Array]:
+    """What to log after a step, as scalars; works inside `jit`, and nothing waits for the device.
+
+    Args:
+      opt_state: as in `get_loss_scale`.
+
+    Returns:
+      `loss_scale`, float32: the scale for the next step; `grads_finite`, bool: whether the step was applied;
+      `skipped_steps` and `consecutive_skips`, int32; `status`, int32: a `ScaleStatus`.
+
+    Raises:
+      ValueError: `opt_state` holds no loss scale, or more than one.
+
+    Example:
+      >>> opt_state = with_loss_scale(optax.adam(1e-3)).init(jnp.ones(3))
+      >>> {name: value.item() for name, value in step_metrics(opt_state).items()}
+      {'loss_scale': 32768.0, 'grads_finite': True, 'skipped_steps': 0, 'consecutive_skips': 0, 'status': 0}
+    """
+    state = _find(opt_state)
+    value = jnp.asarray(state.loss_scale.loss_scale, np.float32)
+    stuck = ~state.grads_finite
+    if isinstance(state.loss_scale, DynamicLossScale):
+        stuck = value <= state.loss_scale.min_loss_scale
+    moving = jnp.where(state.grads_finite, np.int32(ScaleStatus.OK), np.int32(ScaleStatus.BACKING_OFF))
+    return {
+        "loss_scale": value,
+        "grads_finite": state.grads_finite,
+        "skipped_steps": state.skipped_steps,
+        "consecutive_skips": state.consecutive_skips,
+        "status": jnp.where(stuck, np.int32(ScaleStatus.AT_MINIMUM), moving),
+    }
+
+
+def _strongly_typed(leaf: Any) -> Any:
+    """A weakly typed number turns strong at the first update, and the second one would be traced anew."""
+    number = isinstance(leaf, bool | int | float | complex)
+    return jnp.asarray(leaf).astype(jnp.result_type(leaf)) if number or getattr(leaf, "weak_type", False) else leaf
+
+
+def _finite_elements(leaf: Any) -> jax.Array:
+    """The gradient in at least float32, zero where it is not finite.
+
+    Element by element rather than all at once, so that it does not wait for the check: a norm taken inside the inner
+    transformation then shares one pass over the gradient with it.
+    """
+    wide = widen(leaf)
+    return jnp.where(jnp.isfinite(wide), wide, jnp.zeros_like(wide))
+
+
+def _zero_for_float0(leaf: Any) -> Any:
+    """An integer parameter's gradient as a zero that optax can compute with, which it cannot with float0."""
+    return jnp.zeros(leaf.shape, np.int32) if is_float0(leaf) else leaf
+
+
+def _update_or_zero(finite: jax.Array, update: Any) -> jax.Array:
+    return jnp.where(finite, update, -jnp.zeros_like(update))
+
+
+def _new_or_old(finite: jax.Array, new: Any, old: Any) -> Any:
+    """Selects one leaf of the inner state; the dtype stays, also where float32 gradients meet 16-bit moments."""
+    same = jnp.result_type(new) == jnp.result_type(old)
+    return jnp.where(finite, new if same else jnp.asarray(new).astype(jnp.result_type(old)), old)
+
+
+def _check_loss_scale(loss_scale: Any) -> LossScale:
+    if not isinstance(loss_scale, LossScale):
+        raise TypeError(
+            f"`loss_scale` must be a DynamicLossScale, StaticLossScale or NoOpLossScale, got {loss_scale!r}. "
+            "Wrap a number, as in StaticLossScale(2.0**15); a policy goes to value_and_grad."
+        )
+    return loss_scale
+
+
+def _check_structure(grads: Any, state: Any, params: Any) -> None:
+    if not isinstance(state, LossScaleState):
+        raise TypeError(
+            f"`state` must be the LossScaleState that `init` or `update` returned, got {type(state).__name__}. "
+            "Pass the whole state, not a part of it."
+        )
+    found, expected = leaf_paths(grads), None if params is None else leaf_paths(params)
+    if expected is not None and found != expected:
+        missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+        raise ValueError(
+            f"`grads` must have the structure of `params`: missing {missing}, not in `params` {extra}. "
+            "Differentiate with respect to the parameters that the optimizer holds."
+        )
+    if len(found) != state.last_overflow.shape[-1]:
+        raise ValueError(
+            f"`grads` has {len(found)} leaves, and `init` saw parameters with {state.last_overflow.shape[-1]}. "
+            "Call `init` with the parameters that you differentiate with respect to."
+        )
+
+
+def _find(opt_state: Any) -> LossScaleState:
+    found = _find_all(opt_state)
+    if not found:
+        raise ValueError(
+            "`opt_state` has no loss scale. Build the optimizer as with_loss_scale(optax.adam(1e-3)) and pass the "
+            "state that its `init` or `update` returned."
+        )
+    if len(found) > 1:
+        raise ValueError(
+            f"`opt_state` has {len(found)} loss scales, at {', '.join(found)}. Pass the part that belongs to one loss."
+        )
+    return next(iter(found.values()))
+
+
+def _find_all(opt_state: Any) -> dict[str, LossScaleState]:
+    """Every `LossScaleState`, by its path."""
+    nodes, _ = jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=lambda x: isinstance(x, LossScaleState))
+    return {jax.tree_util.keystr(path) or "the top": _unboxed(x) for path, x in nodes if isinstance(x, LossScaleState)}
+
+
+def _unboxed(state: LossScaleState) -> LossScaleState:
+    """The state with plain arrays; NNX puts every array of an optimizer state into a variable, a pytree of one leaf."""
+    fields = jax.tree.map(
+        lambda box: jax.tree.leaves(box)[0], tuple(state[1:]), is_leaf=lambda x: not isinstance(x, tuple | LossScale)
+    )
+    return LossScaleState(state.inner_state, *fields)

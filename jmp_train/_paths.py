@@ -1,0 +1,160 @@
+"""Tree paths as text, and the globs that pick leaves by them.
+
+Decides how a path is written (`params/Block_1/BatchNorm_0/scale`), when a glob matches it and which of several
+overrides wins. Does not decide what becomes of a leaf that is picked; see `Policy.overrides` in `_policy.py`.
+"""
+
+import difflib
+import fnmatch
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+OverrideFunction: TypeAlias = Callable[[str, Any], DTypeLike | None]
+Override: TypeAlias = tuple[str, np.dtype] | OverrideFunction
+OverridesLike: TypeAlias = (
+    Mapping[str, DTypeLike] | OverrideFunction | Iterable[tuple[str, DTypeLike] | OverrideFunction]
+)
+
+OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
+"""Flax keeps fp8 scales and maxima under this key and replaces them by their "gradient": nobody else may touch them."""
+
+# The boxes that put an attribute `value` between the name a user knows and the array: nnx.Param, nn.Partitioned.
+# Known by name, so that Flax need not be installed.
+_BOXES = {"flax.nnx.variablelib.Variable", "flax.core.meta.AxisMetadata"}
+
+
+@functools.cache
+def _is_box_type(kind: type) -> bool:
+    return any(f"{base.__module__}.{base.__qualname__}" in _BOXES for base in kind.__mro__)
+
+
+def _is_box(node: Any) -> bool:
+    return _is_box_type(type(node))
+
+
+def path_string(path: Sequence[Any]) -> str:
+    """Writes a path of `jax.tree_util` key entries as segments with slashes between them.
+
+    >>> tree = {"params": {"Dense_0": [1.0, 2.0]}}
+    >>> [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    ['params/Dense_0/0', 'params/Dense_0/1']
+    """
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+def leaf_paths(tree: Any) -> list[str]:
+    """Returns the path of every leaf, in the order of `jax.tree.leaves`.
+
+    The `value` that an NNX variable (or a Linen metadata box) adds to the path is left out.
+
+    >>> leaf_paths({"b": {"w": 1.0, "x": (2.0, None)}, "a": 3.0})
+    ['a', 'b/w', 'b/x/0']
+    >>> leaf_paths(1.0)
+    ['']
+    """
+    paths = []
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_box):
+        if _is_box(node):
+            inside = jax.tree_util.tree_leaves_with_path(node)
+            paths += [path_string((*path, *rest[1:])) for rest, _ in inside]
+        else:
+            paths.append(path_string(path))
+    return paths
+
+
+def glob_matches(glob: str, path: str) -> bool:
+    """Returns whether the segments of `glob` match as many consecutive whole segments of `path`, at any depth.
+
+    Within a segment `*`, `?` and `[...]` mean what they do for files, upper and lower case differ, and no wildcard
+    crosses a slash. What is below a match is matched as well: the glob of a layer finds its parameters.
+
+    >>> glob_matches("BatchNorm*", "params/Block_1/BatchNorm_0/scale")
+    True
+    >>> glob_matches("Block_?/*/scale", "params/Block_1/BatchNorm_0/scale")
+    True
+    >>> glob_matches("Norm", "params/Block_1/BatchNorm_0/scale")
+    False
+    """
+    wanted, found = glob.split("/"), path.split("/")
+    starts = range(len(found) - len(wanted) + 1)
+    return any(all(map(fnmatch.fnmatchcase, found[start:], wanted)) for start in starts)
+
+
+def pick(overrides: Iterable[Override], tree: Any, to_dtype: Callable[[DTypeLike], np.dtype]) -> list[np.dtype | None]:
+    """Returns what the last override with an opinion says, or `None`, for each of `jax.tree.leaves(tree)`.
+
+    Raises:
+      ValueError: a glob matches nothing in a tree that has leaves; the message names near misses.
+    """
+    leaves, paths = jax.tree.leaves(tree), leaf_paths(tree)
+    chosen: list[np.dtype | None] = [None] * len(leaves)
+    for entry in overrides:
+        if callable(entry):
+            answers = [entry(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+            found = [None if answer is None else to_dtype(answer) for answer in answers]
+        else:
+            found = [entry[1] if glob_matches(entry[0], path) else None for path in paths]
+            if paths and not any(found):
+                raise ValueError(_nothing_matches(entry[0], paths))
+        chosen = [new or old for new, old in zip(found, chosen, strict=True)]
+    return chosen
+
+
+def to_overrides(value: OverridesLike, to_dtype: Callable[[DTypeLike], np.dtype]) -> tuple[Override, ...]:
+    """Returns overrides in their one form: a tuple of `(glob, np.dtype)` pairs and functions.
+
+    Args:
+      value: a dictionary, a function `(path, leaf) -> dtype | None`, or a sequence of pairs and functions.
+      to_dtype: brings a dtype to its one form, or raises.
+
+    Raises:
+      TypeError: something else.
+      ValueError: a glob that can match nothing, or that the text form of a policy could not carry.
+    """
+    if isinstance(value, Mapping):
+        value = tuple(value.items())
+    if callable(value):
+        value = (value,)
+    entries = None if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+    if entries is None or not all(callable(entry) or _is_pair(entry) for entry in entries):
+        raise TypeError(
+            f"`overrides` must be (glob, dtype) pairs such as (('BatchNorm*', 'float32'),), or functions "
+            f"(path, leaf) -> dtype | None; got {value!r}."
+        )
+    return tuple(entry if callable(entry) else (_check_glob(entry[0]), to_dtype(entry[1])) for entry in entries)
+
+
+def _is_pair(entry: Any) -> bool:
+    return isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], str)
+
+
+def _check_glob(glob: str) -> str:
+    glob = glob.strip()
+    if not all(glob.split("/")):
+        raise ValueError(
+            f"`overrides`: the glob {glob!r} has an empty segment; write whole segments such as 'BatchNorm*' or "
+            f"'Block_1/Dense_0', without a slash at either end."
+        )
+    # `str(policy)` separates with these; '@<' is how it shows a function.
+    if "," in glob or "=" in glob or glob.startswith("<"):
+        raise ValueError(
+            f"`overrides`: the glob {glob!r} has a ',', a '=' or a '<' in front, which the text form of a policy uses; "
+            f"write '?' in its place."
+        )
+    return glob
+
+
+def _nothing_matches(glob: str, paths: Sequence[str]) -> str:
+    segments = dict.fromkeys(segment for path in paths for segment in path.split("/"))
+    near = difflib.get_close_matches(glob.split("/")[-1].strip("*?"), segments, n=3, cutoff=0.5)
+    hint = f" (near: {', '.join(map(repr, near))})" if near else ""
+    shown = ", ".join(map(repr, paths[:3])) + ", ..." * (len(paths) > 3)
+    return (
+        f"`overrides`: the glob {glob!r} matches none of the tree's leaves{hint}; their paths are {shown}. "
+        f"A glob matches whole segments, at any depth."
+    )

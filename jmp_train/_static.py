@@ -1,0 +1,57 @@
+"""Passing a tree with things in it that are no arrays through JAX's tracing.
+
+Decides what counts as an array: what has a dtype. Everything else (flags, strings, functions, Python numbers) is moved
+into the tree's structure, which JAX compares and remembers, and back.
+"""
+
+import dataclasses
+from typing import Any, TypeVar
+
+import jax
+
+Tree = TypeVar("Tree")
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Static:
+    """A leaf turned structure. Equal to another of the same type and value; what cannot be compared is itself only."""
+
+    value: Any
+
+    def _key(self) -> Any:
+        try:
+            hash(self.value)
+        except TypeError:
+            return id(self.value)
+        return self.value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Static) or type(self.value) is not type(other.value):
+            return False
+        return bool(self._key() == other._key())
+
+    def __hash__(self) -> int:
+        return hash((type(self.value), self._key()))
+
+
+def hide_static(tree: Tree) -> Tree:
+    """Returns `tree` with every leaf that is no array moved into its structure.
+
+    >>> jax.tree.leaves(hide_static({"x": jax.numpy.ones(2), "train": True}))
+    [Array([1., 1.], dtype=float32)]
+    """
+    return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") and hasattr(leaf, "shape") else _Static(leaf), tree)
+
+
+def reveal_static(tree: Tree) -> Tree:
+    """Undoes `hide_static`.
+
+    >>> reveal_static(hide_static({"name": "Dense", "train": True}))
+    {'name': 'Dense', 'train': True}
+    """
+    return jax.tree.map(
+        lambda leaf: leaf.value if isinstance(leaf, _Static) else leaf,
+        tree,
+        is_leaf=lambda leaf: isinstance(leaf, _Static),
+    )

@@ -1,0 +1,83 @@
+"""Frozen values: arguments checked and canonicalised once, and dataclasses that are pytrees.
+
+Decides how a bad number is reported and how a value is rebuilt inside `jit`. Does not decide which numbers are good
+for what; see `_loss_scale.py`.
+"""
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+_INT32_MAX = 2**31 - 1
+
+
+def set_fields(value: Any, **fields: Any) -> None:
+    """Sets fields of a frozen dataclass, in its own constructor or on a new copy."""
+    for name, field in fields.items():
+        object.__setattr__(value, name, field)
+
+
+def as_number(argument: str, value: Any) -> float:
+    """A finite Python float, rounded to float32, from a number or an array of shape `[]` that is not traced."""
+    if isinstance(value, Tracer):
+        raise ValueError(f"`{argument}` is part of the program and cannot be traced. Pass a Python number.")
+    array = np.asarray(value)
+    if array.shape or array.dtype == np.bool_ or not jnp.issubdtype(array.dtype, np.number) or np.iscomplexobj(array):
+        raise ValueError(f"`{argument}` must be one real number, got {value!r}. Pass a number such as 2.0.")
+    with np.errstate(over="ignore"):
+        number = float(array.astype(np.float32))
+    if not math.isfinite(number):
+        raise ValueError(f"`{argument}` must be finite in float32, got {value!r}. Pass a number such as 2.0.")
+    return number
+
+
+def as_count(argument: str, value: Any, least: int = 1) -> int:
+    """A Python int within int32, from an integer that is not traced."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise ValueError(f"`{argument}` must be an integer, got {value!r}. Pass an integer such as {least}.") from None
+    if isinstance(value, bool) or not least <= count <= _INT32_MAX:
+        raise ValueError(f"`{argument}` must be an integer from {least} to 2**31 - 1, got {value!r}.")
+    return count
+
+
+def as_leaf(argument: str, value: Any, dtype: type, check: Callable[..., float]) -> ArrayLike:
+    """A NumPy scalar, which starts no backend; for a traced value, which cannot be checked, a tracer."""
+    return jnp.asarray(value, dtype) if isinstance(value, Tracer) else dtype(check(argument, value))
+
+
+def register(cls: type, leaves: tuple[str, ...], static: tuple[str, ...]) -> None:
+    """Registers a dataclass as a pytree whose reconstruction validates nothing.
+
+    `jax.tree_util.register_dataclass` calls the constructor, but JAX also rebuilds trees with tracers, `object()`,
+    `None`, shapes and the integers of `in_axes` as leaves.
+    """
+
+    def flatten_with_keys(x: Any) -> tuple[tuple, tuple]:
+        children = tuple((jax.tree_util.GetAttrKey(name), getattr(x, name)) for name in leaves)
+        return children, tuple(getattr(x, name) for name in static)
+
+    def unflatten(aux: tuple, children: Any) -> Any:
+        new = object.__new__(cls)
+        set_fields(new, **dict(zip(static, aux, strict=True)), **dict(zip(leaves, children, strict=True)))
+        return new
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
+
+
+def check_transformation(inner: Any, caller: str) -> Any:
+    """Returns `inner`, or raises a `TypeError` if it is no optax transformation."""
+    if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
+        raise TypeError(
+            f"`inner` must be an optax transformation, got {type(inner).__name__}. "
+            f"Pass an optimizer, as in {caller}(optax.adam(1e-3))."
+        )
+    return inner

@@ -1,0 +1,32 @@
+"""Parameters, good and bad gradients, and a training loop for the tests of the optimizer."""
+
+# Optax types trees and states as one union, of which no attribute or index is known.
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+PARAMS = {"a": jnp.arange(3.0), "b": jnp.ones((2, 2)), "c": jnp.float32(-0.0)}
+GOOD = jax.tree.map(jnp.ones_like, PARAMS)
+
+
+def broken(*names, value=jnp.inf):
+    return {name: jnp.full_like(x, value) if name in names else x for name, x in GOOD.items()}
+
+
+def run(tx, steps, state=None, params=PARAMS):
+    state = tx.init(params) if state is None else state
+    for grads in steps:
+        updates, state = jax.jit(tx.update)(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def same_bits(a, b):
+    def of(x):
+        return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x).tobytes()
+
+    return jax.tree.map(of, a) == jax.tree.map(of, b)

@@ -1,0 +1,249 @@
+"""What `autocast` promises of any function, on the smallest program that could break each promise."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmp_train import DEFAULT_RULES, autocast, explain, full_precision
+
+F16 = np.dtype(np.float16)
+W, X = np.full((8, 8), 0.25, np.float32), np.ones((4, 8), np.float32)
+
+
+def equations(fn, *args):
+    """(primitive, operand dtypes, result dtype) of everything in the program of `fn`, bodies included."""
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            yield eqn.primitive.name, [v.aval.dtype for v in eqn.invars], eqn.outvars[0].aval.dtype
+            for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+                if hasattr(value, "eqns"):
+                    yield from walk(getattr(value, "jaxpr", value))
+
+    return list(walk(jax.make_jaxpr(fn)(*args).jaxpr))
+
+
+def test_an_eager_call_with_known_shapes_does_not_trace_again():
+    traces = []
+
+    def f(w, x):
+        traces.append(1)
+        return x @ w
+
+    cast = autocast(f, "mixed_float16")
+    for _ in range(3):
+        cast(W, X)
+    assert len(traces) == 1
+    cast(W, X[:2])
+    assert len(traces) == 2
+
+
+def test_a_function_may_close_over_traced_values():
+    def outer(w, x):
+        return autocast(lambda w: jnp.sum(x @ w), "mixed_float16")(w)
+
+    for transformed in (jax.jit(jax.grad(outer)), jax.vmap(jax.grad(outer), in_axes=(None, 0))):
+        assert np.isfinite(transformed(W, X)).all()
+
+
+def test_keywords_numbers_and_pytrees_are_arguments_as_under_jit():
+    cast = autocast(lambda p, *, scale, pair: (p["w"] @ pair[0]) * scale, "mixed_bfloat16")
+    out = cast({"w": W}, scale=2, pair=(X.T, None))
+    assert out.dtype == np.float32 and out[0, 0] == 4
+    with pytest.raises(TypeError, match="abstract array"):
+        cast({"w": W}, scale="two", pair=(X.T, None))
+
+
+def test_squares_are_wide_even_of_narrow_values():
+    def rms_norm(w, x):
+        h = x @ w
+        return (h * jax.lax.rsqrt(jnp.mean(jnp.square(h), axis=-1, keepdims=True))) @ w
+
+    out = autocast(rms_norm, "mixed_float16")(W, X * 900)  # |h| = 1800: a float16 square is infinite
+    np.testing.assert_allclose(out, rms_norm(W, X), rtol=1e-3)
+
+
+@pytest.mark.parametrize("masked", [-1e9, float(np.finfo(np.float32).min)])
+def test_what_float16_cannot_hold_stays_wide(masked):
+    def attend(w, x, bias):
+        scores = x @ w
+        literal = jax.nn.softmax(jnp.where(jnp.arange(8) < 4, scores, masked))
+        argument = jax.nn.softmax(scores + bias)
+        return (literal + argument) @ w, jnp.log(jnp.abs(scores - scores) + 1e-12)
+
+    bias = jnp.where(jnp.arange(8) < 4, 0.0, masked).astype(jnp.float32)
+    for got, want in zip(autocast(attend, "mixed_float16")(W, X, bias), attend(W, X, bias), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-3)
+
+
+def test_a_solver_takes_the_iterations_of_float32():
+    def solve(w, b):
+        def step(state):
+            x, r, n = state
+            return x + 0.5 * r, b - (w @ (x + 0.5 * r)), n + 1
+
+        return jax.lax.while_loop(lambda s: jnp.sum(s[1] ** 2) > 1e-10, step, (jnp.zeros(8), b, 0))[2]
+
+    matrix = jnp.eye(8) + 0.01 * W
+    assert autocast(solve, "mixed_float16")(matrix, X[0]) == solve(matrix, X[0])
+
+
+def test_a_gradient_accumulates_in_a_float32_carry():
+    def total(w, xs):
+        return jax.lax.scan(lambda c, x: (c + jnp.outer(x @ w, x), None), jnp.zeros((8, 8)), xs)[0]
+
+    many = np.ones((5000, 8), np.float32)
+    np.testing.assert_allclose(autocast(total, "mixed_float16")(W, many), np.full((8, 8), 10000), rtol=1e-3)
+
+
+def test_a_model_written_in_16_bits_changes_only_where_it_accumulates():
+    def loss(table, ids):
+        h = jax.nn.relu(table.astype(F16)[ids] @ W.astype(F16))
+        return jnp.sum(h, dtype=F16)
+
+    ids = np.zeros(4096, np.int32)
+    plain, cast = jax.grad(loss), autocast(jax.grad(loss), "mixed_float16")
+    before, after = (equations(fn, W, ids) for fn in (plain, cast))
+    assert [e for e in before if e[0] == "dot_general"] == [e for e in after if e[0] == "dot_general"]
+    assert {e[2] for e in before if e[0] == "scatter-add"} == {F16}
+    assert {e[2] for e in after if e[0] == "scatter-add"} == {np.dtype(np.float32)}
+    np.testing.assert_allclose(cast(W, ids)[0], np.full(8, 4096 * 2.0), rtol=1e-3)
+    assert abs(float(plain(W, ids)[0, 0]) - 8192) > 1000  # a float16 sum that stopped growing
+
+
+@pytest.mark.parametrize("name", ["set", "add", "multiply", "min", "max"])
+def test_every_scatter_runs_on_a_narrow_buffer(name):
+    def f(w, x):
+        return getattr(jnp.dot(x, w).at[jnp.array([0, 2])], name)(3.0) @ w
+
+    np.testing.assert_allclose(autocast(f, "mixed_float16")(W, X), f(W, X), rtol=1e-3)
+
+
+@pytest.mark.parametrize(("window", "stride"), [((2, 2), (2, 2)), ((4, 3), (4, 3)), ((3, 3), (2, 2))])
+def test_the_gradient_of_a_max_pool_chooses_as_jax_does(window, stride):
+    def loss(x, weights):
+        pooled = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, *window), (1, *stride), "SAME")
+        return jnp.sum(pooled * weights)
+
+    x = np.random.default_rng(0).integers(-2, 3, (2, 8, 12)).astype(np.float32)  # full of ties
+    weights = 1 + np.arange(8 * 12 * 2 // np.prod(stride), dtype=np.float32).reshape(2, 8 // stride[0], 12 // stride[1])
+    cast = autocast(jax.grad(loss), "mixed_float16")
+    np.testing.assert_array_equal(cast(x, weights), jax.grad(loss)(x, weights))
+    assert not [e for e in equations(cast, x, weights) if e[0] == "select_and_scatter_add" and window == stride]
+
+
+def test_values_kept_for_the_backward_pass_cost_no_accuracy():
+    def loss(params, x):
+        h = jax.nn.gelu(x @ params["in"])
+        h = jax.nn.softmax(h @ params["mid"]) @ params["mid"].T
+        h = (h - h.mean(-1, keepdims=True)) * jax.lax.rsqrt(h.var(-1, keepdims=True) + 1e-5)
+        return jnp.mean((h @ params["out"]) ** 2)
+
+    rng = np.random.default_rng(0)
+    params = {name: rng.standard_normal((64, 64)).astype(np.float32) / 8 for name in ("in", "mid", "out")}
+    x = rng.standard_normal((256, 64)).astype(np.float32)
+    with jax.enable_x64(True):
+        exact = jax.grad(loss)(*jax.tree.map(lambda a: a.astype(np.float64), (params, x)))
+
+    def error_and_kept(rules):
+        gradient = jax.jit(autocast(jax.grad(loss), "mixed_float16", rules=rules))(params, x)
+        errors = [np.linalg.norm(gradient[k] - np.asarray(exact[k])) / np.linalg.norm(exact[k]) for k in params]
+        kept = dict(explain(jax.grad(loss), "mixed_float16", rules)(params, x).kept_bytes)
+        return max(errors), kept.get("float32", 0)
+
+    low, wide = map(error_and_kept, (DEFAULT_RULES, DEFAULT_RULES.with_residuals("float32")))
+    assert low[0] < 1.2 * wide[0] < 5e-3
+    assert low[1] < wide[1] / 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_softmax_and_its_gradient_see_the_same_logits(dtype):
+    """A compiler may drop the rounding of the logits where it sees it undone; both must then go without, or neither."""
+
+    def loss(params, x, labels):
+        logits = jax.nn.relu(x @ params["in"]) @ params["out"] + params["bias"]
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1)
+        return -jnp.mean(chosen)
+
+    rng = np.random.default_rng(0)
+    params = {"in": rng.standard_normal((16, 64)) / 4, "out": rng.standard_normal((64, 10)), "bias": np.zeros(10)}
+    params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), params)
+    x = rng.standard_normal((64, 16)).astype(np.float32)
+    logits = jax.nn.relu(x @ params["in"]) @ params["out"]
+    labels = jnp.argmax(logits, -1)  # a trained model: what is left of the gradient is small
+    want = jax.grad(loss)(params, x, labels)["bias"]
+    got = jax.jit(autocast(jax.grad(loss), f"mixed_{dtype}"))(params, x, labels)["bias"]
+    # The gradient of a softmax sums to zero over the classes, in every row, whatever the logits were rounded to.
+    assert abs(float(jnp.sum(got))) < 1e-3
+    assert float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want)) < 0.05
+
+
+def test_user_written_derivative_rules_are_called():
+    calls = []
+
+    @jax.custom_vjp
+    def f(w, x):
+        return jnp.sum(x @ w)
+
+    def forward(w, x):
+        calls.append("forward")
+        return f(w, x), x
+
+    def backward(x, ct):
+        calls.append("backward")
+        return 7 * ct * (x.T @ jnp.ones((4, 8))), None
+
+    f.defvjp(forward, backward)
+    gradient = jax.grad(autocast(f, "mixed_float16"))(W, X)
+    assert calls == ["forward", "backward"]
+    np.testing.assert_allclose(gradient, np.full((8, 8), 28.0))
+
+
+def test_repeated_application_changes_nothing():
+    def loss(w, x):
+        wide = full_precision(lambda h: jnp.sum(h @ w))
+        return wide(jax.nn.gelu(x @ w)) + jnp.mean(jax.nn.softmax(x @ w))
+
+    once = autocast(jax.grad(loss), "mixed_float16")
+    assert equations(autocast(once, "mixed_float16"), W, X) == equations(once, W, X)
+
+
+def test_side_effects_happen_once():
+    seen = []
+
+    def f(w, x):
+        h = x @ w
+        jax.debug.callback(lambda value: seen.append(value.dtype), h)
+        return h
+
+    autocast(f, "mixed_float16")(W, X)
+    jax.effects_barrier()
+    assert seen == [np.float32]
+
+
+def test_an_exception_leaves_nothing_behind():
+    def broken(w, x):
+        raise RuntimeError("inside")
+
+    before = str(jax.make_jaxpr(jnp.dot)(X, W))
+    with pytest.raises(RuntimeError, match="inside"):
+        autocast(broken, "tensorfloat32")(W, X)
+    assert str(jax.make_jaxpr(jnp.dot)(X, W)) == before
+    assert autocast(lambda w, x: x @ w, "mixed_float16")(W, X)[0, 0] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fn": 3}, r"^`fn` must be callable, got 3; pass the function to run"),
+        ({"rules": {}}, r"^`rules` must be a Rules, got {}; edit the default"),
+        ({"argnums": "w"}, r"^`argnums` must be an integer or a sequence"),
+    ],
+)
+def test_bad_arguments_are_a_sentence(arguments, message):
+    call: dict[str, Any] = {"fn": len, "policy": "float32", **arguments}
+    with pytest.raises(TypeError, match=message):
+        autocast(**call)

@@ -1,0 +1,97 @@
+"""Properties of autocast over random programs: shapes, dtypes, tolerance, idempotence, float32 identity."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from battery_tools import HALVES, TOLERANCE, primitives, quick_jit, types
+from hypothesis import HealthCheck, given, settings
+from random_programs import BINARY, SIDE, UNARY, WRAPPERS, Step, as_function, as_gradient, programs
+
+from jmp_train import autocast, get_policy
+
+PARAMS, X = (np.random.default_rng(seed).standard_normal((SIDE, SIDE)).astype(np.float32) for seed in (0, 1))
+FORWARD_AND_BACKWARD = {"forward": as_function, "backward": as_gradient}
+EVERY_STEP = [Step(name, "plain", (0, 1)[: 1 if name in UNARY else 2]) for name in (*UNARY, *BINARY)]
+EVERY_WRAPPER = [Step("residual", wrapper, (0, 1)) for wrapper in WRAPPERS]
+
+either_direction = pytest.mark.parametrize("build", FORWARD_AND_BACKWARD.values(), ids=FORWARD_AND_BACKWARD)
+either_half = pytest.mark.parametrize("dtype", HALVES)
+
+
+def examples(count: int):
+    """The same programs on every run, `count` of them; compiling has no deadline."""
+    slow = [HealthCheck.too_slow]
+    return settings(max_examples=count, derandomize=True, deadline=None, database=None, suppress_health_check=slow)
+
+
+def check_tolerance(run: Callable, dtype: str, length: int):
+    """Every value is off by a few roundings a step, of the largest value so far."""
+    want = quick_jit(run)(PARAMS, X)
+    got = quick_jit(autocast(run, get_policy(f"mixed_{dtype}")))(PARAMS, X)
+    assert types(got) == types(want)
+    largest = max(1.0, *(float(jnp.max(jnp.abs(value))) for value in want))
+    for a, b in zip(got, want, strict=True):
+        assert float(jnp.max(jnp.abs(a - b))) <= 4 * length * largest * TOLERANCE[dtype].value
+
+
+def check_identity(run: Callable):
+    with jax.default_matmul_precision("highest"):
+        want = quick_jit(run)(PARAMS, X)
+    got = quick_jit(autocast(run, get_policy("float32")))(PARAMS, X)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def check_idempotence(run: Callable, dtype: str):
+    policy = get_policy(f"mixed_{dtype}")
+    once = autocast(run, policy)
+    assert primitives(autocast(once, policy), PARAMS, X) == primitives(once, PARAMS, X)
+
+
+@either_half
+@pytest.mark.parametrize("step", [*EVERY_STEP, *EVERY_WRAPPER], ids=lambda step: f"{step.name}-{step.wrapper}")
+def test_each_operation_is_within_tolerance(step, dtype):
+    check_tolerance(as_function([Step("matmul", "plain", (0, 1)), step]), dtype, 2)
+
+
+@either_half
+@examples(12)
+@given(program=programs())
+def test_outputs_are_within_tolerance(program, dtype):
+    check_tolerance(as_function(program), dtype, len(program))
+
+
+@either_direction
+@examples(8)
+@given(program=programs())
+def test_float32_changes_no_bit(program, build):
+    check_identity(build(program))
+
+
+@either_direction
+@examples(25)
+@given(program=programs())
+def test_twice_is_once(program, build):
+    check_idempotence(build(program), "float16")
+
+
+@either_direction
+@either_half
+@examples(25)
+@given(program=programs())
+def test_dtypes_and_shapes_are_as_recorded(program, dtype, build):
+    run = build(program)
+    got, want = (jax.eval_shape(fn, PARAMS, X) for fn in (autocast(run, get_policy(f"mixed_{dtype}")), run))
+    assert types(got) == types(want)
+
+
+@pytest.mark.slow
+@either_half
+@examples(15)
+@given(program=programs(12))
+def test_long_programs(program, dtype):
+    check_tolerance(as_function(program), dtype, len(program))
+    check_idempotence(as_gradient(program), dtype)
+    check_identity(as_gradient(program))

@@ -1,0 +1,143 @@
+"""What autocast adds to `value_and_grad`: unmodified loss functions, arguments of any kind, and the same contract."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmp_train as jmp
+from jmp_train import NoOpLossScale, StaticLossScale
+
+SCALE = StaticLossScale(2.0**10)
+POLICIES = ["float32", "mixed_bfloat16", "mixed_float16"]
+
+
+def data():
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {"w": jax.random.normal(keys[0], (8, 4)) / 3, "b": jax.random.normal(keys[1], (4,))}
+    return params, jax.random.normal(keys[2], (16, 8)), jax.random.normal(keys[3], (16, 4))
+
+
+def loss_fn(params, x, y):
+    return jnp.mean((jnp.tanh(x @ params["w"] + params["b"]) - y) ** 2)
+
+
+def dots(jaxpr):
+    return [eqn.invars[0].aval.dtype for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_loss_and_gradients_are_float32_and_near_float64(policy):
+    params, x, y = data()
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: np.asarray(a, np.float64), (params, x, y))
+        expected = jax.value_and_grad(loss_fn)(*wide)
+    loss, grads = jmp.value_and_grad(loss_fn, policy)(params, x, y, loss_scale=SCALE)
+    tolerance = {"float32": 1e-6, "mixed_float16": 2e-3, "mixed_bfloat16": 1.5e-2}[policy]
+    assert {loss.dtype, *(g.dtype for g in jax.tree.leaves(grads))} == {np.dtype(np.float32)}
+    for got, want in zip(jax.tree.leaves((loss, grads)), jax.tree.leaves(expected), strict=True):
+        assert np.max(np.abs(np.asarray(got) - np.asarray(want))) <= tolerance * np.max(np.abs(np.asarray(want)))
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_every_dot_of_an_unmodified_function_is_narrow_with_autocast_alone(policy):
+    args = data()
+    low = jmp.get_policy(policy).compute_dtype
+    jaxpr = jax.make_jaxpr(lambda *args: jmp.grad(loss_fn, policy)(*args, loss_scale=SCALE))(*args)
+    assert dots(jaxpr) == [low, low]
+    plain = jax.make_jaxpr(lambda *args: jmp.grad(loss_fn, policy, autocast=False)(*args, loss_scale=SCALE))(*args)
+    assert dots(plain) == [np.float32] * 2  # the data are float32, and nobody told the model
+
+
+def test_arguments_that_are_no_arrays_reach_the_loss_function_as_they_are():
+    params, x, y = data()
+    seen = []
+
+    def loss(params, x, y, mode, *, train, depth, activation):
+        seen.append((mode, train, depth, activation))
+        for _ in range(depth):
+            x = activation(x)
+        return loss_fn(params, x, y) if train else jnp.float32(0)
+
+    grad_fn = jmp.value_and_grad(loss, "mixed_float16")
+    call = {"train": True, "depth": 2, "activation": jax.nn.relu, "loss_scale": SCALE}
+    first = grad_fn(params, x, y, "fan_in", **call)
+    assert seen == [("fan_in", True, 2, jax.nn.relu)]
+    again = grad_fn(params, x, y, "fan_in", **call)
+    assert len(seen) == 1, "an equal call is not traced again"
+    assert first[0] == again[0]
+    assert grad_fn(params, x, y, "fan_in", **{**call, "train": False})[0] == 0
+
+
+def test_aux_may_hold_what_is_no_array():
+    grad_fn = jmp.value_and_grad(
+        lambda w: (w**2, {"name": "loss", "w": w, "none": None}), "mixed_bfloat16", has_aux=True
+    )
+    for _ in range(2):
+        (loss, aux), grads = grad_fn(jnp.float32(3))
+        assert (loss, aux["name"], aux["w"], aux["none"], grads) == (9, "loss", 3, None, 6)
+
+
+def test_the_loss_stays_finite_where_the_scaled_one_overflows():
+    loss, grads = jmp.value_and_grad(lambda w: w * 1e30, "mixed_float16")(
+        jnp.float32(1), loss_scale=StaticLossScale(2.0**60)
+    )
+    assert np.isfinite(loss) and not np.isfinite(grads)
+
+
+def test_overrides_keep_a_parameter_and_what_it_meets_in_float32():
+    def loss(params, x, y):
+        return jnp.mean((jax.nn.relu(x @ params["w"] + params["b"]) @ params["w"].T) ** 2)
+
+    def bias_add(policy):
+        jaxpr = jax.make_jaxpr(lambda *args: jmp.grad(loss, policy)(*args, loss_scale=SCALE))(*data())
+        return next(eqn.outvars[0].aval.dtype for eqn in jaxpr.eqns if eqn.primitive.name == "add")
+
+    assert bias_add("mixed_float16") == np.float16
+    assert bias_add(jmp.get_policy("mixed_float16").replace(overrides={"b": "float32"})) == np.float32
+
+
+def test_targets_beyond_float16_do_no_harm():
+    params, x, y = data()
+    loss, grads = jmp.value_and_grad(loss_fn, "mixed_float16")(params, x, y * 1e6, loss_scale=NoOpLossScale())
+    assert all(map(np.all, map(np.isfinite, jax.tree.leaves((loss, grads)))))
+
+
+def test_one_trace_in_a_jitted_loop_of_steps():
+    params, x, y = data()
+    traces = []
+
+    def counted(*args):
+        traces.append(1)
+        return loss_fn(*args)
+
+    tx = jmp.with_loss_scale(optax.sgd(0.1))
+    grad_fn = jmp.value_and_grad(counted, "mixed_float16")
+
+    @jax.jit
+    def step(params, opt_state):
+        loss, grads = grad_fn(params, x, y, loss_scale=jmp.get_loss_scale(opt_state))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    opt_state = tx.init(params)
+    losses = []
+    for _ in range(5):
+        params, opt_state, loss = step(params, opt_state)
+        losses.append(float(loss))
+    assert len(traces) == 1 and losses[-1] < losses[0]
+
+
+def test_rules_belong_to_autocast():
+    with pytest.raises(TypeError, match=r"^`rules` are for autocast, which `autocast=False` turns off; leave one of"):
+        jmp.grad(loss_fn, "float32", autocast=False, rules=jmp.DEFAULT_RULES)
+    with pytest.raises(TypeError, match=r"^`rules` must be a Rules, got 'exp'; edit the default"):
+        not_rules: Any = "exp"
+        jmp.grad(loss_fn, "float32", rules=not_rules)
+    rules = jmp.DEFAULT_RULES.replace({"dot_general": "recorded"})
+    args = data()
+    jaxpr = jax.make_jaxpr(lambda *args: jmp.grad(loss_fn, "mixed_bfloat16", rules=rules)(*args))(*args)
+    assert dots(jaxpr) == [np.float32] * 2

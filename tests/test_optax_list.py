@@ -1,0 +1,158 @@
+"""Every optimizer of optax, wrapped outermost: the bare update where gradients are finite, no trace where not."""
+
+# Optax types trees and states as one union, of which no attribute or index is known.
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+from optax_rows import ALIASES, CONTRIBUTED, ROWS
+
+from jmp_train import DynamicLossScale, with_loss_scale, with_master_weights
+
+PARAMS = {"b": jnp.array([0.5, -0.25, 1.0]), "w": jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)}
+
+# Two programs a row are compiled: the transformations outside optax's main list wait for the slow tier.
+SLOW = {row.name for row in CONTRIBUTED} | {"add_noise", "zoom"}
+
+
+def rows(*slow):
+    marked = [pytest.param(row, marks=[pytest.mark.slow] * (row.name in SLOW.union(slow))) for row in ROWS]
+    return pytest.mark.parametrize("row", marked, ids=str)
+
+
+def gradients(seed, bad=None):
+    rng = np.random.default_rng(seed)
+    grads = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), PARAMS)
+    if bad is not None:
+        grads["w"][2, 1] = bad
+    return jax.tree.map(jnp.asarray, grads)
+
+
+def plain(x):
+    x = jnp.asarray(x)
+    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+
+
+def as_bits(tree):
+    arrays = [plain(x) for x in jax.tree.leaves(tree)]
+    return [(x.dtype, x.shape, x.tobytes()) for x in arrays]
+
+
+def ulps(a, b):
+    """The largest distance between two trees, in units of the last bit of the larger magnitude."""
+
+    def of(x, y):
+        x, y = plain(x), plain(y)
+        if not np.issubdtype(x.dtype, np.floating):
+            return 0.0 if np.array_equal(x, y) else np.inf
+        same = (x == y) | (np.isnan(x) & np.isnan(y))
+        with np.errstate(invalid="ignore"):
+            distance = np.abs(x - y) / np.spacing(np.maximum(np.abs(x), np.abs(y)))
+        return float(np.max(np.where(same, 0.0, distance), initial=0.0))
+
+    return max(of(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def stepper(row, tx, traces=None):
+    def step(params, state, grads):
+        if traces is not None:
+            traces.append(1)
+        updates, state = tx.update(grads, state, params, **row.extra(params, grads))
+        return updates, optax.apply_updates(params, updates), state
+
+    return step
+
+
+def test_the_list_is_complete():
+    """A new optimizer in a new optax fails here, by name."""
+
+    def module(name):
+        found = getattr(optax, name)
+        return getattr(getattr(found, "func", found), "__module__", "")
+
+    public = {name for name in dir(optax) if module(name) == "optax._src.alias"}
+    assert public == {row.name for row in ALIASES}
+    assert {row.name for row in CONTRIBUTED} <= set(dir(contrib))
+
+
+@rows("lbfgs")
+def test_eagerly_a_finite_step_is_the_bare_step(row):
+    bare, wrapped = row.build(), with_loss_scale(row.build())
+    state, wrapped_state = bare.init(PARAMS), wrapped.init(PARAMS)
+    for seed in range(2):
+        grads = gradients(seed)
+        updates, _, state = stepper(row, bare)(PARAMS, state, grads)
+        wrapped_updates, _, wrapped_state = stepper(row, wrapped)(PARAMS, wrapped_state, grads)
+        assert as_bits(wrapped_updates) == as_bits(updates)
+        assert as_bits(wrapped_state.inner_state) == as_bits(state)
+
+
+@rows()
+def test_jitted_the_good_steps_are_the_bare_ones_and_the_bad_leave_no_trace(row):
+    bare, wrapped = row.build(), with_loss_scale(row.build(), DynamicLossScale(16.0))
+    traces = []
+    bare_step, step = jax.jit(stepper(row, bare)), jax.jit(stepper(row, wrapped, traces))
+    params, state = PARAMS, bare.init(PARAMS)
+    wrapped_params, wrapped_state = PARAMS, wrapped.init(PARAMS)
+    for seed, bad in enumerate([None, np.nan, None, -np.inf]):
+        if bad is None:
+            _, params, state = bare_step(params, state, gradients(seed))
+        before = wrapped_params, wrapped_state
+        updates, wrapped_params, wrapped_state = step(*before, gradients(seed, bad))
+        if bad is not None:
+            assert as_bits((wrapped_params, wrapped_state.inner_state)) == as_bits((before[0], before[1].inner_state))
+            assert not any(np.any(u) for u in jax.tree.leaves(updates))
+        assert bool(wrapped_state.grads_finite) == (bad is None)
+        # Each step may differ by one unit, and the first one's is carried into the second.
+        assert ulps((params, state), (wrapped_params, wrapped_state.inner_state)) <= (1 if seed == 0 else np.inf)
+    assert len(traces) == 1
+    assert int(wrapped_state.skipped_steps) == 2
+
+
+def carried(row, tx, params, grads):
+    """The types of (params, state) before and after a scan of conditional updates."""
+    step = stepper(row, tx)
+
+    def program(params, grads):
+        def body(carry, grads):
+            params, state = carry
+
+            def update(state):
+                return step(params, state, grads)[1:]
+
+            return jax.lax.cond(state.skipped_steps < 5, update, lambda state: (params, state), state), None
+
+        start = params, tx.init(params)
+        return start, jax.lax.scan(body, start, jax.tree.map(lambda g: jnp.stack([g, g]), grads))[0]
+
+    return jax.tree.map(lambda x: (x.shape, x.dtype), jax.eval_shape(program, params, grads))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_the_state_is_a_stable_carry(row):
+    before, after = carried(row, with_loss_scale(row.build()), PARAMS, halved(gradients(0), jnp.float16))
+    assert before == after
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_the_state_is_a_stable_carry_for_16_bit_parameters(row):
+    """Float32 gradients flip the dtypes of a bare optimizer's state. Where optax itself refuses them, masters help."""
+    params, inner = halved(PARAMS, jnp.bfloat16), row.build()
+    if row.name in REFUSES_16_BIT_PARAMETERS:
+        with pytest.raises((TypeError, FutureWarning)):
+            jax.eval_shape(stepper(row, inner), params, inner.init(params), gradients(0))
+        inner = with_master_weights(inner)
+    before, after = carried(row, with_loss_scale(inner), params, gradients(0))
+    assert before == after
+
+
+def halved(tree, dtype):
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+REFUSES_16_BIT_PARAMETERS = {"galore", "lbfgs", "mechanize", "novograd"}

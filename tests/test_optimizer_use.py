@@ -1,0 +1,222 @@
+"""with_loss_scale: where it may sit, where it is found, many devices, and what it says when something is wrong."""
+
+# Optax types trees and states as one union, of which no attribute or index is known.
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+from optimizer_tools import GOOD, PARAMS, run, same_bits
+
+import jmp_train as jmp
+from jmp_train import DynamicLossScale, get_loss_scale, step_metrics, with_loss_scale
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+
+
+def scaled(inner=None):
+    return with_loss_scale(optax.adam(0.1) if inner is None else inner, DynamicLossScale(4.0))
+
+
+NESTED = {
+    "alone": lambda: scaled().init(PARAMS),
+    "chain": lambda: optax.chain(scaled(), optax.scale(0.5)).init(PARAMS),
+    "masked": lambda: optax.masked(scaled(), {"a": True, "b": False, "c": True}).init(PARAMS),
+    "partition": lambda: optax.partition({"x": scaled(), "y": optax.sgd(0.1)}, {"a": "x", "b": "y", "c": "x"}).init(
+        PARAMS
+    ),
+    "inject": lambda: optax.inject_hyperparams(lambda rate: scaled(optax.sgd(rate)))(rate=0.1).init(PARAMS),
+    "multi_steps": lambda: optax.MultiSteps(scaled(), 2).init(PARAMS),
+    "dict": lambda: {"generator": scaled().init(PARAMS), "other": optax.adam(0.1).init(PARAMS), "n": 3},
+    "nnx optimizer": lambda: nnx.Optimizer(Net(), scaled(), wrt=nnx.Param),
+    "nnx state": lambda: nnx.Optimizer(Net(), scaled(), wrt=nnx.Param).opt_state,
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_it_is_found_at_any_depth(name):
+    state = NESTED[name]()
+    assert get_loss_scale(state) == DynamicLossScale(4.0) and isinstance(get_loss_scale(state).loss_scale, jax.Array)
+    assert step_metrics(state)["loss_scale"] == 4.0
+    assert jax.jit(lambda s: get_loss_scale(s).scale(1.0))(state) == 4.0
+
+
+def test_an_nnx_optimizer_skips_and_backs_off():
+    model = Net()
+    optimizer = nnx.Optimizer(model, scaled(), wrt=nnx.Param)
+    before = jax.tree.map(jnp.array, nnx.state(model))
+    grads = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), nnx.state(model, nnx.Param))
+    optimizer.update(model, grads)
+    assert same_bits(nnx.state(model), before) and get_loss_scale(optimizer).loss_scale == 2.0
+
+
+class TestPlacement:
+    """Outermost holds; what the docstring says goes wrong elsewhere does (FACTS of optax, shown in the same run)."""
+
+    OVERFLOW = jnp.array([jnp.inf, 1.0])
+    FINE = jnp.array([3.0, 4.0])
+
+    def last(self, tx, steps):
+        params = jnp.zeros(2)
+        params, state = run(tx, steps, params=params)
+        return params, state
+
+    @pytest.mark.parametrize(
+        "inner",
+        [
+            optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+            optax.chain(optax.trace(0.9), optax.sgd(0.1)),
+            optax.chain(optax.sgd(0.1), optax.add_decayed_weights(0.1)),
+            optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
+        ],
+        ids=["clip", "trace", "decay", "accumulate"],
+    )
+    def test_outermost_a_run_equals_one_that_never_saw_the_overflow(self, inner):
+        with_it, state = self.last(with_loss_scale(inner), [self.FINE, self.OVERFLOW, self.FINE])
+        without, clean = self.last(with_loss_scale(inner), [self.FINE, self.FINE])
+        assert same_bits((with_it, state.inner_state), (without, clean.inner_state))
+
+    def test_clipping_before_the_check_hides_the_overflow(self):
+        clip = optax.clip_by_global_norm(1.0)
+        clipped, _ = clip.update(self.OVERFLOW, clip.init(jnp.zeros(2)))
+        assert jnp.isnan(clipped[0]) and clipped[1] == 0
+
+    def test_a_trace_before_it_keeps_the_infinity(self):
+        tx = optax.chain(optax.trace(0.9), with_loss_scale(optax.sgd(0.1)))
+        assert not jnp.all(jnp.isfinite(self.last(tx, [self.OVERFLOW, self.FINE])[1][0].trace))
+
+    def test_weight_decay_after_it_moves_parameters_on_a_skip(self):
+        tx = optax.chain(with_loss_scale(optax.sgd(0.1)), optax.add_decayed_weights(0.1))
+        assert jnp.any(run(tx, [self.OVERFLOW], params=jnp.ones(2))[0] != 1)
+
+    def test_multi_steps_around_it_keeps_the_nan(self):
+        tx = optax.MultiSteps(with_loss_scale(optax.sgd(0.1)), 2)
+        params, state = self.last(tx, [self.OVERFLOW, *[self.FINE] * 6])
+        assert jnp.isnan(state.acc_grads[0]) and jnp.all(params == 0)  # nothing is learned any more
+
+
+class TestDevices:
+    @pytest.mark.parametrize("check_vma", [True, False])
+    @pytest.mark.parametrize("replicated", [False, True])
+    def test_an_infinity_on_one_device_makes_all_skip(self, check_vma, replicated):
+        mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+        tx = with_loss_scale(optax.sgd(1.0, momentum=0.9), DynamicLossScale(8.0), axis_name="data")
+        params = {"w": jnp.zeros((4, 2)), "b": jnp.zeros((4, 2))}
+        spec = PartitionSpec(None if replicated else "data")
+        scalar = PartitionSpec()
+        specs = jax.tree.map(lambda x: spec if x.ndim > 1 else scalar, tx.init(params))
+
+        @jax.jit
+        @partial(jax.shard_map, mesh=mesh, in_specs=(spec, specs, spec), out_specs=(spec, specs), check_vma=check_vma)
+        def step(grads, state, params):
+            return tx.update(grads, state, params)
+
+        grads = {"w": jnp.ones((4, 2)), "b": jnp.ones((4, 2)).at[2, 1].set(jnp.inf)}
+        updates, state = step(grads, tx.init(params), params)
+        assert not any(jnp.any(u) for u in updates.values())
+        for shard in state.loss_scale.loss_scale.addressable_shards:
+            assert shard.data == 4.0
+        assert state.last_overflow.tolist() == [True, False]  # dictionaries are sorted by key
+        updates, state = step(jax.tree.map(jnp.ones_like, grads), state, params)
+        assert all(jnp.all(u == -1) for u in updates.values()) and state.loss_scale.loss_scale == 4.0
+
+    def test_pmap(self):
+        tx = with_loss_scale(optax.sgd(1.0), DynamicLossScale(8.0), axis_name="data")
+        params = jnp.zeros((2, 3))
+        grads = jnp.ones((2, 3)).at[1, 0].set(jnp.nan)
+        updates, state = jax.pmap(tx.update, axis_name="data")(grads, jax.pmap(tx.init)(params), params)
+        assert not jnp.any(updates) and state.loss_scale.loss_scale.tolist() == [4.0, 4.0]
+
+    def test_jit_over_a_sharded_mesh_needs_no_axis(self):
+        mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+        sharded = jax.NamedSharding(mesh, PartitionSpec("data"))
+        tx = with_loss_scale(optax.adam(0.1), DynamicLossScale(8.0))
+        leaves = {f"{i}": jnp.ones((8, 4)) for i in range(6)} | {"bias": jnp.ones(5)}
+        place = {name: sharded if name in "024" else jax.NamedSharding(mesh, PartitionSpec()) for name in leaves}
+        grads = dict(leaves, **{"2": leaves["2"].at[7, 0].set(jnp.inf)})
+        for g, skipped in ((leaves, 0), (grads, 1)):
+            state = jax.jit(tx.init)(jax.device_put(leaves, place))
+            updates, state = jax.jit(tx.update)(jax.device_put(g, place), state, jax.device_put(leaves, place))
+            plain, _ = run(tx, [g], params=leaves)
+            assert int(state.skipped_steps) == skipped
+            assert same_bits(optax.apply_updates(leaves, jax.device_get(updates)), plain)
+            assert all(updates[name].sharding.is_equivalent_to(place[name], updates[name].ndim) for name in leaves)
+
+
+class TestErrors:
+    def check(self, kind, message, fn, *args, **kwargs):
+        with pytest.raises(kind, match=f"^{re.escape(message)}$"):
+            fn(*args, **kwargs)
+
+    def test_no_loss_scale(self):
+        message = (
+            "`opt_state` has no loss scale. Build the optimizer as with_loss_scale(optax.adam(1e-3)) and pass the "
+            "state that its `init` or `update` returned."
+        )
+        for find in (get_loss_scale, step_metrics):
+            self.check(ValueError, message, find, optax.adam(0.1).init(PARAMS))
+        assert get_loss_scale(with_loss_scale(optax.adam(1e-3)).init(PARAMS)) == DynamicLossScale()
+
+    def test_two_loss_scales(self):
+        states = {"g": scaled().init(PARAMS), "d": scaled().init(PARAMS)}
+        message = "`opt_state` has 2 loss scales, at ['d'], ['g']. Pass the part that belongs to one loss."
+        self.check(ValueError, message, get_loss_scale, states)
+        get_loss_scale(states["g"])
+
+    def test_applied_twice(self):
+        message = "`inner` already has a loss scale. Apply with_loss_scale once, outermost."
+        self.check(ValueError, message, with_loss_scale(optax.chain(scaled())).init, PARAMS)
+
+    @pytest.mark.parametrize(
+        "inner, name", [(1e-3, "float"), (DynamicLossScale(), "DynamicLossScale"), (None, "NoneType")]
+    )
+    def test_no_transformation(self, inner, name):
+        message = (
+            f"`inner` must be an optax transformation, got {name}. "
+            "Pass an optimizer, as in with_loss_scale(optax.adam(1e-3))."
+        )
+        self.check(TypeError, message, with_loss_scale, inner)
+
+    @pytest.mark.parametrize("other", [2.0**15, jmp.get_policy("mixed_float16"), DynamicLossScale, "dynamic"])
+    def test_no_scale(self, other):
+        message = (
+            f"`loss_scale` must be a DynamicLossScale, StaticLossScale or NoOpLossScale, got {other!r}. "
+            "Wrap a number, as in StaticLossScale(2.0**15); a policy goes to value_and_grad."
+        )
+        self.check(TypeError, message, with_loss_scale, optax.adam(1e-3), other)
+
+    def test_gradients_of_another_structure(self):
+        grads = {"a": GOOD["a"], "b": GOOD["b"], "z": GOOD["c"]}
+        message = (
+            "`grads` must have the structure of `params`: missing ['c'], not in `params` ['z']. "
+            "Differentiate with respect to the parameters that the optimizer holds."
+        )
+        tx = scaled()
+        self.check(ValueError, message, tx.update, grads, tx.init(PARAMS), PARAMS)
+
+    def test_gradients_for_other_parameters(self):
+        message = (
+            "`grads` has 1 leaves, and `init` saw parameters with 3. "
+            "Call `init` with the parameters that you differentiate with respect to."
+        )
+        tx = scaled()
+        self.check(ValueError, message, tx.update, {"a": GOOD["a"]}, tx.init(PARAMS))
+
+    def test_part_of_the_state(self):
+        message = (
+            "`state` must be the LossScaleState that `init` or `update` returned, got tuple. "
+            "Pass the whole state, not a part of it."
+        )
+        tx = scaled()
+        self.check(TypeError, message, tx.update, GOOD, tx.init(PARAMS).inner_state, PARAMS)

@@ -1,0 +1,107 @@
+"""The table of primitives is complete and has no name that JAX does not: a new JAX release fails here, by name.
+
+Only this file reads `jax._src`, to enumerate what has a lowering.
+"""
+
+import warnings
+
+import jax
+import jax.extend.core.primitives as exported
+import pytest
+from jax._src.interpreters import mlir
+
+from jmp_train._autocast import _table
+from jmp_train._autocast._table import OPAQUE, TABLE, UNKNOWN, Rule
+
+# Modules that register primitives when they are imported; some warn of their own deprecation.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import jax.custom_batching
+    import jax.experimental.buffer_callback
+    import jax.experimental.checkify
+    import jax.experimental.multihost_utils
+    import jax.experimental.pallas
+    import jax.experimental.sparse
+    import jax.experimental.xla_metadata
+    import jax.numpy.linalg
+    import jax.scipy.linalg
+    import jax.scipy.special
+
+# Names that some supported releases have and others do not: which of 0.10, 0.11 and 0.12 have them.
+SOMETIMES = {
+    "call": "10",
+    "closed_call": "10",
+    "core_map": "10",
+    "eval_jaxpr": "11 12",
+    "log2": "11 12",
+    "one_minus_square": "11 12",
+    "pbroadcast_done": "10",
+    "pbroadcast_dynamic": "12",
+    "pbroadcast_start": "10",
+    "polynomial": "12",
+    "program_order": "11",
+    "psum_start": "10",
+    "reduced_vary_cast": "12",
+    "reduced_vary_cast_p": "10 11",
+    "relayout": "11 12",
+    "unreduced_pmax": "11 12",
+    "unreduced_pmin": "11 12",
+    "unreduced_psum_start": "10",
+    "unreduced_reduce_scatter_start": "10",
+    "vary_unreduced_cast": "12",
+    "vary_unreduced_cast_p": "10 11",
+    "xla_metadata_call": "11 12",
+}
+
+
+def _primitives() -> frozenset[str]:
+    platforms = mlir._platform_specific_lowerings.values()
+    lowered = {primitive.name for table in (mlir._lowerings, *platforms) for primitive in table}
+    return frozenset(lowered | {thing.name for name, thing in vars(exported).items() if name.endswith("_p")})
+
+
+# Read now: other libraries that tests import later, such as equinox, register primitives of their own.
+PRIMITIVES = _primitives()
+
+
+def test_every_primitive_is_classified():
+    known = set(TABLE)
+    missing = sorted(PRIMITIVES - known)
+    assert not missing, f"JAX {jax.__version__} has primitives that _table.py does not classify: {missing}"
+
+
+def test_no_name_is_unknown_to_jax():
+    unknown = set(TABLE) - PRIMITIVES - set(SOMETIMES)
+    assert not unknown, f"_table.py names what JAX {jax.__version__} does not have: {sorted(unknown)}"
+
+
+def test_the_list_of_exceptions_is_exact():
+    minor = jax.__version__.split(".")[1]
+    if minor not in ("10", "11", "12"):
+        pytest.skip("a release that the list does not know yet")
+    expected = {name for name, releases in SOMETIMES.items() if minor in releases.split()}
+    assert set(SOMETIMES) & PRIMITIVES == expected
+
+
+def test_every_row_has_a_reason():
+    for name, entry in (*TABLE.items(), ("unknown", UNKNOWN)):
+        assert isinstance(entry.rule, Rule) and len(entry.reason) > 2, name
+
+
+def test_no_primitive_has_two_rows():
+    # TABLE is built from several dictionaries: a name in two of them would silently take the later one.
+    sections = [value for value in vars(_table).values() if isinstance(value, dict) and value is not TABLE]
+    lines = [line for section in sections if all(isinstance(x, str) for x in section.values()) for line in section]
+    names = [name for line in lines for name in line.split()]
+    assert len(names) == len(set(names)) == len(TABLE)
+
+
+@pytest.mark.parametrize("names", OPAQUE)
+def test_opaque_names_run_as_recorded(names):
+    assert all(TABLE[name].rule is Rule.RECORDED for name in names.split())
+
+
+def test_what_accumulates_is_never_low():
+    sums = "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum scatter-add scatter-sub psum"
+    assert all(TABLE[name].never_low for name in sums.split())
+    assert {TABLE[name].rule for name in sums.split()} == {Rule.HIGH, Rule.COLLECTIVE}
