@@ -65,6 +65,7 @@ class Row:
     float32_dots: why the compiled module may hold float32 dots; empty where none is allowed.
     slack: by how much the error in 16 bits may exceed the tolerance, where relu or pooling choose otherwise after a
         rounding; such an error is a jump, the same for Flax.
+    seeds: how many the comparison with Flax takes its median over; more where such jumps make it rough.
     fast: whether the fast tier runs it.
     """
 
@@ -75,6 +76,7 @@ class Row:
     oracle: Any = np.float64
     float32_dots: str = ""
     slack: float = 1.0
+    seeds: int = 20
     fast: bool = False
 
     def __str__(self) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jmp_train import DEFAULT_RULES, autocast, explain, full_precision
@@ -159,26 +160,21 @@ def test_values_kept_for_the_backward_pass_cost_no_accuracy():
     assert low[1] < wide[1] / 2
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_softmax_and_its_gradient_see_the_same_logits(dtype):
-    """A compiler may drop the rounding of the logits where it sees it undone; both must then go without, or neither."""
+def test_a_softmax_and_its_gradient_see_the_same_logits():
+    """A compiler may drop the rounding of the logits where it sees it undone; the backward pass must then do so too."""
 
     def loss(params, x, labels):
-        logits = jax.nn.relu(x @ params["in"]) @ params["out"] + params["bias"]
-        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1)
-        return -jnp.mean(chosen)
+        logits = (jax.nn.relu(x @ params["in"]) @ params["out"]) * 3
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     rng = np.random.default_rng(0)
-    params = {"in": rng.standard_normal((16, 64)) / 4, "out": rng.standard_normal((64, 10)), "bias": np.zeros(10)}
+    params = {"in": rng.standard_normal((16, 64)) / 4, "out": rng.standard_normal((64, 10))}
     params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), params)
     x = rng.standard_normal((64, 16)).astype(np.float32)
-    logits = jax.nn.relu(x @ params["in"]) @ params["out"]
-    labels = jnp.argmax(logits, -1)  # a trained model: what is left of the gradient is small
-    want = jax.grad(loss)(params, x, labels)["bias"]
-    got = jax.jit(autocast(jax.grad(loss), f"mixed_{dtype}"))(params, x, labels)["bias"]
-    # The gradient of a softmax sums to zero over the classes, in every row, whatever the logits were rounded to.
-    assert abs(float(jnp.sum(got))) < 1e-3
-    assert float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want)) < 0.05
+    labels = jnp.argmax(jax.nn.relu(x @ params["in"]) @ params["out"], -1)  # as after training: what is left is small
+    gradient = jax.jit(autocast(jax.grad(loss), "mixed_bfloat16"))(params, x, labels)["out"]
+    # A softmax's gradient sums to zero over the classes, whatever the logits were rounded to.
+    assert jnp.linalg.norm(gradient.sum(axis=1)) < 0.02 * jnp.linalg.norm(gradient)
 
 
 def test_user_written_derivative_rules_are_called():

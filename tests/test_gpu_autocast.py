@@ -86,17 +86,15 @@ def test_gradients_cross_eight_gpus_in_float32():
     assert {dtype for opcode, dtype, _ in collectives(text) if opcode == "all-reduce"} <= {"f32", "pred", "s32"}
 
 
-# The design asks for 1.05. Attention scores are read as stored, near and far, so that softmax and its gradient belong
-# together; that costs the Transformer five more percent.
-@pytest.mark.parametrize(("name", "bound"), [("cnn_groupnorm", 1.05), ("transformer", 1.12)])
-def test_model_steps_move_the_bytes_of_flax(name, bound):
+@pytest.mark.parametrize("name", ["cnn_groupnorm", "transformer"])
+def test_model_steps_move_the_bytes_of_flax(name):
     row = BY_NAME[name]
     params, batch = abstract_example(row, FILLING)
     policy = get_policy("mixed_float16")
     flax = figures(flax_step(row.loss(jnp.float16, FILLING)), flax_state(params), batch, donate_argnums=0)
     step = our_step(row.loss(None, FILLING), policy)
     ours = figures(step, our_state(params), batch, donate_argnums=0)
-    assert ours.bytes <= bound * flax.bytes
+    assert ours.bytes <= 1.05 * flax.bytes
     assert len(ours.converting) <= len(jax.tree.leaves(params))
     assert not ours.sixteen_bit_sums and not ours.wide_products
     assert not needless_casts(step, our_state(params), batch)

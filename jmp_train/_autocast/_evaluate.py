@@ -87,7 +87,14 @@ class _Store:
             return value
         if isinstance(value, np.ndarray | np.generic | float | int):
             return np.asarray(value, dtype)
+        if number in self._plan.rounded and dtype == FLOAT32:
+            return self._remember((number, dtype, far), lambda: self._rounded(value))
         return self._remember((number, dtype, far), lambda: cast(value, dtype))
+
+    def _rounded(self, value: Any) -> Any:
+        """A value in the compute dtype as float32, whose rounding a compiler does not drop."""
+        bits = jax.numpy.finfo(self._low)
+        return lax.reduce_precision(cast(value, FLOAT32), bits.nexp, bits.nmant)
 
     def _far(self, number: int, dtype: np.dtype | None) -> Any:
         """A value as the far side of a dot sees it: its stored copy behind a barrier, or computed again from such."""

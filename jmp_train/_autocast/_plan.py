@@ -39,7 +39,7 @@ from ._flow import (
     kind_of_known,
 )
 from ._pooling import scatter_to_windows
-from ._recompute import is_costly, is_repeatable, mark_unread, read_exponents_alike
+from ._recompute import is_costly, is_repeatable, mark_unread, roots_of_exponents
 from ._rules import Rules
 from ._steps import Plan, State, Step, dtype_of
 from ._table import Entry, Rule
@@ -107,7 +107,7 @@ class Planner:
         roots = frozenset(number for number, state in enumerate(walk.states) if state.root)
         made, again = [state.kind for state in walk.states], walk.again_steps()
         plan = Plan(program, place, walk.steps, in_dtypes, out_kinds, self.low, made, roots, again)
-        read_exponents_alike(plan)
+        plan.rounded = roots_of_exponents(plan)
         mark_unread(plan)
         return plan
 

@@ -51,17 +51,17 @@ def sources(plan: Plan, number: int, far: bool) -> Iterator[int]:
         pending.extend(more)
 
 
-def read_exponents_alike(plan: Plan) -> None:
-    """Lets near readers of what is exponentiated again read its stored copy too.
+def roots_of_exponents(plan: Plan) -> frozenset[int]:
+    """The stored values from which the far side of a dot computes an exponential again.
 
-    A compiler may drop a rounding that it sees undone. Near and far would then compute from different bits: to an
-    exponential an absolute error is a relative one, and a softmax and its gradient would no longer belong together.
+    A compiler may drop a rounding that it sees undone, as the near side undoes it. Near and far would then start from
+    different bits: to an exponential an absolute error is a relative one, and a softmax and its gradient would no
+    longer belong together. So near readers round these explicitly, which fuses and costs no memory traffic; reading the
+    stored copy instead would make both sides one expression, and have the exponential stored in float32.
     """
     exponentials = [number for number, step in plan.again.items() if step.node.name in _EXPONENTIALS]
-    used = {source for number in exponentials for source in sources(plan, number, True)} & plan.roots
-    for step in plan.steps:
-        for i, number in enumerate(step.node.ins):
-            step.far[i] |= number in used and plan.kinds[number] is Kind.LOW
+    stored = {source for number in exponentials for source in sources(plan, number, True)} & plan.roots
+    return frozenset(number for number in stored if plan.kinds[number] is Kind.LOW)
 
 
 def mark_unread(plan: Plan) -> None:

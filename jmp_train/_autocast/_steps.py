@@ -80,6 +80,7 @@ class Plan:
       kinds: what became of every value, by number; for `explain`.
       roots: values that far readers read through a stored copy.
       again: values that far readers compute again, and the step that does.
+      rounded: values whose rounding no reader may lose; see `roots_of_exponents`.
     """
 
     program: Program
@@ -91,6 +92,7 @@ class Plan:
     kinds: list[Kind]
     roots: frozenset[int]
     again: dict[int, Step]
+    rounded: frozenset[int] = frozenset()
 
     def dtypes_of(self, kinds: Sequence[Kind]) -> list[np.dtype | None]:
         return [dtype_of(kind, self.low) for kind in kinds]
