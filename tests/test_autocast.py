@@ -123,7 +123,9 @@ def test_every_scatter_runs_on_a_narrow_buffer(name):
     np.testing.assert_allclose(autocast(f, "mixed_float16")(W, X), f(W, X), rtol=1e-3)
 
 
-@pytest.mark.parametrize(("window", "stride"), [((2, 2), (2, 2)), ((4, 3), (4, 3)), ((3, 3), (2, 2))])
+@pytest.mark.parametrize(
+    ("window", "stride"), [((2, 2), (2, 2)), ((4, 3), (4, 3)), ((3, 3), (2, 2)), ((5, 2), (2, 1)), ((1, 2), (2, 3))]
+)
 def test_the_gradient_of_a_max_pool_chooses_as_jax_does(window, stride):
     def loss(x, weights):
         pooled = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, *window), (1, *stride), "SAME")
@@ -133,7 +135,22 @@ def test_the_gradient_of_a_max_pool_chooses_as_jax_does(window, stride):
     weights = 1 + np.arange(8 * 12 * 2 // np.prod(stride), dtype=np.float32).reshape(2, 8 // stride[0], 12 // stride[1])
     cast = autocast(jax.grad(loss), "mixed_float16")
     np.testing.assert_array_equal(cast(x, weights), jax.grad(loss)(x, weights))
-    assert not [e for e in equations(cast, x, weights) if e[0] == "select_and_scatter_add" and window == stride]
+    assert not [e for e in equations(cast, x, weights) if e[0] == "select_and_scatter_add"]
+
+
+@pytest.mark.parametrize("extreme", [jax.lax.max, jax.lax.min])
+def test_the_gradient_of_a_pool_sums_overlapping_windows_in_float32(extreme):
+    """One element is the extreme of 25 windows: 2048 + 24 ones is 2048 where a 16-bit buffer adds."""
+    sign = 1.0 if extreme is jax.lax.max else -1.0
+
+    def loss(w, x, weights):
+        pooled = jax.lax.reduce_window(x @ w, -sign * jnp.inf, extreme, (1, 5, 5), (1, 1, 1), "SAME")
+        return jnp.sum(pooled.reshape(1, -1) @ weights)
+
+    x, weights = np.zeros((1, 16, 8), np.float32), np.ones((16, 8), np.float32)
+    x[0, 8, 4], weights[10, 6] = sign, 2048
+    gradient = autocast(jax.grad(loss, 1), "mixed_float16", argnums=(0, 1, 2))
+    assert gradient(jnp.eye(8), x, weights.reshape(-1, 1))[0, 8, 4] == 2048 + 24
 
 
 def test_values_kept_for_the_backward_pass_cost_no_accuracy():

@@ -86,7 +86,7 @@ def test_gradients_cross_eight_gpus_in_float32():
     assert {dtype for opcode, dtype, _ in collectives(text) if opcode == "all-reduce"} <= {"f32", "pred", "s32"}
 
 
-@pytest.mark.parametrize("name", ["cnn_groupnorm", "transformer"])
+@pytest.mark.parametrize("name", ["cnn_groupnorm", "cnn_batchnorm", "resnet", "unet", "transformer"])
 def test_model_steps_move_the_bytes_of_flax(name):
     row = BY_NAME[name]
     params, batch = abstract_example(row, FILLING)

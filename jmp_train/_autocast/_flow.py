@@ -16,7 +16,7 @@ from jax.core import Tracer
 
 from .._dtypes import BFLOAT16, FLOAT16, FLOAT32, facts
 from .._jaxpr import FULL_PRECISION_MARK, Node, Program, is_backward, is_recomputed, region_mark, scope_of
-from ._pooling import windows_tile
+from ._pooling import windows_are_small
 from ._rules import Rules
 from ._table import Entry, Rule
 
@@ -130,8 +130,8 @@ def _refine(node: Node, entry: Entry) -> Entry:
         return Entry(Rule.HIGH, "a square: float16 overflows at 256 squared")
     if node.name == "mul" and node.params.get("out_dtype") is not None:
         return Entry(Rule.RECORDED, "the user asked for this dtype")
-    if node.name == "select_and_scatter_add" and entry.rule is Rule.HIGH and windows_tile(node):
-        return Entry(Rule.WIDEST, "windows do not overlap: nothing accumulates, so it is a selection")
+    if node.name == "select_and_scatter_add" and entry.rule is Rule.HIGH and windows_are_small(node):
+        return Entry(Rule.WIDEST, "a selection in each window, summed in float32")
     return entry
 
 
@@ -156,6 +156,9 @@ class Backward:
     def __getitem__(self, number: int) -> Flags:
         only_wide = self._used[number] and not self._not_wide[number]
         return Flags(self._reaches[number], self._to_dot[number], only_wide)
+
+    def is_for_one_dot(self, number: int) -> bool:
+        return self._to_dot[number] and self.readers[number] == 1
 
     def step(self, node: Node, entry: Entry) -> None:
         """Passes the flags of a node's results on to its operands, for every rule but ENTER."""

@@ -218,6 +218,8 @@ class _Walk:
         floating = [kind for kind in kinds if kind is not Kind.FIXED]
         if len(floating) > 1 and len(node.outs) != len(node.ins):
             return self._widest(node, entry, kinds)  # an edit: its operands still need one dtype
+        if node.name == "rev" and kinds == [Kind.SOFT] and self.flow.is_for_one_dot(node.outs[0]):
+            return self._pairwise(node, entry, kinds, Kind.LOW)  # a cast after it would hide cuDNN's data gradient
         first = next(iter(floating), Kind.FIXED)
         sources = kinds if len(node.outs) == len(node.ins) else [first] * len(node.outs)
         outs = [

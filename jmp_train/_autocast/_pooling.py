@@ -1,29 +1,32 @@
-"""The gradient of a max-pool whose windows tile its operand, written without a scatter.
+"""The gradient of a max-pool written as selections, without a scatter.
 
-JAX records it as `select_and_scatter_add`, which compilers turn into a scatter that adds, one kernel with an index per
-window. Where windows tile the operand nothing is added: every element is the largest of its one window or it is not.
-Said so, it is a selection, which fuses, is exact in any dtype, and holds no sum.
+JAX records it as `select_and_scatter_add`, which compilers turn into a search with three integer outputs and a scatter
+that adds in the dtype of its buffer. Here the place of each window's extreme is found once, in a byte, and every window
+hands its gradient to that place; an element sums what the few windows over it hand it. That fuses, reads and writes
+values of the compute dtype, and sums in float32 registers.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from .._dtypes import FLOAT32
 from .._jaxpr import Node
 
+_MOST_PLACES = 64  # of a window: each adds a few operations to the program
 
-def windows_tile(node: Node) -> bool:
-    """Whether every element of the operand of a `select_and_scatter_add` lies in exactly one window."""
-    operand: Any = node.eqn.invars[1].aval
-    params, shape = node.params, operand.shape
-    window, strides = params["window_dimensions"], params["window_strides"]
-    whole = all(size % width == 0 for size, width in zip(shape, window, strict=True))
-    return whole and tuple(window) == tuple(strides) and not any(low or high for low, high in params["padding"])
+
+def windows_are_small(node: Node) -> bool:
+    """Whether the windows of a `select_and_scatter_add` have so few places that each can be written out."""
+    return math.prod(node.params["window_dimensions"]) <= _MOST_PLACES
 
 
 def scatter_to_windows(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
@@ -31,21 +34,59 @@ def scatter_to_windows(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
 
     Args:
       node: its `select_prim` says whether the largest or the smallest element counts.
-      operands: the source `[n_0 / w_0, n_1 / w_1, ...]` and the operand `[n_0, n_1, ...]`, of one dtype.
+      operands: the source `[m_0, m_1, ...]`, one value a window, and the operand `[n_0, n_1, ...]`.
 
     Returns:
-      One array like the operand, zero but at the chosen elements.
+      One array like the operand, in the source's dtype, zero but at the chosen elements.
     """
     source, operand = operands
-    window = node.params["window_dimensions"]
-    # [n_0, n_1, ...] -> [n_0 / w_0, w_0, n_1 / w_1, ...], the axes inside windows last.
-    split = [extent for size, width in zip(operand.shape, window, strict=True) for extent in (size // width, width)]
-    order = [*range(0, len(split), 2), *range(1, len(split), 2)]
-    windows = operand.reshape(split).transpose(order).reshape(*source.shape, -1)
-    extreme = lax.argmax if node.params["select_prim"].name == "ge" else lax.argmin
-    chosen = extreme(windows, source.ndim, jnp.int32)
-    places = lax.broadcasted_iota(jnp.int32, windows.shape, source.ndim)
-    values = lax.broadcast_in_dim(source, windows.shape, range(source.ndim))
-    spread = lax.select(places == chosen[..., None], values, lax.full_like(values, 0))
-    back = [position for axis in range(source.ndim) for position in (axis, source.ndim + axis)]
-    return [spread.reshape(*source.shape, *window).transpose(back).reshape(operand.shape)]
+    window, strides = node.params["window_dimensions"], node.params["window_strides"]
+    places = itertools.product(*map(range, window))
+    starts = [[at - low for at, (low, _) in zip(place, node.params["padding"], strict=True)] for place in places]
+    chosen = _chosen(operand, source.shape, starts, strides, node.params["select_prim"].name == "ge")
+    total = jnp.zeros(operand.shape, jnp.promote_types(source.dtype, FLOAT32))
+    for place, start in enumerate(starts):
+        handed = lax.select(chosen == place, source, lax.full_like(source, 0)).astype(total.dtype)
+        total += lax.pad(handed, jnp.zeros((), total.dtype), _placing(start, strides, source.shape, operand.shape))
+    return [total.astype(source.dtype)]
+
+
+def _chosen(operand: Any, windows: tuple[int, ...], starts: list[list[int]], strides: Any, largest: bool) -> jax.Array:
+    """The number of the place of each window's first extreme element, `uint8[m_0, m_1, ...]`.
+
+    Compares in the order and manner of XLA's SelectAndScatter, so that ties and NaN choose the same element; places in
+    the padding are not compared.
+    """
+    compare, nowhere = lax.ge if largest else lax.le, len(starts)
+    chosen = lax.full(windows, nowhere, jnp.uint8)
+    extreme = value = lax.full(windows, 0, operand.dtype)
+    keep = chosen == nowhere
+    for place, start in enumerate(starts):
+        extreme = lax.select(keep, extreme, value)
+        value = lax.pad(operand, jnp.zeros((), operand.dtype), _taking(start, strides, windows, operand.shape))
+        value = lax.slice(value, [0] * value.ndim, value.shape, strides)
+        keep = compare(extreme, value) & (chosen < nowhere) | ~_inside(start, strides, windows, operand.shape)
+        chosen = lax.select(keep, chosen, lax.full_like(chosen, place))
+    return lax.optimization_barrier(chosen)  # one byte, found once: its readers are as many as there are places
+
+
+def _inside(start: Sequence[int], strides: Any, windows: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+    """Where the element at `start` of a window is one of the operand rather than of its padding."""
+    inside: Any = np.True_
+    for axis, (first, stride, count, size) in enumerate(zip(start, strides, windows, shape, strict=True)):
+        if first < 0 or first + stride * (count - 1) >= size:
+            at = first + stride * lax.broadcasted_iota(jnp.int32, windows, axis)
+            inside = inside & (at >= 0) & (at < size)
+    return inside
+
+
+def _taking(start: Any, strides: Any, windows: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """The padding, negative where it cuts, that leaves from the first window's element to the last one's."""
+    sizes = zip(start, strides, windows, shape, strict=True)
+    return [(-first, first + stride * (count - 1) + 1 - size, 0) for first, stride, count, size in sizes]
+
+
+def _placing(start: Any, strides: Any, windows: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """The padding, negative where it cuts, that puts one value a window at its element in the operand."""
+    sizes = zip(start, strides, windows, shape, strict=True)
+    return [(first, size - first - stride * (count - 1) - 1, stride - 1) for first, stride, count, size in sizes]

@@ -52,7 +52,7 @@ _SUMS = {
     "cumsum cumprod cumlogsumexp": "a running sum",
     "reduce_window_sum": "a sum a window",
     "scatter-add scatter-sub": "duplicate indices accumulate: an embedding's gradient is such a sum",
-    "select_and_scatter_add": "overlapping windows accumulate",
+    "select_and_scatter_add": "overlapping windows accumulate; small windows are written as selections",
 }
 _LINALG = {
     "cholesky cholesky_update lu qr geqrf geqp3 ormqr svd eigh eig hessenberg schur": "LAPACK has no 16-bit form",
