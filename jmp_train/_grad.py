@@ -14,7 +14,14 @@ import jax.numpy as jnp
 
 from ._autocast import DEFAULT_RULES, Rules, autocast, matmul_precision
 from ._dtypes import FLOAT32, FLOAT64
-from ._grad_inputs import check_argnums, check_differentiated, check_loss_scale, check_policy, split_result
+from ._grad_inputs import (
+    check_argnums,
+    check_differentiated,
+    check_loss_scale,
+    check_no_modules,
+    check_policy,
+    split_result,
+)
 from ._loss_scale import LossScale
 from ._policy import Policy
 from ._static import hide_static, reveal_static
@@ -62,8 +69,8 @@ def value_and_grad(
 
     Raises:
       TypeError: `policy`, `argnums`, `rules` or `loss_scale` is something else, the loss scale is missing under
-        float16, the loss is not a real floating scalar, a differentiated leaf is not floating or complex, or is an NNX
-        module.
+        float16, the loss is not a real floating scalar, a differentiated leaf is not floating or complex, or an
+        argument holds an NNX module, which `flax_bridge.value_and_grad` is for.
 
     Reference: Micikevicius et al., Mixed Precision Training, ICLR 2018, sections 3.1 and 3.2.
 
@@ -80,6 +87,7 @@ def value_and_grad(
     differentiate = run(functools.partial(_scaled_grad, loss_fn, argnums, has_aux), policy, rules, chosen)
 
     def with_policy(*args: Any, loss_scale: LossScale | None = None, **kwargs: Any) -> Any:
+        check_no_modules((args, kwargs))
         differentiated = [args[i] for i in chosen if -len(args) <= i < len(args)]  # jax.grad complains of the others
         check_differentiated(differentiated)
         scale = check_loss_scale(loss_scale, policy, differentiated)

@@ -60,15 +60,20 @@ def check_argnums(argnums: Any) -> int | tuple[int, ...]:
         raise TypeError(f"`argnums` must be an integer or a sequence of integers, got {argnums!r}.") from None
 
 
-def check_differentiated(arguments: Sequence[Any]) -> None:
-    """Raises for leaves that have no gradient, and for modules whose gradient would lose their updates."""
+def check_no_modules(arguments: Any) -> None:
+    """Raises for modules, of which the traced program gets a copy: what the loss function changes in it is lost."""
     for node in jax.tree.leaves(arguments, is_leaf=_is_nnx_module):
         if _is_nnx_module(node):
             raise TypeError(
-                f"a differentiated argument is or holds the NNX module {type(node).__name__}: updates that the loss "
-                f"function makes to it, such as BatchNorm's statistics, would be lost; take "
-                f"it apart with nnx.split, differentiate its nnx.Param state, and return the rest as aux."
+                f"an argument is or holds the NNX module {type(node).__name__}: updates that the loss function makes "
+                f"to it, such as BatchNorm's statistics, would be lost; flax_bridge.value_and_grad (from jmp_train "
+                f"import flax_bridge) takes a module as its first argument and returns them. A module that does not "
+                f"change can be closed over."
             )
+
+
+def check_differentiated(arguments: Sequence[Any]) -> None:
+    """Raises for leaves that have no gradient."""
     for argument in arguments:
         for path, leaf in zip(leaf_paths(argument), jax.tree.leaves(argument), strict=True):
             numeric = isinstance(leaf, jax.Array | np.ndarray | np.generic | int)

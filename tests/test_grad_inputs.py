@@ -108,13 +108,17 @@ def test_nnx_state_works_and_modules_are_refused():
     grads = grad(f, "mixed_bfloat16")(state)
     np.testing.assert_array_equal(grads["kernel"][...], np.ones((2, 1)))
     message = (
-        "a differentiated argument is or holds the NNX module Linear: updates that the loss function makes to it, "
-        "such as BatchNorm's statistics, would be lost; take it apart with nnx.split, "
-        "differentiate its nnx.Param state, and return the rest as aux."
+        "an argument is or holds the NNX module Linear: updates that the loss function makes to it, such as "
+        "BatchNorm's statistics, would be lost; flax_bridge.value_and_grad (from jmp_train import flax_bridge) takes a "
+        "module as its first argument and returns them. A module that does not change can be closed over."
     )
     for argument in (module, {"model": [module]}):
-        with pytest.raises(TypeError, match=re.escape(message)):
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
             grad(lambda m: 0.0, "float32")(argument)
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+            grad(lambda w, m: w, "float32")(jnp.float32(1), argument)
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+            grad(lambda w, m: w, "float32")(jnp.float32(1), m=argument)
 
 
 # Errors

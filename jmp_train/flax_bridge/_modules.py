@@ -1,0 +1,206 @@
+"""NNX: gradients of modules, and training with them, without losing what a module changes in itself.
+
+Decides how a module is taken apart for `jmp_train.value_and_grad` and when its updates reach it. Does not decide which
+step is skipped (`with_loss_scale`).
+"""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import optax
+from flax import nnx, struct
+
+from .. import _grad
+from .._grad_inputs import split_result
+from .._optimizer import step_metrics
+from .._paths import leaf_paths
+from .._policy import Policy
+from ._skip import keep_unless, optimizer_step
+from ._train_state import BaseState, initial_fields
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any], policy: Policy | str, *, has_aux: bool = False, wrt: Any = nnx.Param, **options: Any
+) -> Callable[..., Any]:
+    """Returns a function that evaluates `loss_fn` of a module, its gradient, and what the module changed in itself.
+
+    The counterpart of `nnx.value_and_grad`. There a module's BatchNorm statistics and random counters are updated in
+    place while the gradient is computed, so that they are poisoned before anyone knows that it is not finite. Here the
+    module stays as it is, and its new state is returned, for whoever applies the gradients to apply or drop:
+    `update_module` or `NNXTrainState.apply_gradients`.
+
+    Args:
+      loss_fn: a function of the module and other arguments that returns the loss, a real floating scalar `[]`, or
+        `(loss, aux)`.
+      policy: a `Policy`, or a name for `get_policy`.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      wrt: a filter for the variables to differentiate with respect to; under autocast, these are the parameters.
+      **options: the other keywords of `jmp_train.value_and_grad`, such as `autocast` and `rules`; not `argnums`.
+
+    Returns:
+      A function of `loss_fn`'s arguments and keywords, the module first, and of `loss_scale`. It returns
+      `(loss, grads, model_state)` or `((loss, aux), grads, model_state)`:
+      loss, aux: as in `jmp_train.value_and_grad`.
+      grads: an `nnx.State` of the variables `wrt`, unscaled, float32: what `nnx.Optimizer.update` takes.
+      model_state: an `nnx.State` of all the module's other variables, after the call.
+
+    Raises:
+      TypeError: the first argument is no module, or another one holds a module; and as `jmp_train.value_and_grad`.
+      ValueError: `loss_fn` assigns to a variable `wrt`, or adds variables and leaves them in the module.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+      >>> grad_fn = value_and_grad(lambda model, x: jnp.mean(model(x) ** 2), "mixed_bfloat16")
+      >>> loss, grads, model_state = grad_fn(model, jnp.ones((4, 2)))
+      >>> grads["scale"].shape, model_state["mean"][...], model.mean[...]
+      ((2,), Array([0.01, 0.01], dtype=float32), Array([0., 0.], dtype=float32))
+    """
+
+    def functional(params: Any, rest: Any, graphdef: Any, args: Any, kwargs: Any) -> Any:
+        # A copy: merging shares the variables, and the caller's would change.
+        model = nnx.merge(graphdef, params, rest, copy=True)
+        loss, aux = split_result(loss_fn(model, *args, **kwargs), has_aux)
+        _, after, model_state = nnx.split(model, wrt, ...)
+        _check_variables(params, after, rest, model_state)
+        return loss, (aux, model_state)
+
+    grad_fn = _grad.value_and_grad(functional, policy, has_aux=True, **options)
+
+    def with_policy(module: Any, *args: Any, loss_scale: Any = None, **kwargs: Any) -> Any:
+        if not isinstance(module, nnx.Module):
+            raise TypeError(
+                f"the first argument must be an NNX module, got {type(module).__name__}; for trees of parameters use "
+                f"jmp_train.value_and_grad."
+            )
+        graphdef, params, rest = nnx.split(module, wrt, ...)
+        (loss, (aux, model_state)), grads = grad_fn(params, rest, graphdef, args, kwargs, loss_scale=loss_scale)
+        return ((loss, aux) if has_aux else loss), grads, model_state
+
+    return with_policy
+
+
+def update_module(module: Any, optimizer: nnx.Optimizer, grads: Any, model_state: Any, **extra_args: Any) -> None:
+    """Applies one step to a module and its `nnx.Optimizer` in place, or, if a gradient is not finite, to neither.
+
+    `optimizer.update(module, grads)` skips parameters and moments when its transformation is `with_loss_scale`; this
+    also skips the optimizer's step counter and everything in `model_state`.
+
+    Args:
+      module: the module that was differentiated.
+      optimizer: built as `nnx.Optimizer(module, with_loss_scale(...), wrt=nnx.Param)`.
+      grads: from `value_and_grad` with the same `wrt`.
+      model_state: from the same call.
+      **extra_args: keywords for the optimizer's `update`.
+
+    Raises:
+      ValueError: the optimizer has no `with_loss_scale`, or the states are not the module's.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_train as jmp
+      >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, jmp.with_loss_scale(optax.adam(0.1)), wrt=nnx.Param)
+      >>> grad_fn = value_and_grad(lambda model, x: jnp.mean(model(x) ** 2), "mixed_float16")
+      >>> @nnx.jit
+      ... def train_step(model, optimizer, x):
+      ...     loss, grads, model_state = grad_fn(model, x, loss_scale=jmp.get_loss_scale(optimizer))
+      ...     update_module(model, optimizer, grads, model_state)
+      ...     return loss
+      >>> for x in (jnp.ones((4, 3)), jnp.full((4, 3), jnp.inf)):
+      ...     _ = train_step(model, optimizer, x)
+      ...     print(int(optimizer.step[...]), float(jmp.get_loss_scale(optimizer).loss_scale))
+      1 32768.0
+      1 16384.0
+    """
+    step_metrics(optimizer)  # says what is missing before anything has changed
+    others = nnx.state(module, nnx.Not(optimizer.wrt))
+    # As plain arrays, which is what an nnx.Optimizer gives its transformation.
+    trees = (grads, optimizer.opt_state, nnx.state(module, optimizer.wrt))
+    extra: Any = nnx.as_pure(extra_args)
+    finite, params, opt_state = optimizer_step(optimizer.tx, *map(nnx.as_pure, trees), **extra)
+    kept = keep_unless(finite, model_state, others, "model_state")
+    nnx.update(module, params)
+    nnx.update(module, kept)
+    nnx.update(optimizer.opt_state, nnx.state(opt_state))
+    optimizer.step[...] += finite
+
+
+class NNXTrainState(BaseState):
+    """All that training an NNX module changes, as one immutable pytree; a skipped step leaves every part of it alone.
+
+    The functional counterpart of a module and its `nnx.Optimizer`, for `jax.jit`, `scan` and checkpoints. The fields
+    are `TrainState`'s, with `params` the `nnx.State` of the variables `wrt`, `model_state` that of all others (keys and
+    counters of `nnx.Rngs` included), and `graphdef`, which is static.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jmp_train as jmp
+      >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+      >>> state = NNXTrainState.create(model=model, tx=jmp.with_loss_scale(optax.adam(0.1)), ema_decay=0.9)
+      >>> grad_fn = value_and_grad(lambda model, x: jnp.mean(model(x) ** 2), "mixed_float16")
+      >>> @jax.jit
+      ... def train_step(state, x):
+      ...     loss, grads, model_state = grad_fn(state.model, x, loss_scale=jmp.get_loss_scale(state))
+      ...     return state.apply_gradients(grads=grads, model_state=model_state), loss
+      >>> state, loss = train_step(state, jnp.ones((4, 3)))
+      >>> int(state.step), state.model(jnp.ones((1, 3))).shape
+      (1, (1, 2))
+    """
+
+    graphdef: Any = struct.field(pytree_node=False)
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        model: nnx.Module,
+        tx: optax.GradientTransformation,
+        wrt: Any = nnx.Param,
+        ema_decay: float | None = None,
+        **fields: Any,
+    ) -> Self:
+        """The state before the first step; `model` may be used and changed afterwards, unless the state is donated.
+
+        Raises:
+          ValueError: `tx` has no `with_loss_scale`, or one inside of `optax.MultiSteps`; `ema_decay` is not in [0, 1).
+          TypeError: `tx` is no optax transformation.
+        """
+        graphdef, params, rest = nnx.split(model, wrt, ...)
+        return cls(**initial_fields(_frozen(params), tx, _frozen(rest), ema_decay), graphdef=graphdef, **fields)
+
+    @property
+    def model(self) -> Any:
+        """A module with this state's variables; changing it leaves the state alone."""
+        return nnx.merge(self.graphdef, self.params, self.model_state, copy=True)
+
+    @property
+    def ema_model(self) -> Any:
+        """A module with the averaged parameters.
+
+        Raises:
+          ValueError: the state was created without `ema_decay`.
+        """
+        if self.ema_decay is None:
+            raise ValueError("there is no average of the parameters; create the state with ema_decay=0.999.")
+        return nnx.merge(self.graphdef, self.ema_params, self.model_state, copy=True)
+
+
+def _frozen(state: Any) -> Any:
+    """The state with variables of its own, so that a module's assignments do not reach it."""
+    return jax.tree.map(lambda x: x, state)
+
+
+def _check_variables(params: Any, after: Any, rest: Any, model_state: Any) -> None:
+    for path, before, now in zip(leaf_paths(params), jax.tree.leaves(params), jax.tree.leaves(after), strict=True):
+        if now is not before:
+            raise ValueError(
+                f"`loss_fn` assigned to {path!r}, which is differentiated, and the assignment would be lost; "
+                f"keep what a step computes in a variable of another kind, such as nnx.BatchStat."
+            )
+    if extra := sorted(set(leaf_paths(model_state)) - set(leaf_paths(rest))):
+        raise ValueError(
+            f"`loss_fn` added the variables {extra} to the module; take them out before it returns, as in "
+            f"nnx.pop(model, nnx.Intermediate), and return them as aux."
+        )
