@@ -1,5 +1,7 @@
 """A CNN with BatchNorm and dropout in Linen and in NNX, digits to train it on, and an infinity to plant in them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,11 +62,11 @@ def cross_entropy(logits, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def linen_training(policy="mixed_float16", tx=None, kind=flax_bridge.TrainState, **fields):
+def linen_training(policy="mixed_float16", tx=None, model: Any = None, **fields):
     """A Linen state and its jitted step, which donates the state."""
-    model = CNN()
+    model = CNN() if model is None else model
     variables = model.init(jax.random.key(0), jnp.zeros((1, 8, 8, 1)), train=False)
-    state = kind.create(
+    state = flax_bridge.TrainState.create(
         apply_fn=model.apply,
         params=jmp.get_policy(policy).cast_to_param(variables["params"]),
         tx=jmp.with_loss_scale(optax.adam(1e-2)) if tx is None else tx,
@@ -95,10 +97,11 @@ def nnx_loss(model, batch):
     return cross_entropy(model(images), labels)
 
 
-def nnx_training(policy="mixed_float16", tx=None, **fields):
+def nnx_training(policy="mixed_float16", tx=None, model: Any = None, **fields):
     """An NNX state and its jitted step, which donates the state."""
     tx = jmp.with_loss_scale(optax.adam(1e-2)) if tx is None else tx
-    state = flax_bridge.NNXTrainState.create(model=NNXCNN(nnx.Rngs(0)), tx=tx, **fields)
+    model = NNXCNN(nnx.Rngs(0)) if model is None else model
+    state = flax_bridge.NNXTrainState.create(model=model, tx=tx, **fields)
     grad_fn = flax_bridge.value_and_grad(nnx_loss, policy)
 
     def train_step(state, batch):

@@ -63,9 +63,8 @@ SGD = optax.sgd(0.1)
 
 @pytest.mark.parametrize("policy, tolerance", [("float32", 1e-5), ("mixed_bfloat16", 3e-2), ("mixed_float16", 3e-3)])
 def test_multi_steps_equals_the_whole_batch(policy, tolerance):
-    state, scales = accumulate(
-        with_loss_scale(optax.MultiSteps(SGD, MICRO), jmp.DynamicLossScale(growth_interval=3)), policy
-    )
+    tx = with_loss_scale(optax.MultiSteps(SGD, MICRO), jmp.DynamicLossScale(2.0**6, growth_interval=3))
+    state, scales = accumulate(tx, policy)
     assert len(set(scales)) > 1  # it grew between the micro-batches of one step
     assert state.opt_state.inner_state.acc_grads["w"].dtype == jnp.float32
     assert state.opt_state.inner_state.gradient_step == 3 and state.step == 12
@@ -87,17 +86,17 @@ def test_an_overflow_in_one_micro_batch_is_left_out(spoil):
 
 
 def test_accumulators_of_16_bit_parameters_are_float32():
-    """Inside with_master_weights; without it, MultiSteps accumulates in the parameters' dtype."""
+    """With masters, of which the steps are by hand, and without."""
     params = jax.tree.map(lambda x: x.astype(np.float16), PARAMS)
-    tx = with_loss_scale(jmp.with_master_weights(optax.MultiSteps(SGD, MICRO)))
+    tx = with_loss_scale(jmp.with_master_weights(optax.MultiSteps(SGD, MICRO)), jmp.DynamicLossScale(2.0**10))
     state, _ = accumulate(tx, "O2", params=params)
     assert state.opt_state.inner_state.inner_state.acc_grads["w"].dtype == jnp.float32
     assert state.params["w"].dtype == jnp.float16
     masters = jmp.master_params(state.opt_state)
     for name, expected in by_hand().items():
         np.testing.assert_allclose(masters[name], expected, rtol=3e-3, atol=3e-3)
-    bare = start(with_loss_scale(optax.MultiSteps(SGD, MICRO)), params)
-    assert bare.opt_state.inner_state.acc_grads["w"].dtype == jnp.float16
+    bare, _ = accumulate(with_loss_scale(optax.MultiSteps(SGD, MICRO)), "O2", params=params)
+    assert bare.opt_state.inner_state.acc_grads["w"].dtype == jnp.float32
 
 
 def make_scanned_step(policy):
