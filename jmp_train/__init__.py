@@ -38,3 +38,4 @@ from ._autocast import float32_loss as float32_loss
 from ._autocast import output_dtypes as output_dtypes
 from ._grad import grad as grad
 from ._grad import value_and_grad as value_and_grad
+from ._export import export_params as export_params

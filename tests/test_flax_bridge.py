@@ -1,5 +1,9 @@
 """Linen's training state: a skipped step leaves nothing behind, all of it is one pytree, bad input is a sentence."""
 
+# Optax types trees and states as one union, of which no attribute or index is known.
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
+
 import re
 import subprocess
 import sys

@@ -1,5 +1,9 @@
 """A training state compiled for an H200: donated as one pytree, nothing is copied."""
 
+# Optax types trees and states as one union, of which no attribute or index is known.
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
+
 import importlib
 
 import jax

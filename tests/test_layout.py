@@ -19,7 +19,7 @@ LEVELS = (
     {"_finite"},
     {"_policy", "_scaling", "_sharding"},
     {"_loss_scale"},
-    {"_optimizer", "_master_weights", "_autocast", "_grad_inputs"},
+    {"_optimizer", "_master_weights", "_autocast", "_grad_inputs", "_export"},
     {"_grad"},
     {"_diagnostics", "flax_bridge"},
     {"__init__", "__main__"},
@@ -74,6 +74,7 @@ PUBLIC = {
     "output_dtypes",
     "value_and_grad",
     "grad",
+    "export_params",
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -1,5 +1,9 @@
 """NNX: gradients that leave the module alone, and steps that skip all of it, in place and as one pytree."""
 
+# Optax types trees and states as one union, of which no attribute or index is known.
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
+
 import functools
 import re
 
@@ -195,7 +199,8 @@ class TestSemantics:
     def test_a_module_out_of_the_state_is_a_copy(self):
         model = Scaled()
         state = NNXTrainState.create(model=model, tx=with_loss_scale(ADAM))
-        model(1.0), state.model(1.0)
+        model(1.0)
+        state.model(1.0)
         assert state.model_state["calls"][...] == 0
 
     def test_average(self):

@@ -3,12 +3,12 @@
 Decides which keywords say what a policy says. Does not decide what the layers make of them.
 """
 
-import numpy as np
+from typing import Any
 
 from .._policy import Policy, get_policy
 
 
-def module_dtypes(policy: Policy | str) -> dict[str, np.dtype]:
+def module_dtypes(policy: Policy | str) -> dict[str, Any]:
     """The keywords `dtype` (compute) and `param_dtype` that Linen and NNX layers take.
 
     For models that choose their own precision, layer by layer; autocast needs no such keywords. Two things differ from

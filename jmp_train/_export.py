@@ -1,0 +1,64 @@
+"""The parameters of a model that is only run: in 16 bits, checked.
+
+Decides what becomes of trained parameters for inference. Does not decide how the function that uses them is exported;
+that is `jax.export`.
+"""
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from ._dtypes import facts, is_floating
+from ._paths import leaf_paths
+from ._policy import Policy, get_policy
+
+Tree = TypeVar("Tree")
+
+
+def export_params(params: Tree, policy: Policy | str) -> Tree:
+    """Returns the parameters in what they compute in: half the bytes to store, send and read for inference.
+
+    The cast of `policy.cast_to_compute`, overrides included, and a check that it loses no magnitude: a parameter beyond
+    65,504 would silently be infinite in float16. Give it the parameters alone. BatchNorm's statistics are no parameters
+    and stay in float32, as in training; a variance can exceed float16's range.
+
+    Run them under `autocast`, which reads 16-bit parameters as they are and keeps what needs range wide, as it does in
+    training: softmax and the statistics of norms. A model whose layers choose their own dtype runs them itself.
+
+    Args:
+      params: trained parameters: a tree of arrays, an `nnx.State`, or `master_params(opt_state, params)`. Traced values
+        and `ShapeDtypeStruct`s are cast without the check.
+      policy: a `Policy`, or a name for `get_policy`; its compute dtype and `overrides` are what counts.
+
+    Raises:
+      ValueError: a parameter is finite and its cast is not; a glob of `overrides` matches nothing.
+
+    Example: a function with its 16-bit parameters inside, for any batch size. `exported.serialize()` makes bytes of it
+    (with the package flatbuffers), which `jax.export.deserialize` reads back without the model's code.
+
+      >>> from jmp_train import autocast
+      >>> params = {"w": jnp.ones((4, 2)), "b": jnp.zeros(2)}
+      >>> weights = export_params(params, "mixed_float16")
+      >>> def predict(params, x):
+      ...     return jax.nn.softmax(x @ params["w"] + params["b"])
+      >>> run = autocast(predict, "mixed_float16")
+      >>> x = jax.ShapeDtypeStruct(jax.export.symbolic_shape("batch, 4"), jnp.float32)
+      >>> exported = jax.export.export(jax.jit(lambda x: run(weights, x)))(x)
+      >>> exported.call(jnp.ones((3, 4))).shape
+      (3, 2)
+    """
+    policy = get_policy(policy)
+    cast = policy.cast_to_compute(params)
+    for path, before, after in zip(leaf_paths(params), jax.tree.leaves(params), jax.tree.leaves(cast), strict=True):
+        if after is before or isinstance(before, Tracer | jax.ShapeDtypeStruct) or not is_floating(before):
+            continue
+        magnitude = jnp.max(jnp.abs(before), initial=0, where=jnp.isfinite(before))
+        if not np.isfinite(magnitude.astype(after.dtype)):
+            raise ValueError(
+                f"`params`: {path!r} holds {magnitude:.6g}, beyond the {facts(after.dtype).max:.6g} of {after.dtype}; "
+                f"keep it wide with overrides={{{path!r}: 'float32'}}, or choose bfloat16."
+            )
+    return cast

@@ -1,0 +1,93 @@
+"""Parameters for inference: their dtypes, the check, and a 16-bit function that is exported and called again."""
+
+# Optax types trees and states as one union, of which no attribute or index is known.
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax_models import CNN, NNXCNN, digits
+
+import jmp_train as jmp
+from jmp_train import export_params
+
+PARAMS = {"dense": {"kernel": np.ones((4, 2), np.float32)}, "norm": {"scale": np.ones(2, np.float32)}, "n": np.int32(3)}
+
+
+def test_dtypes_follow_the_policy_and_its_overrides():
+    policy = jmp.get_policy("c=f16,o=f32,@norm=f32")
+    weights = export_params(PARAMS, policy)
+    assert weights["dense"]["kernel"].dtype == np.float16
+    assert weights["norm"]["scale"].dtype == np.float32 and weights["n"].dtype == np.int32
+    shapes = jax.eval_shape(lambda p: export_params(p, policy), PARAMS)
+    assert shapes == jax.eval_shape(lambda: jax.tree.map(jnp.asarray, weights))
+
+
+def test_values_are_rounded_once():
+    values = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    np.testing.assert_array_equal(export_params({"w": jnp.asarray(values)}, "float16")["w"], values.astype(np.float16))
+
+
+def test_nnx_parameters():
+    model = NNXCNN(nnx.Rngs(0))
+    weights = export_params(nnx.state(model, nnx.Param), "mixed_bfloat16")
+    nnx.update(model, weights)
+    assert model.dense.kernel.dtype == jnp.bfloat16 and model.norm.mean.dtype == jnp.float32
+
+
+LARGE = {"a": {"w": np.array([1.0, -70000.0, np.inf], np.float32)}}
+
+
+class TestOutOfRange:
+    def test_float16_refuses(self):
+        message = (
+            "`params`: 'a/w' holds 70000, beyond the 65504 of float16; keep it wide with overrides={'a/w': 'float32'}, "
+            "or choose bfloat16."
+        )
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            export_params(LARGE, "mixed_float16")
+
+    def test_the_ways_out(self):
+        policy = jmp.get_policy("mixed_float16")
+        assert export_params(LARGE, policy.replace(overrides={"a/w": "float32"}))["a"]["w"][1] == -70000
+        assert jnp.isfinite(export_params(LARGE, "mixed_bfloat16")["a"]["w"][1])
+
+    def test_what_is_infinite_already_stays_so(self):
+        assert np.isinf(export_params({"w": np.array([np.inf, 1], np.float32)}, "float16")["w"][0])
+
+    def test_65504_and_what_rounds_to_it_are_kept(self):
+        weights = export_params({"w": np.array([65504, 65519], np.float32)}, "float16")["w"]
+        np.testing.assert_array_equal(weights, np.array([65504, 65504], np.float16))
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_an_exported_function(policy):
+    """Any batch size, half the parameters' bytes, the classes of float32, dots and convolutions on 16-bit operands."""
+    ((images, _),) = digits(1)
+    model = CNN()
+    variables = model.init(jax.random.key(0), images, train=False)
+    weights = export_params(variables["params"], policy)
+
+    def predict(params, batch_stats, x):
+        return model.apply({"params": params, "batch_stats": batch_stats}, x, train=False)
+
+    run = jax.jit(jmp.autocast(predict, policy))
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape("batch, 8, 8, 1"), jnp.float32)
+    shapes = jax.eval_shape(lambda: (weights, variables["batch_stats"]))
+    artifact = jax.export.export(run)(*shapes, x).serialize()
+    logits = jax.export.deserialize(artifact).call(weights, variables["batch_stats"], images)
+    exact = predict(variables["params"], variables["batch_stats"], images)
+    assert logits.shape == (32, 10)
+    np.testing.assert_allclose(logits, exact, atol=0.03 * np.abs(exact).max())
+    assert np.mean(logits.argmax(-1) == exact.argmax(-1)) > 0.9
+    assert 2 * nbytes(weights) == nbytes(variables["params"])
+    jmp.assert_policy(predict, policy)(weights, variables["batch_stats"], images)
+
+
+def nbytes(tree):
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
