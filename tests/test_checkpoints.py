@@ -103,6 +103,7 @@ def test_resuming_at_every_phase_equals_the_uninterrupted_run(tmp_path):
     assert state.opt_state.overflow_counts.tolist() == [0, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [linen_training, nnx_training])
 def test_models_resume_with_their_data(training, tmp_path):
     """Statistics, dropout's keys and counters, the average, and the position in shuffled data."""

@@ -74,7 +74,7 @@ def test_gradients_and_state_are_those_of_nnx():
         np.testing.assert_allclose(arrays(model_state)[path], x, rtol=1e-6)
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("policy", ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.slow)])
 def test_gradients_are_float32_and_near_float32s(policy):
     (batch,) = digits(1)
     model = NNXCNN(nnx.Rngs(0))
@@ -110,7 +110,7 @@ def bfloat16_training():
     return nnx_training("mixed_bfloat16", with_loss_scale(ADAM, jmp.DynamicLossScale(8.0)), ema_decay=0.9)
 
 
-@pytest.mark.parametrize("training", [float16_training, bfloat16_training])
+@pytest.mark.parametrize("training", [float16_training, pytest.param(bfloat16_training, marks=pytest.mark.slow)])
 def test_as_one_pytree_a_run_with_bad_batches_equals_one_without(training):
     batches = digits(3)
     start, step = training()
