@@ -200,6 +200,7 @@ class TestFloat8:
         assert not same_bits(statistics, state.params["_overwrite_with_gradient"])
         (history,) = (v for k, v in statistics["Fp8DirectDotGeneralOp_0"].items() if k == "input_amax_history")
         assert np.isclose(np.max(history), np.max(np.abs(2 * x)), rtol=1e-2)
+        assert same_bits(clean.ema_params["_overwrite_with_gradient"], statistics)  # which are not averaged
 
     def test_the_optimizer_does_not_see_them(self):
         state, _, _ = self.training()

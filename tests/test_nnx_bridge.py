@@ -222,6 +222,12 @@ class TestErrors:
         )
         self.check(TypeError, message, flax_bridge.value_and_grad(lambda m: m, "float32"), {"w": jnp.ones(2)})
 
+    def test_argnums(self):
+        message = (
+            "`argnums` is not for modules: the first argument is differentiated, and `wrt` chooses among its variables."
+        )
+        self.check(TypeError, message, flax_bridge.value_and_grad, nnx_loss, "float32", argnums=1)
+
     def test_a_second_module(self):
         message = (
             "an argument is or holds the NNX module Scaled: updates that the loss function makes to it, such as "

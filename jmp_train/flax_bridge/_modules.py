@@ -58,6 +58,11 @@ def value_and_grad(
       ((2,), Array([0.01, 0.01], dtype=float32), Array([0., 0.], dtype=float32))
     """
 
+    if "argnums" in options:
+        raise TypeError(
+            "`argnums` is not for modules: the first argument is differentiated, and `wrt` chooses among its variables."
+        )
+
     def functional(params: Any, rest: Any, graphdef: Any, args: Any, kwargs: Any) -> Any:
         # A copy: merging shares the variables, and the caller's would change.
         model = nnx.merge(graphdef, params, rest, copy=True)

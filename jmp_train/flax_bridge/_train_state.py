@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from flax import struct
 
-from .._finite import map_gradients
+from .._finite import is_gradient, map_gradients
 from .._scaling import widen
 from .._values import check_transformation
 from ._skip import init_optimizer, keep_unless, optimizer_step
@@ -66,12 +66,12 @@ class BaseState(struct.PyTreeNode):
             return None
         decay = np.float32(self.ema_decay)
 
-        def average(mean: Any, param: Any) -> Any:
-            if not jnp.issubdtype(jnp.result_type(mean), jnp.inexact):
-                return param
-            return mean + (1 - decay) * (param.astype(mean.dtype) - mean)
+        def average(path: Any, mean: Any, param: Any) -> Any:
+            # Counters and the statistics of fp8 layers are taken as they are.
+            return mean + (1 - decay) * (param.astype(mean.dtype) - mean) if is_gradient(path, mean) else param
 
-        return keep_unless(finite, jax.tree.map(average, self.ema_params, params), self.ema_params, "ema_params")
+        averaged = jax.tree_util.tree_map_with_path(average, self.ema_params, params)
+        return keep_unless(finite, averaged, self.ema_params, "ema_params")
 
 
 class TrainState(BaseState):
