@@ -74,6 +74,13 @@ PUBLIC = {
     "output_dtypes",
     "value_and_grad",
     "grad",
+    "exponent_histogram",
+    "ExponentHistogram",
+    "underflow_report",
+    "UnderflowReport",
+    "suggest_loss_scale",
+    "overflow_report",
+    "OverflowReport",
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))
