@@ -84,10 +84,8 @@ class OverflowReport:
         if not self.skipped_steps:
             text = f"No step was skipped: no gradient was infinite or NaN; {scale}."
             return "\n".join(filter(None, [text, advice]))
-        skipped = (
-            f"{count(self.skipped_steps, 'step')} skipped, {self.consecutive_skips} of them since the last applied"
-        )
-        blamed = f"{len(self.parameters)} of {count(self.gradients, 'gradient')} overflowed, {len(self.last)} at the last skip"
+        skipped = f"{count(self.skipped_steps, 'step')} skipped, {self.consecutive_skips} since the last one applied"
+        blamed = f"{len(self.parameters)} of {count(self.gradients, 'gradient')} overflowed"
         rows = [
             (row.path, f"{row.skipped_steps}/{self.skipped_steps}", "yes" if row.at_last_skip else "no", _kind(row))
             for row in self.parameters
