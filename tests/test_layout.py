@@ -81,6 +81,8 @@ PUBLIC = {
     "suggest_loss_scale",
     "overflow_report",
     "OverflowReport",
+    "plot_exponents",
+    "plot_loss_scale",
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))
