@@ -74,6 +74,15 @@ PUBLIC = {
     "output_dtypes",
     "value_and_grad",
     "grad",
+    "exponent_histogram",
+    "ExponentHistogram",
+    "underflow_report",
+    "UnderflowReport",
+    "suggest_loss_scale",
+    "overflow_report",
+    "OverflowReport",
+    "plot_exponents",
+    "plot_loss_scale",
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))
