@@ -53,6 +53,16 @@ def test_digits_keeps_statistics_on_an_overflow():
     jax.tree.map(np.testing.assert_array_equal, after.batch_stats, state.batch_stats)
 
 
+def test_data_parallel_routes_agree_on_a_skip():
+    results = load("data_parallel").main(["--steps", "4", "--overflow-at", "1"])
+    one = results.pop("one device")
+    assert len(results) == 3 and np.isfinite(one["losses"]).tolist() == [True, False, True, True]
+    for result in results.values():
+        np.testing.assert_allclose(result["losses"][2:], one["losses"][2:], rtol=1e-3)
+        assert result["skipped_steps"] == one["skipped_steps"] == 1
+        assert result["loss_scale"] == one["loss_scale"] == 2.0**14
+
+
 def test_underflow(tmp_path, capsys):
     gradients, updates = load("underflow").main(["--steps", "2", "2", "--stride", "8", "--out", str(tmp_path)])
     assert len(gradients) == 3 and len(updates) == 4
