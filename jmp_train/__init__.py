@@ -38,3 +38,7 @@ from ._autocast import float32_loss as float32_loss
 from ._autocast import output_dtypes as output_dtypes
 from ._grad import grad as grad
 from ._grad import value_and_grad as value_and_grad
+from ._diagnostics import find_overflow as find_overflow
+from ._diagnostics import Found as Found
+from ._diagnostics import ArrayRange as ArrayRange
+from ._diagnostics import Verdict as Verdict

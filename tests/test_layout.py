@@ -74,6 +74,10 @@ PUBLIC = {
     "output_dtypes",
     "value_and_grad",
     "grad",
+    "find_overflow",
+    "Found",
+    "ArrayRange",
+    "Verdict",
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))
