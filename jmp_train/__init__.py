@@ -38,6 +38,16 @@ from ._autocast import float32_loss as float32_loss
 from ._autocast import output_dtypes as output_dtypes
 from ._grad import grad as grad
 from ._grad import value_and_grad as value_and_grad
+from ._diagnostics import exponent_histogram as exponent_histogram
+from ._diagnostics import ExponentHistogram as ExponentHistogram
+from ._diagnostics import underflow_report as underflow_report
+from ._diagnostics import UnderflowReport as UnderflowReport
+from ._diagnostics import suggest_loss_scale as suggest_loss_scale
+from ._diagnostics import overflow_report as overflow_report
+from ._diagnostics import OverflowReport as OverflowReport
+from ._diagnostics import plot_exponents as plot_exponents
+from ._diagnostics import plot_loss_scale as plot_loss_scale
+from ._diagnostics import backward_histogram as backward_histogram
 from ._diagnostics import find_overflow as find_overflow
 from ._diagnostics import Found as Found
 from ._diagnostics import ArrayRange as ArrayRange

@@ -163,7 +163,7 @@ def get_loss_scale(opt_state: Any) -> LossScale:
       >>> float(get_loss_scale(opt_state).loss_scale)
       32768.0
     """
-    return _find(opt_state).loss_scale
+    return find_state(opt_state).loss_scale
 
 
 def step_metrics(opt_state: Any) -> dict[str, jax.Array]:
@@ -185,7 +185,7 @@ def step_metrics(opt_state: Any) -> dict[str, jax.Array]:
       >>> {name: value.item() for name, value in step_metrics(opt_state).items()}
       {'loss_scale': 32768.0, 'grads_finite': True, 'skipped_steps': 0, 'consecutive_skips': 0, 'status': 0}
     """
-    state = _find(opt_state)
+    state = find_state(opt_state)
     value = jnp.asarray(state.loss_scale.loss_scale, np.float32)
     stuck = ~state.grads_finite
     if isinstance(state.loss_scale, DynamicLossScale):
@@ -260,7 +260,8 @@ def _check_structure(grads: Any, state: Any, params: Any) -> None:
         )
 
 
-def _find(opt_state: Any) -> LossScaleState:
+def find_state(opt_state: Any) -> LossScaleState:
+    """The one `LossScaleState` of an optimizer's state, with plain arrays; raises as `get_loss_scale` does."""
     found = _find_all(opt_state)
     if not found:
         raise ValueError(

@@ -10,18 +10,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
-from .._jaxpr import trace
-from .._paths import leaf_paths
-from .._static import hide_static, reveal_static
+from ._call import Call, traced_call
 from ._found import Found, describe
 from ._taint import CLEAN, Taint, Tracker, input_tag
 from ._verdict import Verdict, capture, judge
-from ._watch import Machine, Value
+from ._watch import Value
 
 
 def find_overflow(fn: Callable[..., Any]) -> Callable[..., Found]:
@@ -46,7 +41,7 @@ def find_overflow(fn: Callable[..., Any]) -> Callable[..., Found]:
       TypeError: `fn` is not callable, or it is called inside `jit`.
       ValueError: an argument was donated to an earlier call.
 
-    >>> import jax.numpy as jnp
+    >>> import jax, jax.numpy as jnp
     >>> def loss(w):
     ...     return jnp.sum(jnp.log(w))
     >>> found = find_overflow(jax.grad(loss))(jnp.array([1.0, 0.0]))
@@ -57,22 +52,14 @@ def find_overflow(fn: Callable[..., Any]) -> Callable[..., Found]:
         raise TypeError(f"`fn` must be callable, got {fn!r}; pass the function whose call gave infinities or NaN.")
 
     def find(*args: Any, **kwargs: Any) -> Found:
-        call = _traced(fn, args, kwargs)
+        call = traced_call("find_overflow", fn, args, kwargs)
+        call = call._replace(args=[Value(x, input_tag(i, x)) for i, (x, _) in enumerate(call.args)])
         tracker, fault = _faulty(call)
         if fault is None:
             return Found(operations=tracker.count, not_entered=tuple(call.machine.not_entered()))
         return _judged(call, tracker, fault)
 
     return find
-
-
-class _Call(NamedTuple):
-    """A traced call: the program, its arguments, the paths of both its arguments and its results."""
-
-    machine: Machine
-    args: list[Value]
-    in_paths: list[str]
-    out_paths: list[str]
 
 
 class _Fault(NamedTuple):
@@ -83,33 +70,7 @@ class _Fault(NamedTuple):
     reached: tuple[str, ...]
 
 
-def _traced(fn: Callable[..., Any], args: tuple, kwargs: dict) -> _Call:
-    hidden = hide_static((args, kwargs))
-    leaves = jax.tree.leaves(hidden)
-    in_paths = [path.partition("/")[2] for path in leaf_paths(hidden)]  # without the 0 of `args`, the 1 of `kwargs`
-    for path, leaf in zip(in_paths, leaves, strict=True):
-        if isinstance(leaf, Tracer):
-            raise TypeError(
-                f"the argument '{path}' is traced: find_overflow needs numbers; call it outside jit, with the "
-                f"arguments of the call that failed."
-            )
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise ValueError(
-                f"the argument '{path}' was deleted, by donating it to an earlier call; keep a copy of the arguments, "
-                f"or call find_overflow with fresh ones."
-            )
-
-    def program(hidden: Any) -> Any:
-        args, kwargs = reveal_static(hidden)
-        return hide_static(fn(*args, **kwargs))
-
-    jaxpr, shape = trace(program, hidden)
-    arrays = [jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf for leaf in leaves]
-    values = [Value(array, input_tag(i, array)) for i, array in enumerate(arrays)]
-    return _Call(Machine(jaxpr), values, in_paths, leaf_paths(shape))
-
-
-def _faulty(call: _Call, scale: float | None = None) -> tuple[Tracker, _Fault | None]:
+def _faulty(call: Call, scale: float | None = None) -> tuple[Tracker, _Fault | None]:
     """Runs the call, with another loss scale if one is given, and looks for what is to blame."""
     tracker = Tracker(scale)
     results = call.machine.run(call.args, tracker)
@@ -124,7 +85,7 @@ def _faulty(call: _Call, scale: float | None = None) -> tuple[Tracker, _Fault | 
     return tracker, fault
 
 
-def _culprit(call: _Call, tracker: Tracker, sinks: Sequence[tuple[str, Taint]]) -> _Fault | None:
+def _culprit(call: Call, tracker: Tracker, sinks: Sequence[tuple[str, Taint]]) -> _Fault | None:
     total = CLEAN
     for _, taint in sinks:
         total = total.with_that_of(taint)
@@ -152,7 +113,7 @@ def _reached(sinks: Sequence[tuple[str, Taint]], origins: Any, kind: int) -> tup
     return tuple(dict.fromkeys(path for path, taint in sinks if not taint[kind].isdisjoint(origins)))
 
 
-def _judged(call: _Call, tracker: Tracker, fault: _Fault) -> Found:
+def _judged(call: Call, tracker: Tracker, fault: _Fault) -> Found:
     scale, number = tracker.loss_scale, fault.number
     found = capture(call.machine, call.args, number)
     assert found is not None, "a program runs the same operations twice"
@@ -185,7 +146,7 @@ def _judged(call: _Call, tracker: Tracker, fault: _Fault) -> Found:
     )
 
 
-def _fitting_scale(call: _Call, scale: float) -> float | None:
+def _fitting_scale(call: Call, scale: float) -> float | None:
     """The largest power of two below `scale` under which nothing is to blame; `None` if 1 is too large already."""
     if _faulty(call, 1.0)[1] is not None:
         return None
