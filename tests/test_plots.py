@@ -1,7 +1,7 @@
 """The pictures: what is drawn where, read back from matplotlib's own objects."""
 
 # Matplotlib's artists are typed as their base class.
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportIndexIssue=false, reportOptionalMemberAccess=false
 
 import sys
 

@@ -60,7 +60,7 @@ def plot_exponents(
     >>> [text.get_text() for text in axes.get_legend().get_texts()][:2]
     ['zero in float16', 'subnormal in float16']
     """
-    target, pyplot = target_format(dtype), _pyplot("plot_exponents")
+    target = target_format(dtype)
     histogram = histogram_or_tree
     if not isinstance(histogram, ExponentHistogram):
         histogram = exponent_histogram(histogram)
@@ -68,23 +68,22 @@ def plot_exponents(
     whole = histogram.total()
     used = np.flatnonzero(whole.values[0])
     shift = 0.0 if loss_scale is None else math.log2(float(as_scale(loss_scale)))
-    if ax is None:
-        ax = pyplot.subplots(figsize=(7, 4.2), layout="constrained")[1]
+    axes: Axes = _new_axes("plot_exponents", 1)[0] if ax is None else ax
     limits = _limits(whole.exponents[used], shift, target)
-    _draw_regions(ax, target, limits)
+    _draw_regions(axes, target, limits)
     shares = 100 * whole.values[0] / max(1, whole.values[0].sum())
     edges = np.append(whole.exponents, whole.exponents[-1] + 1)
     bottom = min(0.5 * shares[used].min(initial=100.0), 0.05)
-    style = {"fill": True, "facecolor": _BLUE, "edgecolor": _BLUE, "baseline": bottom, "zorder": 2}
-    ax.stairs(shares, edges, label=_label("as they are", whole, target, 1.0), **style)
+    style: dict[str, Any] = {"fill": True, "facecolor": _BLUE, "edgecolor": _BLUE, "baseline": bottom, "zorder": 2}
+    axes.stairs(shares, edges, label=_label("as they are", whole, target, 1.0), **style)
     if loss_scale is not None:
         label = _label(f"times {_power(shift)}", whole, target, 2.0**shift)
-        ax.stairs(shares, edges + shift, baseline=bottom, color=_BLACK, linewidth=1.6, label=label, zorder=3)
-    ax.set(xlabel="exponent of |x| (powers of 2)", ylabel="% of finite, non-zero values")
-    ax.set(xlim=limits, yscale="log", ylim=(bottom, 150))
-    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    _legend_above(ax, _left_out(whole))
-    return ax
+        axes.stairs(shares, edges + shift, baseline=bottom, color=_BLACK, linewidth=1.6, label=label, zorder=3)
+    axes.set(xlabel="exponent of |x| (powers of 2)", ylabel="% of finite, non-zero values")
+    axes.set(xlim=limits, yscale="log", ylim=(bottom, 150))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    _legend_above(axes, _left_out(whole))
+    return axes
 
 
 def _limits(used: np.ndarray, shift: float, target: Format) -> tuple[float, float]:
@@ -105,7 +104,12 @@ def _draw_regions(ax: Axes, target: Format, limits: tuple[float, float]) -> None
         (lost, normal, "subnormal", _ORANGE, ""),
         (top, limits[1], beyond, _PURPLE, "\\\\\\\\"),
     ):
-        style = {"facecolor": (colour, 0.22), "edgecolor": (colour, 0.6), "hatch": hatch, "linewidth": 0}
+        style: dict[str, Any] = {
+            "facecolor": (colour, 0.22),
+            "edgecolor": (colour, 0.6),
+            "hatch": hatch,
+            "linewidth": 0,
+        }
         ax.axvspan(start, end, zorder=0, label=f"{name} in {target.name}", **style)
 
 
@@ -174,17 +178,21 @@ def plot_loss_scale(
     losses = None if loss is None else np.asarray(loss, np.float64)
     _check_lengths(scales, skips, losses)
     panels = 1 if losses is None else 2
-    if axes is None:
-        pyplot = _pyplot("plot_loss_scale")
-        size = (7, 2 + 1.6 * panels)
-        axes = pyplot.subplots(panels, 1, sharex=True, squeeze=False, figsize=size, layout="constrained")[1][:, 0]
-    if len(axes) != panels:
-        raise ValueError(f"`axes` must be {panels}, got {len(axes)}: one for the scale, and one for the loss if given.")
-    _draw_scale(axes[0], scales, skips)
+    drawn: Sequence[Axes] = _new_axes("plot_loss_scale", panels) if axes is None else axes
+    if len(drawn) != panels:
+        raise ValueError(
+            f"`axes` must be {panels}, got {len(drawn)}: one for the scale, and one for the loss if given."
+        )
+    _draw_scale(drawn[0], scales, skips)
     if losses is not None:
-        _draw_loss(axes[1], losses, skips)
-    axes[-1].set_xlabel("step")
-    return tuple(axes)
+        _draw_loss(drawn[1], losses, skips)
+    drawn[-1].set_xlabel("step")
+    return tuple(drawn)
+
+
+def _new_axes(caller: str, panels: int) -> Sequence[Axes]:
+    pyplot, size = _pyplot(caller), (7, 2.4 + 1.6 * panels)
+    return pyplot.subplots(panels, 1, sharex=True, squeeze=False, figsize=size, layout="constrained")[1][:, 0]
 
 
 def _draw_scale(ax: Axes, scales: np.ndarray, skips: np.ndarray) -> None:
@@ -192,7 +200,13 @@ def _draw_scale(ax: Axes, scales: np.ndarray, skips: np.ndarray) -> None:
     ax.plot(steps, scales, drawstyle="steps-post", color=_BLUE, linewidth=1.8, label="loss scale", zorder=2)
     if skips.any():
         label = count(int(skips.sum()), "skipped step")
-        style = {"color": _RED, "marker": "v", "markersize": 6, "linestyle": "none", "markeredgecolor": "white"}
+        style: dict[str, Any] = {
+            "color": _RED,
+            "marker": "v",
+            "markersize": 6,
+            "linestyle": "none",
+            "markeredgecolor": "white",
+        }
         ax.plot(steps[skips], scales[skips], label=label, zorder=3, **style)
     ax.set_yscale("log", base=2)
     ax.set_ylabel("loss scale")
