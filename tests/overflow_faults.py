@@ -391,7 +391,7 @@ def linen():
 
 @fault("30", "convert_element_type", SCALE, backward=True)
 def linen_training_step():
-    model, tx = Net(0.1), jmp.with_loss_scale(optax.adam(1e-3), jmp.DynamicLossScale(2.0**20))
+    model, tx = Net(0.1), jmp.with_loss_scale(optax.sgd(1e-3), jmp.DynamicLossScale(2.0**18))
 
     def loss_fn(params, x):
         return jnp.sum((jnp.asarray(model.apply(params, x)) - 1) ** 2)

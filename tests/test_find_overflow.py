@@ -156,6 +156,8 @@ INNOCENT = {
     "infinity compared with": (lambda x: jnp.where(x < jnp.inf, x, 0.0), (X,)),
     "logsumexp of a mask": (lambda x: jax.nn.logsumexp(jnp.where(x > 1, x, -jnp.inf), axis=1), (X,)),
     "a mask handed through": (lambda x, m: (x + 1, m), (X, np.full(3, -np.inf, np.float32))),
+    "an infinity handed through": (lambda x, m: (x + 1, m), (X, np.full(3, np.inf, np.float32))),
+    "a check inside of JAX": (lambda x: jnp.exp(jax.nn.logsumexp(jnp.log(0 * x), axis=1)), (X,)),
     "a mask written out": (lambda x: jnp.where(x > 1, x, -jnp.inf), (X,)),
     "a division masked by a product with a boolean": (lambda x: jnp.where(x == 0, 0, 1 / x).sum(), (X - 0.5,)),
     "an exponential that saturates": (lambda x: jnp.tanh(jnp.exp(x)), (100 * X,)),
@@ -179,15 +181,19 @@ def test_the_culprit_is_what_reaches_the_result():
     assert find_overflow(loss)(X - 0.5).primitive == "div"
 
 
-def test_a_selection_is_followed_element_by_element():
-    def fn(x):
+def test_values_are_followed_element_by_element():
+    def selected(x):
         log, root = jnp.log(x), jnp.sqrt(x - 1)
-        return jnp.where(x > 0, root, log), jnp.where(x > 0, log, 1.0)
+        return jnp.where(x >= 0, root, log)
 
-    # log(0) is made first but selected nowhere where it is infinite; the root of a negative number is.
-    x = np.array([0.5, 2.0], np.float32)
-    assert find_overflow(fn)(x).primitive == "sqrt"
-    assert find_overflow(fn)(np.array([0.0, 2.0], np.float32)).primitive == "log"
+    def divided(x):
+        log, power = jnp.log(x), jnp.exp(1000 * x)
+        return power / log
+
+    # log(0) is made first, but its infinity is not selected; nor does it survive as a divisor.
+    x = np.array([0.0, 2.0], np.float32)
+    assert find_overflow(selected)(x).primitive == "sqrt"
+    assert find_overflow(divided)(x).primitive == "exp"
 
 
 def test_a_mask_is_to_blame_where_it_makes_nan():
