@@ -47,3 +47,8 @@ from ._diagnostics import overflow_report as overflow_report
 from ._diagnostics import OverflowReport as OverflowReport
 from ._diagnostics import plot_exponents as plot_exponents
 from ._diagnostics import plot_loss_scale as plot_loss_scale
+from ._diagnostics import backward_histogram as backward_histogram
+from ._diagnostics import find_overflow as find_overflow
+from ._diagnostics import Found as Found
+from ._diagnostics import ArrayRange as ArrayRange
+from ._diagnostics import Verdict as Verdict

@@ -40,13 +40,17 @@ _WRAPPER = re.compile(r"^[\w.\-]*\((.*)\)$")
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Node:
-    """One operation of a flattened program: `ins` and `outs` index `Program.avals`."""
+    """One operation of a flattened program: `ins` and `outs` index `Program.avals`.
+
+    `calls` are the inlined calls around it, innermost first: JAX cuts a traceback where `jit` begins.
+    """
 
     eqn: JaxprEqn
     ins: tuple[int, ...]
     outs: tuple[int, ...]
     name_stack: Any
     low_region: bool
+    calls: tuple[JaxprEqn, ...] = ()
 
     @property
     def name(self) -> str:
@@ -135,7 +139,9 @@ def flatten(jaxpr: ClosedJaxpr | Jaxpr) -> Program:
         known[number] = var.val
         return number
 
-    def inline(closed: ClosedJaxpr | Jaxpr, args: Sequence[int], stack: Any, low_region: bool) -> list[int]:
+    def inline(
+        closed: ClosedJaxpr | Jaxpr, args: Sequence[int], stack: Any, low_region: bool, calls: tuple[JaxprEqn, ...] = ()
+    ) -> list[int]:
         body = open_jaxpr(closed)
         env = dict(zip(body.invars, args, strict=True))
         for var, const in zip(body.constvars, consts_of(closed), strict=True):
@@ -147,11 +153,11 @@ def flatten(jaxpr: ClosedJaxpr | Jaxpr) -> Program:
             inner, inner_stack = _inlined_body(eqn), stack + eqn.source_info.name_stack
             if inner is not None:
                 marked = low_region or region_mark(eqn) == LOW_PRECISION_MARK
-                env.update(zip(eqn.outvars, inline(inner, ins, inner_stack, marked), strict=True))
+                env.update(zip(eqn.outvars, inline(inner, ins, inner_stack, marked, (eqn, *calls)), strict=True))
                 continue
             outs = tuple(new(var.aval) for var in eqn.outvars)
             env.update(zip(eqn.outvars, outs, strict=True))
-            nodes.append(Node(eqn, ins, outs, inner_stack, low_region))
+            nodes.append(Node(eqn, ins, outs, inner_stack, low_region, calls))
         return [atom(env, var) for var in body.outvars]
 
     inputs = tuple(new(var.aval) for var in open_jaxpr(jaxpr).invars)

@@ -27,8 +27,8 @@ class ScaleStatus(enum.IntEnum):
     BACKING_OFF = 1
     """The last step was skipped, and the scale can still become smaller."""
     AT_MINIMUM = 2
-    """A dynamic scale has fallen to its minimum, or one that cannot move met an overflow: look for the overflow in the
-    model, since scaling will cure no further one."""
+    """A dynamic scale has fallen to its minimum, or one that cannot move met an overflow: the model overflows by
+    itself, and scaling cures no further one. `find_overflow(train_step)(*args)` names the line and the cure."""
 
 
 class LossScaleState(NamedTuple):
@@ -174,7 +174,8 @@ def step_metrics(opt_state: Any) -> dict[str, jax.Array]:
 
     Returns:
       `loss_scale`, float32: the scale for the next step; `grads_finite`, bool: whether the step was applied;
-      `skipped_steps` and `consecutive_skips`, int32; `status`, int32: a `ScaleStatus`.
+      `skipped_steps` and `consecutive_skips`, int32; `status`, int32: a `ScaleStatus`. When that is `AT_MINIMUM`, call
+      `find_overflow` with the step and its arguments.
 
     Raises:
       ValueError: `opt_state` holds no loss scale, or more than one.

@@ -83,6 +83,11 @@ PUBLIC = {
     "OverflowReport",
     "plot_exponents",
     "plot_loss_scale",
+    "backward_histogram",
+    "find_overflow",
+    "Found",
+    "ArrayRange",
+    "Verdict",
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -1,7 +1,11 @@
 """Diagnostics: why the scale collapsed, what underflows, which layer overflowed."""
 
+from ._backward import backward_histogram as backward_histogram
 from ._exponents import ExponentHistogram as ExponentHistogram
 from ._exponents import exponent_histogram as exponent_histogram
+from ._found import ArrayRange as ArrayRange
+from ._found import Found as Found
+from ._overflow import find_overflow as find_overflow
 from ._overflow_report import OverflowReport as OverflowReport
 from ._overflow_report import overflow_report as overflow_report
 from ._plots import plot_exponents as plot_exponents
@@ -9,3 +13,4 @@ from ._plots import plot_loss_scale as plot_loss_scale
 from ._suggest import suggest_loss_scale as suggest_loss_scale
 from ._underflow import UnderflowReport as UnderflowReport
 from ._underflow import underflow_report as underflow_report
+from ._verdict import Verdict as Verdict
