@@ -74,6 +74,8 @@ PUBLIC = {
     "output_dtypes",
     "value_and_grad",
     "grad",
+    "gpu_report",
+    "GPUReport",
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -1,0 +1,5 @@
+"""Diagnostics: what a program and its gradients are doing, before and during training."""
+
+from ._gpu import gpu_report as gpu_report
+from ._gpu_compare import Comparison as Comparison
+from ._gpu_report import GPUReport as GPUReport
