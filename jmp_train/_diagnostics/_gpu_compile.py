@@ -20,7 +20,7 @@ from .._values import as_count
 from ._gpus import get_gpu
 
 _PLUGIN = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
-COMPILER_OPTIONS = {"xla_gpu_autotune_level": "0"}
+COMPILER_OPTIONS: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
 
 
 def gpu_mesh(devices: int | Mapping[str, int] = 1, gpu: str = "H200") -> Mesh:
@@ -62,8 +62,8 @@ def _check_plugin() -> None:
     others = [f"{name} {version}" for name, version in found.items() if version != jax.__version__]
     if others:
         raise RuntimeError(
-            f"compiling for a GPU needs a plugin of exactly jax's version {jax.__version__}, got {' and '.join(others)}: "
-            f"{_install_command()}"
+            f"compiling for a GPU needs a plugin of exactly jax's version {jax.__version__}, got "
+            f"{' and '.join(others)}: {_install_command()}"
         )
 
 

@@ -114,7 +114,7 @@ def _convolution_flops(
     convolution: Instruction, left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...]
 ) -> int:
     """FLOPs of the forward convolution: its two gradients have as many, and cuDNN names their dimensions as its own."""
-    inputs, kernel, outputs = re.split(r"_|->", convolution.attribute("dim_labels"))
+    kernel = re.split(r"_|->", convolution.attribute("dim_labels"))[1]
     if "convBackwardInput" in convolution.line:
         left, result = result, left
     elif "convBackwardFilter" in convolution.line:

@@ -124,7 +124,7 @@ class GPUReport:
 
     @property
     def tensor_core_share(self) -> float:
-        """The share of `flops` on Tensor Cores in 16 or 8 bits; 0 without any. TF32, at half their rate, is not in it."""
+        """The share of `flops` on Tensor Cores in 16 or 8 bits, 0 without any; TF32 has half their rate."""
         fast = sum(flops for unit, flops in self.unit_flops.items() if unit in NARROW_UNITS)
         return fast / self.flops if self.flops else 0.0
 

@@ -144,9 +144,7 @@ def _bytes(module: Module, launch: Launch) -> tuple[int, int]:
         sizes = {name: nbytes(shapes.get(name, "")) for name in names} | {instruction.name: nbytes(instruction.shape)}
     else:
         inner, sizes = inside, {each.name: nbytes(each.shape) for each in inside}
-        numbered = {
-            int(n.group(1)): each.name for each in inside if (n := re.search(r" parameter\((\d+)\)", each.line))
-        }
+        numbered = {each.parameter: each.name for each in inside if each.parameter is not None}
         names = [numbered[number] for number in sorted(numbered)]
     # An operand given twice is read once.
     operands = dict(zip(instruction.operands, names, strict=False))
