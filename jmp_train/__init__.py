@@ -38,5 +38,8 @@ from ._autocast import float32_loss as float32_loss
 from ._autocast import output_dtypes as output_dtypes
 from ._grad import grad as grad
 from ._grad import value_and_grad as value_and_grad
+from ._diagnostics import tensor_core_report as tensor_core_report
+from ._diagnostics import TensorCoreReport as TensorCoreReport
+from ._diagnostics import round_up as round_up
 from ._diagnostics import gpu_report as gpu_report
 from ._diagnostics import GPUReport as GPUReport

@@ -74,6 +74,9 @@ PUBLIC = {
     "output_dtypes",
     "value_and_grad",
     "grad",
+    "tensor_core_report",
+    "TensorCoreReport",
+    "round_up",
     "gpu_report",
     "GPUReport",
 }

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from .._autocast._text import columns, count, megabytes
+from .._autocast._text import columns, count, megabytes, short_source
+from .._jaxpr import plain_scope
 from ._gpus import UNITS
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def report_text(report: GPUReport) -> str:
         lines += ["", f"The compiler does not know the length of {loops}, counted as one iteration each."]
     if report.products:
         lines += ["", product_table(report)]
-    return "\n".join([*lines, "", f"The {_MOST_KERNELS} kernels that move most:", kernel_table(report, _MOST_KERNELS)])
+    return "\n".join([*lines, "", "What moves most:", kernel_table(report, _MOST_KERNELS)])
 
 
 def _summary(report: GPUReport) -> Iterator[tuple[str, str]]:
@@ -64,7 +65,8 @@ def _crossing(report: GPUReport) -> str:
 
 def _sums(report: GPUReport) -> list[str]:
     return [
-        f"{each.kind} {each.result}" + "".join(f", {at}" for at in (each.scope, each.source) if at)
+        f"{each.kind} {each.result}"
+        + "".join(f", {at}" for at in (_operation(each.scope), short_source(each.source)) if at)
         for each in report.sixteen_bit_sums
     ]
 
@@ -93,6 +95,11 @@ def product_table(report: GPUReport) -> str:
     return columns(("product", "operands", "result", "runs", "GFLOP", "share", "on"), rows)
 
 
+def _operation(scope: str) -> str:
+    """The path of an operation without transforms and without the jitted function it is in."""
+    return plain_scope(scope.partition("/")[2] if scope.startswith("jit(") else scope)
+
+
 def kernel_table(report: GPUReport, most: int | None) -> str:
     """A line for each kernel, the largest first."""
     largest = sorted(report.kernels, key=lambda kernel: -kernel.bytes)[:most]
@@ -104,7 +111,7 @@ def kernel_table(report: GPUReport, most: int | None) -> str:
             str(kernel.times),
             f"{kernel.bytes / report.bytes:.1%}" if report.bytes else "",
             ",".join(kernel.reads) + " -> " + ",".join(kernel.writes),
-            kernel.scope,
+            ("bwd " if "transpose(" in kernel.scope else "") + _operation(kernel.scope),
             kernel.source,
         )
         for kernel in largest

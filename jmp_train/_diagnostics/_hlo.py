@@ -45,7 +45,7 @@ class Instruction:
         ... )
         '1,0'
         """
-        found = re.search(rf"\b{name}=(?:\{{([^}}]*)\}}|\"([^\"]*)\"|([^,\s]+))", self.line)
+        found = re.search(rf"\b{name}=(?:\{{([^}}]*)\}}|\"([^\"]*)\"|([^,\s}}]+))", self.line)
         return next((group for group in found.groups() if group is not None), "") if found else ""
 
     @property
