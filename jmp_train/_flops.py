@@ -20,9 +20,9 @@ def product_flops(primitive: str, operands: Sequence[Shape], result: Shape, para
     """Returns the FLOPs of a dot or a convolution, a multiplication and an addition each counted; 0 for all others.
 
     Every element of the result is a sum over K products, hence 2 * K * size(result), with K the contracted dimensions
-    of a dot, and the window times the input channels of one group of a convolution. Padding is counted as if it were
-    data. The zeros that a dilation inserts are not: a transposed convolution, and either gradient of a strided one, has
-    the FLOPs of the convolution it belongs to.
+    of a dot, and the window times the input channels of one group of a convolution. Padding to the input's size is
+    counted as if it were data. More of it is not, nor are the zeros that a dilation inserts: a transposed convolution,
+    and either gradient of a convolution, has the FLOPs of the convolution it belongs to.
 
     Args:
       primitive: its name.
@@ -50,12 +50,12 @@ def product_flops(primitive: str, operands: Sequence[Shape], result: Shape, para
 def _convolution_flops(left: Shape, right: Shape, result: Shape, params: Mapping[str, Any]) -> int:
     numbers = params["dimension_numbers"]
     batch, features, *spatial = numbers.out_spec
-    meetings = result[batch] * result[features] * right[numbers.rhs_spec[1]]  # times the input channels of one group
-    dilation = params.get("lhs_dilation") or (1,) * len(spatial)
-    for one, two, out, dilated in zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], spatial, dilation, strict=True):
-        # Each result meets the whole window; where the input is dilated, each of its elements meets all of the shorter.
-        meetings *= result[out] * right[two] if dilated == 1 else left[one] * min(result[out], right[two])
-    return 2 * meetings
+    products = result[batch] * result[features] * right[numbers.rhs_spec[1]]  # times the input channels of one group
+    for one, two, out in zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], spatial, strict=True):
+        # Of position, element of the window and result, any two determine the third.
+        sizes = sorted((left[one], right[two], result[out]))
+        products *= sizes[0] * sizes[1]
+    return 2 * products
 
 
 ATTENTION = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
