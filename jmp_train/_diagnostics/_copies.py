@@ -102,7 +102,7 @@ def _written_late(
     module: Module, body: Sequence[Instruction], position: int, output: str, source: Instruction | None
 ) -> str:
     if position in module.aliases:
-        argument = _parameter_name(body, module.aliases[position])
+        argument = _argument(_parameter(body, module.aliases[position]))
         return (
             f"{output} is written over the donated argument {argument}, which is still read when it is computed: "
             f"donated buffers go to results of their shape in order. Return each new value where the old one stood."
@@ -124,9 +124,15 @@ def _parameter_cause(module: Module, parameter: Instruction, outputs: Any) -> st
     return f"the argument {argument} is not donated, and a loop or an update in place changes its copy. Donate it."
 
 
-def _parameter_name(body: Sequence[Instruction], number: int) -> str:
-    parameters = (each for each in body if each.opcode == "parameter" and each.parameter == number)
-    return _argument(next(parameters))
+def unused_donors(text: str) -> tuple[str, ...]:
+    """The donated arguments that no result is written over, by name and with their shape."""
+    module = parse(text)
+    found = (_parameter(module.computations[module.entry], number) for number in module.unused_donors)
+    return tuple(f"{_argument(each)} {each.shape.partition('{')[0]}" for each in found)
+
+
+def _parameter(body: Sequence[Instruction], number: int) -> Instruction:
+    return next(each for each in body if each.opcode == "parameter" and each.parameter == number)
 
 
 def _argument(parameter: Instruction) -> str:

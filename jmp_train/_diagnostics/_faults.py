@@ -10,7 +10,7 @@ from ._kernels import Kernel, kernels
 
 SIXTEEN_BITS = frozenset({"f16", "bf16"})
 _SUMMING = {
-    "reduce", "reduce-window", "scatter", "all-reduce", "all-reduce-start", "reduce-scatter",
+    "reduce", "reduce-window", "scatter", "all-reduce", "reduce-scatter",
 }  # fmt: skip
 _COLLECTIVES = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast",
@@ -31,6 +31,11 @@ def sixteen_bit_sums(text: str) -> list[str]:
     return [instruction.line for instruction in narrow_sums(text)]
 
 
+def opcode_of(instruction: Instruction | Kernel) -> str:
+    """What an operation is, whether or not it runs beside others."""
+    return instruction.opcode.removesuffix("-start")
+
+
 def narrow_sums(text: str) -> list[Instruction]:
     """The instructions whose running sum is float16 or bfloat16."""
     module = parse(text)
@@ -38,7 +43,7 @@ def narrow_sums(text: str) -> list[Instruction]:
     return [
         each
         for each in module.instructions()
-        if each.opcode in _SUMMING
+        if opcode_of(each) in _SUMMING
         and each.attribute("to_apply").lstrip("%") in adders
         and SIXTEEN_BITS & set(dtypes_of(each.shape))
     ]
@@ -46,7 +51,7 @@ def narrow_sums(text: str) -> list[Instruction]:
 
 def collective_kernels(text: str) -> list[tuple[str, Kernel]]:
     """`(operation, kernel)` of what crosses devices."""
-    named = ((kernel.opcode.removesuffix("-start"), kernel) for kernel in kernels(text))
+    named = ((opcode_of(kernel), kernel) for kernel in kernels(text))
     return [(opcode, kernel) for opcode, kernel in named if opcode in _COLLECTIVES]
 
 

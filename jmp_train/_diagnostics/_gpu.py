@@ -16,8 +16,8 @@ from .._autocast import autocast
 from .._autocast._emitted import LOOPS, emitted_of
 from .._jaxpr import trace
 from .._policy import Policy, get_policy
-from ._copies import explained_copies
-from ._faults import collective_kernels, narrow_sums
+from ._copies import explained_copies, unused_donors
+from ._faults import collective_kernels, narrow_sums, opcode_of
 from ._gpu_compile import COMPILER_OPTIONS, gpu_mesh, is_jitted, lower_for_gpu, module_text
 from ._gpu_products import products
 from ._gpu_report import Collective, GPUReport, Memory, NarrowSum
@@ -113,7 +113,7 @@ def gpu_report(
             collectives=_collectives(text),
             sixteen_bit_sums=(*_narrow_sums(text), *carried),
             copies=explained_copies(text, lowered.out_info),
-            unused_donations=unused,
+            unused_donations=(*unused, *unused_donors(text)),
             unknown_loops=unknown_loops(text),
             memory=_memory(compiled),
         )
@@ -152,7 +152,7 @@ def _collectives(text: str) -> tuple[Collective, ...]:
 def _narrow_sums(text: str) -> tuple[NarrowSum, ...]:
     module = parse(text)
     return tuple(
-        NarrowSum(each.opcode, each.shape.strip("()").split("{")[0], each.scope, module.source_of(each))
+        NarrowSum(opcode_of(each), each.shape.strip("()").split("{")[0], each.scope, module.source_of(each))
         for each in narrow_sums(text)
     )
 

@@ -79,7 +79,7 @@ class GPUReport:
       collectives: what crosses devices.
       sixteen_bit_sums: sums that accumulate in float16 or bfloat16, those that loops carry included.
       copies: buffers that are copied, with the likely cause.
-      unused_donations: donated arguments that fit no result, as `dtype[shape]`: their memory is not used again.
+      unused_donations: donated arguments that fit no result, by shape: their memory is at most used for a while.
       unknown_loops: how many loops count as one iteration, for the compiler does not know their length.
       memory: what it holds at its peak.
     """

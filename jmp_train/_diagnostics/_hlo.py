@@ -68,12 +68,14 @@ class Module:
       computations: the instructions of each computation, by its name.
       entry: the name of the one that is run.
       aliases: `{output: parameter}`, both as numbers: outputs that are written over a donated parameter.
+      unused_donors: numbers of donated parameters that no output is written over.
       sources: `file:line (function)` by stack frame.
     """
 
     computations: Mapping[str, tuple[Instruction, ...]]
     entry: str
     aliases: Mapping[int, int]
+    unused_donors: tuple[int, ...]
     sources: Mapping[str, str]
 
     def instructions(self) -> Iterator[Instruction]:
@@ -112,7 +114,8 @@ def parse(text: str) -> Module:
             name, shape, opcode, rest = match.groups()
             current.append(Instruction(name, shape, opcode, _operands(rest), line.strip()))
     computations = {name: tuple(body) for name, body in found.items()}
-    return Module(computations, entry, _aliases(text.partition("\n")[0]), _sources(tables))
+    aliases, donors = _donations(text.partition("\n")[0])
+    return Module(computations, entry, aliases, donors, _sources(tables))
 
 
 def _operands(rest: str) -> tuple[str, ...]:
@@ -123,9 +126,12 @@ def _operands(rest: str) -> tuple[str, ...]:
     return tuple(re.findall(r"%([\w.\-]+)", rest[:end]))
 
 
-def _aliases(header: str) -> dict[int, int]:
+def _donations(header: str) -> tuple[dict[int, int], tuple[int, ...]]:
     pairs = re.findall(r"\{(\d*)\}: \((\d+), \{[^}]*\}, (?:may|must)-alias\)", header)
-    return {int(output or 0): int(parameter) for output, parameter in pairs}
+    aliases = {int(output or 0): int(parameter) for output, parameter in pairs}
+    donors = re.search(r"buffer_donor=\{ (.*?) \}", header)
+    numbers = map(int, re.findall(r"\((\d+),", donors.group(1)) if donors else ())
+    return aliases, tuple(number for number in numbers if number not in aliases.values())
 
 
 def _sources(tables: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

@@ -1,0 +1,481 @@
+"""`gpu_report`: every planted fault is counted right, bytes and FLOPs equal hand counts, and the report is a value.
+
+What compiles for a GPU is slow and needs `.[gpu-report]`; what reads texts, and what is refused, is neither.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jmp_train import GPUReport, get_loss_scale, gpu_report, tensor_core_report, value_and_grad, with_loss_scale
+from jmp_train._diagnostics._gpu_products import products
+from jmp_train._diagnostics._gpus import get_gpu
+from jmp_train._diagnostics._hlo import parse
+from jmp_train._diagnostics._kernels import kernels, traffic, unknown_loops
+
+slow = pytest.mark.slow
+P = PartitionSpec
+f16, f32 = jnp.float16, jnp.float32
+
+
+def array(*shape, dtype=f32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def report(fn, *args, **options):
+    return gpu_report(fn, **options)(*args)
+
+
+# Reading a module: two iterations' worth of text, by hand
+
+MODULE = """HloModule jit_step, input_output_alias={ {0}: (1, {}, may-alias), {2}: (0, {}, must-alias) }
+
+FileNames
+1 "/a/model.py"
+
+FunctionNames
+1 "loss"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=12 end_line=12 column=4 end_column=9}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+
+
+%fused_slice (p0: f16[10,8,8], p1: s32[]) -> f16[8,8] {
+  %p0 = f16[10,8,8]{2,1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %slice = f16[1,8,8]{2,1,0} dynamic-slice(%p0, %p1, %zero, %zero), dynamic_slice_sizes={1,8,8}
+  ROOT %bitcast = f16[8,8]{1,0} bitcast(%slice)
+}
+
+%fused_update (p2: f16[10,8,8], p3: f16[1,8,8], p4: s32[]) -> f16[10,8,8] {
+  %p2 = f16[10,8,8]{2,1,0} parameter(0)
+  %p3 = f16[1,8,8]{2,1,0} parameter(1)
+  %p4 = s32[] parameter(2)
+  %zero.1 = s32[] constant(0)
+  ROOT %update = f16[10,8,8]{2,1,0} dynamic-update-slice(%p2, %p3, %p4, %zero.1, %zero.1)
+}
+
+%body (state: (s32[], f16[8,8], f16[10,8,8], f16[10,8,8])) -> (s32[], f16[8,8], f16[10,8,8], f16[10,8,8]) {
+  %state = (s32[], f16[8,8]{1,0}, f16[10,8,8]{2,1,0}, f16[10,8,8]{2,1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %h = f16[8,8]{1,0} get-tuple-element(%state), index=1
+  %ws = f16[10,8,8]{2,1,0} get-tuple-element(%state), index=2
+  %ys = f16[10,8,8]{2,1,0} get-tuple-element(%state), index=3
+  %w = f16[8,8]{1,0} fusion(%ws, %i), kind=kLoop, calls=%fused_slice
+  %gemm = (f16[8,8]{1,0}, s8[64]{0}) custom-call(%h, %w), custom_call_target="__cublas$gemm", metadata={op_name="jit(step)/Net/dot_general" stack_frame_id=1}, backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
+  %next = f16[8,8]{1,0} get-tuple-element(%gemm), index=0
+  %stacked = f16[1,8,8]{2,1,0} bitcast(%next)
+  %kept = f16[10,8,8]{2,1,0} fusion(%ys, %stacked, %i), kind=kLoop, calls=%fused_update
+  ROOT %out = (s32[], f16[8,8]{1,0}, f16[10,8,8]{2,1,0}, f16[10,8,8]{2,1,0}) tuple(%i, %next, %ws, %kept)
+}
+
+%condition (state.1: (s32[], f16[8,8], f16[10,8,8], f16[10,8,8])) -> pred[] {
+  %state.1 = (s32[], f16[8,8]{1,0}, f16[10,8,8]{2,1,0}, f16[10,8,8]{2,1,0}) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+
+ENTRY %main (start: (s32[], f16[8,8], f16[10,8,8], f16[10,8,8])) -> f16[8,8] {
+  %start = (s32[], f16[8,8]{1,0}, f16[10,8,8]{2,1,0}, f16[10,8,8]{2,1,0}) parameter(0)
+  %loop = (s32[], f16[8,8]{1,0}, f16[10,8,8]{2,1,0}, f16[10,8,8]{2,1,0}) while(%start), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"10"}}
+  ROOT %result = f16[8,8]{1,0} get-tuple-element(%loop), index=1
+}
+"""  # noqa: E501
+
+
+def test_a_module_is_read():
+    module = parse(MODULE)
+    assert module.entry == "main" and module.aliases == {0: 1, 2: 0}
+    (gemm,) = products(MODULE)
+    assert (gemm.operands, gemm.result, gemm.unit) == (("f16", "f16"), "f16", "16 bits")
+    assert (gemm.flops, gemm.times) == (2 * 8 * 8 * 8, 10)
+    assert (gemm.scope, gemm.source) == ("jit(step)/Net/dot_general", "model.py:12 (loss)")
+
+
+def test_loops_run_over_slices_of_what_they_stack():
+    moved = {kernel.name: (kernel.read, kernel.written, kernel.times) for kernel in kernels(MODULE)}
+    layer = 8 * 8 * 2
+    assert moved == {
+        "w": (layer + 4, layer, 10),  # one layer's weights and the counter, not all ten
+        "gemm": (2 * layer, layer + 64, 10),
+        "kept": (layer + 4, layer, 10),
+    }
+    assert unknown_loops(MODULE) == 0
+    unknown = MODULE.replace('{"known_trip_count":{"n":"10"}}', "{}")
+    assert unknown_loops(unknown) == 1 and traffic(unknown) == traffic(MODULE) / 10
+
+
+# Bytes and FLOPs, against counts by hand
+
+
+@slow
+def test_a_matrix_product():
+    found = report(jnp.matmul, array(512, 256, dtype=f16), array(256, 1024, dtype=f16))
+    assert found.bytes == 2 * (512 * 256 + 256 * 1024 + 512 * 1024)
+    assert found.flops == 2 * 512 * 256 * 1024
+    assert found.tensor_core_share == 1 and found.unit_flops == {"16 bits": found.flops}
+    assert found.memory.arguments == 2 * (512 * 256 + 256 * 1024) and found.memory.results == 2 * 512 * 1024
+    assert found.memory.peak == found.memory.arguments + found.memory.results + found.memory.temporary
+    assert found.least_seconds == pytest.approx(found.bytes / 4.8e12)
+
+
+@slow
+def test_the_arithmetic_of_float32_products():
+    wide = (array(256, 256), array(256, 256))
+    assert report(jnp.matmul, *wide).unit_flops == {"tf32": 2 * 256**3}
+    strict = report(lambda a, b: jnp.matmul(a, b, precision="highest"), *wide)
+    assert strict.unit_flops == {"float32": 2 * 256**3} and strict.tensor_core_share == 0
+
+
+@slow
+@pytest.mark.parametrize(("dtype", "unit"), [(f16, "16 bits"), (f32, "tf32")])
+def test_a_convolution_and_its_gradients(dtype, unit):
+    def conv(x, kernel):
+        return lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def both(x, kernel):
+        y, transpose = jax.vjp(conv, x, kernel)
+        return y, transpose(jnp.sin(y))
+
+    found = report(both, array(8, 32, 32, 16, dtype=dtype), array(3, 3, 16, 32, dtype=dtype))
+    forward = 2 * (8 * 16 * 16 * 32) * (3 * 3 * 16)
+    assert [each.flops for each in found.products] == [forward] * 3
+    assert found.unit_flops == {unit: 3 * forward}
+
+
+def adam_step(carry, grads):
+    params, state = carry
+    updates, state = optax.adam(1e-3).update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def adam_arguments(size=1024):
+    params = {"w": array(size, size)}
+    return (params, jax.eval_shape(optax.adam(1e-3).init, params)), params
+
+
+@slow
+def test_adam_moves_28_bytes_a_parameter():
+    found = report(jax.jit(adam_step, donate_argnums=0), *adam_arguments())
+    assert found.bytes / 1024**2 == pytest.approx(28, abs=0.01)
+    assert found.copies == () and found.unused_donations == ()
+    assert found.memory.donated == found.memory.results - 4 * 8  # all but the pointers of the result's tuple
+    assert found.flops == 0 and found.tensor_core_share == 0
+
+
+@slow
+@pytest.mark.parametrize("steps", [10, 100])
+def test_scans(steps):
+    def loss(ws, x):
+        return jnp.sum(lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0].astype(f32))
+
+    args = array(steps, 256, 256, dtype=f16), array(64, 256, dtype=f16)
+    found = report(jax.grad(loss), *args)
+    assert found.flops == steps * 3 * 2 * 64 * 256 * 256 == tensor_core_report(jax.grad(loss))(*args).flops
+    assert found.unknown_loops == 0
+    # A layer's weights are sliced out of the stack twice, and its gradient is stored in one: a read and a write each.
+    weight = 2 * 256 * 256
+    sliced = [kernel for kernel in found.kernels if "dynamic" in kernel.name and kernel.read >= weight]
+    assert [(kernel.read // weight, kernel.written // weight, kernel.times) for kernel in sliced] == [(1, 1, steps)] * 3
+    assert found.bytes == pytest.approx(4.1e6 * steps, rel=0.01)
+
+
+@slow
+def test_a_lookup_reads_its_rows():
+    found = report(lambda table, ids: 2 * table[ids], array(50_000, 256), array(64, dtype=jnp.int32))
+    assert found.bytes == 64 * 4 + 2 * (64 * 256 * 4)
+
+
+# Planted faults
+
+
+def raw_sum(x):
+    return lax.reduce(x, x.dtype.type(0), lax.add, (0,))
+
+
+def pool(x):
+    return lax.reduce_window(x, x.dtype.type(0), lax.add, (1, 3, 3, 1), (1, 1, 1, 1), "SAME")
+
+
+def scatter_add(table, ids, rows):
+    return table.at[ids].add(rows)
+
+
+def accumulate(xs, steps=10):
+    return lax.scan(lambda total, x: (total + jnp.tanh(x), None), jnp.zeros_like(xs[0]), xs)[0]
+
+
+@slow
+@pytest.mark.parametrize(
+    ("fn", "shapes", "kind"),
+    [
+        (raw_sum, [(4096, 64)], "reduce"),
+        (pool, [(8, 32, 32, 16)], "reduce-window"),
+        (scatter_add, [(1000, 64), None, (512, 64)], "scatter"),
+        (accumulate, [(10, 64)], "scan carry"),
+    ],
+    ids=["reduce", "reduce_window", "scatter-add", "loop"],
+)
+def test_sums_in_16_bits(fn, shapes, kind):
+    def args(dtype):
+        return [array(512, dtype=jnp.int32) if shape is None else array(*shape, dtype=dtype) for shape in shapes]
+
+    found = report(fn, *args(f16))
+    assert {each.kind for each in found.sixteen_bit_sums} == {kind}
+    assert all("test_gpu_report.py" in each.source for each in found.sixteen_bit_sums)
+    assert "\n16-bit sums:\n" in str(found)
+    assert report(fn, *args(f32)).sixteen_bit_sums == ()
+
+
+@slow
+def test_a_widened_convolution():
+    def conv(x, kernel, wider=None):
+        return lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), preferred_element_type=wider
+        )
+
+    args = array(8, 32, 32, 16, dtype=f16), array(3, 3, 16, 32, dtype=f16)
+    (narrow,) = report(conv, *args).products
+    (widened,) = report(lambda x, kernel: conv(x, kernel, f32), *args).products
+    assert (narrow.kind, narrow.operands, narrow.unit) == ("convolution", ("f16", "f16"), "16 bits")
+    assert (widened.operands, widened.unit) == (("f32", "f32"), "tf32")
+
+
+@slow
+def test_a_donated_buffer_that_meets_the_wrong_result():
+    def swapped(carry, grads):
+        params, state = adam_step(carry, grads)
+        return state, params
+
+    good = report(adam_step, *adam_arguments(), donate_argnums=0)
+    bad = report(jax.jit(swapped, donate_argnums=0), *adam_arguments())
+    assert good.copies == () and bad.bytes > good.bytes
+    assert [(copy.times, copy.shape) for copy in bad.copies] == [(1, "f32[1024,1024]")] * 2
+    assert {copy.cause for copy in bad.copies} == {
+        f"result 0/0/{moment}/w is written over the donated argument {argument}, which is still read when it is "
+        f"computed: donated buffers go to results of their shape in order. Return each new value where the old one "
+        f"stood."
+        for moment, argument in (("mu", "carry[0]['w']"), ("nu", "carry[1][0].mu['w']"))
+    }
+    assert "4194304" not in str(bad) and "Copies:" in str(bad)
+
+
+@slow
+def test_other_copies_and_donations():
+    (swap,) = {
+        copy.cause
+        for copy in report(lambda a, b: (b + 1, a + 1), array(10**5), array(10**5), donate_argnums=(0, 1)).copies
+        if "is overwritten" in copy.cause
+    }
+    assert swap == (
+        "the donated argument b is overwritten by result 1 before it has been read by all: donated buffers go to "
+        "results of their shape in order. Return each new value where the old one stood."
+    )
+    for fn, name in ((lambda a: a.astype(f16), "a f32[1000]"), (lambda a: (a.sum(),), "float32[1000]")):
+        unused = report(fn, array(1000), donate_argnums=0)
+        assert unused.unused_donations == (name,) and unused.memory.donated == 0
+        assert f"unused donations    {name}: no result of that shape and dtype" in str(unused)
+    looped = report(lambda x: lax.scan(lambda c, _: (jnp.sin(c @ c), None), x, length=10)[0], array(256, 256))
+    assert [copy.cause for copy in looped.copies] == [
+        "the argument x is not donated, and a loop or an update in place changes its copy. Donate it."
+    ]
+
+
+# Devices and targets
+
+
+def mean_gradient(w, x):
+    return jax.grad(lambda w: jnp.mean(jnp.square((x @ w).astype(f32))))(w)
+
+
+@slow
+def test_shardings_reach_the_described_devices():
+    """Given here, to `jit`, and in shard_map: always by axis name, the mesh is the report's."""
+    args = array(64, 64, dtype=f16), array(512, 64, dtype=f16)
+    specs = (P(), P("data"))
+    mapped = jax.shard_map(
+        lambda w, x: lax.pmean(mean_gradient(w, x), "data"), in_specs=specs, out_specs=P(), check_vma=False
+    )
+    for fn, options in (
+        (mean_gradient, {"in_shardings": specs}),
+        (jax.jit(mean_gradient, in_shardings=specs), {}),
+    ):
+        found = report(fn, *args, devices=8, **options)
+        assert [(each.operation, each.dtypes, each.bytes) for each in found.collectives] == [
+            ("all-reduce", ("f16",), 64 * 64 * 2)
+        ]
+        assert found.devices == 8 and found.flops == 2 * (2 * 64 * 64 * 512 // 8)
+        assert found.memory.arguments == 2 * (64 * 64 + 512 * 64 // 8)
+        assert "all-reduce" in {each.kind for each in found.sixteen_bit_sums}
+        assert "all-reduce in f16, 8192 B" in str(found)
+    assert [each.operation for each in _mapped(mapped, args).collectives] == ["all-reduce"]
+    grid = report(mean_gradient, *args, devices={"a": 2, "b": 4}, in_shardings=(P(None, "b"), P("a")))
+    assert grid.devices == 8 and grid.memory.arguments == 2 * (64 * 64 // 4 + 512 * 64 // 2)
+
+
+def _mapped(mapped, args):
+    return report(lambda w, x: mapped(w, x), *args, devices=8)
+
+
+@slow
+def test_a_mesh_of_this_machine_is_refused():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    fn = jax.jit(mean_gradient, in_shardings=NamedSharding(mesh, P()))
+    message = (
+        "`fn` names devices or a mesh of this machine, and the 8 described GPUs are no part of it. Leave the mesh out: "
+        "write partition specs over the axes 'data', and shard_map without `mesh`; they meet the described mesh when "
+        "the report is made, and jax.set_mesh's when you run."
+    )
+    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
+        report(fn, array(64, 64), array(512, 64), devices=8)
+
+
+@slow
+@pytest.mark.parametrize("name", ["A100", "h100", "H200"])
+def test_targets(name):
+    found = report(jnp.matmul, array(256, 256, dtype=f16), array(256, 256, dtype=f16), gpu=name)
+    assert found.gpu == f"NVIDIA {name.upper()}" and found.tensor_core_share == 1
+    described = get_gpu(name).target.replace("NVIDIA", "My")
+    assert report(jnp.sin, array(8), gpu=described).gpu == f"My {name.upper()}"
+
+
+# Whole steps: Linen, NNX, plain trees
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(256)(nn.gelu(nn.Dense(512)(x)))
+
+
+def train_step(loss_fn, policy):
+    tx = with_loss_scale(optax.adam(1e-3))
+    grad_fn = value_and_grad(loss_fn, policy)
+
+    def step(params, opt_state, batch):
+        loss, grads = grad_fn(params, batch, loss_scale=get_loss_scale(opt_state))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return jax.jit(step, donate_argnums=(0, 1)), tx
+
+
+@slow
+def test_two_policies_side_by_side():
+    x = array(2048, 256)
+    params = jax.eval_shape(Net().init, jax.random.key(0), x)
+
+    def loss_fn(params, x):
+        return jnp.mean(jnp.asarray(Net().apply(params, x)).astype(f32) ** 2)
+
+    found = []
+    for policy in ("float32", "mixed_float16"):
+        step, tx = train_step(loss_fn, policy)
+        found.append(report(step, params, jax.eval_shape(tx.init, params), x))
+    wide, mixed = found
+    assert wide.tensor_core_share == 0 and mixed.tensor_core_share == 1
+    assert mixed.copies == () and mixed.sixteen_bit_sums == () and mixed.bytes < wide.bytes
+    difference = wide.compare(mixed, ("float32", "mixed_float16"))
+    assert ("bytes moved", wide.bytes, mixed.bytes) in difference.rows
+    header, *rows = str(difference).splitlines()
+    assert header.split() == ["float32", "mixed_float16", "second", "/", "first"]
+    assert len(rows) == len(difference.rows)
+    values = difference.as_dict()
+    assert json.loads(json.dumps(values)) == values
+    assert mixed.least_seconds < wide.least_seconds
+
+
+@slow
+def test_nnx_and_a_policy():
+    model = nnx.Linear(256, 512, rngs=nnx.Rngs(0))
+
+    def loss(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    found = report(loss, model, array(64, 256), policy="mixed_bfloat16")
+    assert [each.operands for each in found.products] == [("bf16", "bf16")]
+    assert found.policy == "params=float32,compute=bfloat16,output=float32"
+
+
+# The value
+
+
+@slow
+def test_the_report_is_a_value():
+    found = report(mean_gradient, array(64, 64, dtype=f16), array(512, 64, dtype=f16))
+    assert isinstance(found, GPUReport) and hash(found) is not None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.gpu = ""  # pyright: ignore[reportAttributeAccessIssue]
+    values = found.as_dict()
+    assert json.loads(json.dumps(values)) == values
+    assert values["bytes"] == found.bytes and values["memory"]["peak"] == found.memory.peak
+    assert len(found.table().splitlines()) == 1 + len(found.kernels) and len(found.table(1).splitlines()) == 2
+    assert str(found).isascii() and found.table().isascii()
+    assert any("test_gpu_report.py" in kernel.source for kernel in found.kernels)
+    message = "`other` must be a GPUReport, got 3; pass what gpu_report(fn)(*args) gave."
+    with pytest.raises(TypeError, match="^" + re.escape(message) + "$"):
+        found.compare(3)  # pyright: ignore[reportArgumentType]
+
+
+# What is refused
+
+
+def without_plugin(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        (without_plugin,
+         "compiling for a GPU needs jax-cuda13-plugin and jax-cuda13-pjrt (Linux; no GPU, no driver and no CUDA "
+         "libraries): "),
+        (lambda name: "0.9.0",
+         f"compiling for a GPU needs a plugin of exactly jax's version {jax.__version__}, got jax-cuda13-plugin 0.9.0 "
+         f"and jax-cuda13-pjrt 0.9.0: "),
+    ],
+)  # fmt: skip
+def test_without_the_compiler(monkeypatch, version, message):
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    command = f'pip install "jax-cuda13-plugin=={jax.__version__}" "jax-cuda13-pjrt=={jax.__version__}"'
+    with pytest.raises(RuntimeError, match="^" + re.escape(message + command) + "$"):
+        report(jnp.sin, array(8))
+
+
+@slow
+def test_a_description_that_the_compiler_does_not_take():
+    with pytest.raises(RuntimeError, match=r"does not start for this target description"):
+        report(jnp.sin, array(8), gpu=get_gpu("H200").target + "nonsense {")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: gpu_report(jax.jit(jnp.sin), donate_argnums=0), TypeError,
+         "`fn` is jitted, so `donate_argnums` belongs inside: jax.jit(fn, donate_argnums=...), "
+         "jax.jit(autocast(fn, policy)). Pass either a jitted function or options."),
+        (lambda: gpu_report(jax.jit(jnp.sin), policy="mixed_float16"), TypeError,
+         "`fn` is jitted, so `policy` belongs inside: jax.jit(fn, donate_argnums=...), "
+         "jax.jit(autocast(fn, policy)). Pass either a jitted function or options."),
+        (lambda: report(jnp.sin, array(8), devices=0), ValueError,
+         "`devices` must be an integer from 1 to 2**31 - 1, got 0."),
+        (lambda: report(jnp.sin, array(8), devices={}), ValueError,
+         "`devices` must be a number of GPUs or the size of each named axis, got {}."),
+    ],
+)  # fmt: skip
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match="^" + re.escape(message) + "$"):
+        call()
