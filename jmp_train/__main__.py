@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _reports(fn: Callable[..., Any], options: argparse.Namespace) -> tuple[Callable[..., Any], Callable[..., Any]]:
     given = {"policy": options.policy, "donate_argnums": options.donate_argnums}
     try:
-        look = tensor_core_report(fn, options.policy, options.gpu)
+        look = tensor_core_report(fn, options.policy, options.gpu, options.devices)
         return look, gpu_report(fn, options.gpu, options.devices, **given)
     except (TypeError, ValueError) as error:  # a policy or a GPU that is none
         raise _CommandLineError(str(error)) from None

@@ -470,9 +470,9 @@ def test_a_description_that_the_compiler_does_not_take():
         (lambda: gpu_report(jax.jit(jnp.sin), policy="mixed_float16"), TypeError,
          "`fn` is jitted, so `policy` belongs inside: jax.jit(fn, donate_argnums=...), "
          "jax.jit(autocast(fn, policy)). Pass either a jitted function or options."),
-        (lambda: report(jnp.sin, array(8), devices=0), ValueError,
+        (lambda: gpu_report(jnp.sin, devices=0), ValueError,
          "`devices` must be an integer from 1 to 2**31 - 1, got 0."),
-        (lambda: report(jnp.sin, array(8), devices={}), ValueError,
+        (lambda: gpu_report(jnp.sin, devices={}), ValueError,
          "`devices` must be a number of GPUs or the size of each named axis, got {}."),
     ],
 )  # fmt: skip

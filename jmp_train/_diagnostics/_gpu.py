@@ -18,7 +18,7 @@ from .._jaxpr import trace
 from .._policy import Policy, get_policy
 from ._copies import explained_copies, unused_donors
 from ._faults import collective_kernels, narrow_sums, opcode_of
-from ._gpu_compile import COMPILER_OPTIONS, gpu_mesh, is_jitted, lower_for_gpu, module_text
+from ._gpu_compile import COMPILER_OPTIONS, gpu_mesh, is_jitted, lower_for_gpu, mesh_axes, module_text
 from ._gpu_products import products
 from ._gpu_report import Collective, GPUReport, Memory, NarrowSum
 from ._gpus import get_gpu
@@ -89,6 +89,7 @@ def gpu_report(
             f"jax.jit(autocast(fn, policy)). Pass either a jitted function or options."
         )
     described = get_gpu(gpu)
+    mesh_axes(devices)  # complains here rather than at the first report
     program = fn if policy is None else autocast(fn, policy)
 
     def report(*args: Any, **kwargs: Any) -> GPUReport:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .._values import as_count
 from ._gpus import get_gpu
@@ -30,11 +30,8 @@ def gpu_mesh(devices: int | Mapping[str, int] = 1, gpu: str = "H200") -> Mesh:
       devices: how many, along one axis `"data"`; or the size of each named axis, `{"data": 4, "model": 2}`.
       gpu: as for `get_gpu`.
     """
-    axes = {"data": devices} if not isinstance(devices, Mapping) else dict(devices)
-    if not axes or not all(isinstance(name, str) for name in axes):
-        raise ValueError(f"`devices` must be a number of GPUs or the size of each named axis, got {devices!r}.")
-    sizes = [as_count("devices", size) for size in axes.values()]
-    target = get_gpu(gpu).target
+    axes = mesh_axes(devices)
+    sizes, target = list(axes.values()), get_gpu(gpu).target
     _check_plugin()
     try:
         topology = topologies.get_topology_desc("", "cuda", target_config=target, topology=f"1x1x{math.prod(sizes)}")
@@ -44,6 +41,20 @@ def gpu_mesh(devices: int | Mapping[str, int] = 1, gpu: str = "H200") -> Mesh:
             f"the named GPUs, reinstall the plugin: {_install_command()}"
         ) from error
     return Mesh(np.array(topology.devices).reshape(sizes), tuple(axes))
+
+
+def mesh_axes(devices: int | Mapping[str, int]) -> dict[str, int]:
+    """The size of each axis of a mesh, by name."""
+    axes = dict(devices) if isinstance(devices, Mapping) else {"data": devices}
+    if not axes or not all(isinstance(name, str) for name in axes):
+        raise ValueError(f"`devices` must be a number of GPUs or the size of each named axis, got {devices!r}.")
+    return {name: as_count("devices", size) for name, size in axes.items()}
+
+
+def abstract_mesh(devices: int | Mapping[str, int]) -> AbstractMesh:
+    """The same mesh without devices, to trace in."""
+    axes = mesh_axes(devices)
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def _install_command() -> str:

@@ -6,8 +6,11 @@ Decides what is looked at. Does not decide what is said of one product (`_produc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import jax
 
 from .._autocast import autocast
 from .._autocast._flow import TOP
@@ -16,6 +19,7 @@ from .._flops import PRODUCTS
 from .._jaxpr import trace
 from .._policy import Policy, get_policy
 from ._amdahl import estimate, other_bytes
+from ._gpu_compile import abstract_mesh
 from ._gpus import get_gpu
 from ._products import products_of
 from ._tensor_core_report import TensorCoreReport
@@ -27,7 +31,10 @@ _OPAQUE = frozenset(
 
 
 def tensor_core_report(
-    fn: Callable[..., Any], policy: Policy | str | None = None, gpu: str = "H200"
+    fn: Callable[..., Any],
+    policy: Policy | str | None = None,
+    gpu: str = "H200",
+    devices: int | Mapping[str, int] | None = None,
 ) -> Callable[..., TensorCoreReport]:
     """Returns a function that lists every dot and convolution of `fn` and tells whether Tensor Cores run it well.
 
@@ -44,12 +51,14 @@ def tensor_core_report(
       policy: a policy to `autocast` `fn` with first; `None` takes `fn` as it is.
       gpu: whose rates to reckon with: `"A100"`, `"H100"`, `"H200"`, or the text of a target description.
 
+      devices: a mesh to trace `fn` in, for `shard_map` without one, as for `gpu_report`; `None` for that of the caller.
+
     Returns:
       A function of `fn`'s arguments (arrays or `jax.ShapeDtypeStruct`s) that returns a `TensorCoreReport`.
 
     Raises:
       TypeError: `fn` is not callable, or `gpu` is no text.
-      ValueError: `gpu` or `policy` is unknown.
+      ValueError: `gpu` or `policy` is unknown, or `devices` are none.
 
     >>> import jax, jax.numpy as jnp
     >>> def loss(w, x):
@@ -62,9 +71,11 @@ def tensor_core_report(
         raise TypeError(f"`fn` must be callable, got {fn!r}; pass the function whose products are to be listed.")
     described = get_gpu(gpu)
     program = fn if policy is None else autocast(fn, policy)
+    mesh = None if devices is None else abstract_mesh(devices)
 
     def report(*args: Any, **kwargs: Any) -> TensorCoreReport:
-        found = list(visits(trace(program, *args, **kwargs)[0], TOP))
+        with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
+            found = list(visits(trace(program, *args, **kwargs)[0], TOP))
         products = tuple(products_of(found, described))
         others = other_bytes(found)
         return TensorCoreReport(
