@@ -188,9 +188,10 @@ def test_scans(steps):
     assert found.unknown_loops == 0
     # A layer's weights are sliced out of the stack twice, and its gradient is stored in one: a read and a write each.
     weight = 2 * 256 * 256
-    sliced = [kernel for kernel in found.kernels if "dynamic" in kernel.name and kernel.read >= weight]
-    assert [(kernel.read // weight, kernel.written // weight, kernel.times) for kernel in sliced] == [(1, 1, steps)] * 3
-    assert found.bytes == pytest.approx(4.1e6 * steps, rel=0.01)
+    moved = [(kernel.read // weight, kernel.written // weight) for kernel in found.kernels if "dynamic" in kernel.line]
+    assert moved.count((1, 1)) == 3
+    # With the products' own 0.9 MB, the two sums they are split into and the activations: per step, whatever its number.
+    assert found.bytes == pytest.approx(4.0e6 * steps, rel=0.05)
 
 
 @slow

@@ -45,7 +45,7 @@ def narrow_sums(text: str) -> list[Instruction]:
         for each in module.instructions()
         if opcode_of(each) in _SUMMING
         and each.attribute("to_apply").lstrip("%") in adders
-        and SIXTEEN_BITS & set(dtypes_of(each.shape))
+        and SIXTEEN_BITS & set(dtypes_of(each.result))
     ]
 
 

@@ -153,7 +153,7 @@ def _collectives(text: str) -> tuple[Collective, ...]:
 def _narrow_sums(text: str) -> tuple[NarrowSum, ...]:
     module = parse(text)
     return tuple(
-        NarrowSum(opcode_of(each), each.shape.strip("()").split("{")[0], each.scope, module.source_of(each))
+        NarrowSum(opcode_of(each), each.result.strip("()").split("{")[0], each.scope, module.source_of(each))
         for each in narrow_sums(text)
     )
 

@@ -136,7 +136,9 @@ def _described(target: str) -> GPU:
 
 
 def _field(target: str, name: str) -> float:
-    found = re.search(rf"\b{name}: *([0-9.]+)", target)
+    # The version of cuDNN has a `major` too.
+    inside = target.partition("cuda_compute_capability")[2] if name == "major" else target
+    found = re.search(rf"\b{name}: *([0-9.]+)", inside)
     if not found:
         raise ValueError(
             f"`gpu`: the target description has no {name}; it must say core_count, fpus_per_core, memory_bandwidth, "

@@ -49,6 +49,18 @@ class Instruction:
         return next((group for group in found.groups() if group is not None), "") if found else ""
 
     @property
+    def result(self) -> str:
+        """The shape of what it makes. That of an operation which only starts lists its operands and a handle too.
+
+        >>> Instruction("a", "((f16[8], s32[]), f16[2], u32[])", "fusion-start", (), "").result
+        'f16[2]'
+        """
+        if not self.opcode.endswith("-start") or self.opcode == "all-reduce-start" or not self.shape.startswith("("):
+            return self.shape
+        parts = _elements(self.shape)
+        return parts[0] if self.opcode == "copy-start" else parts[1]
+
+    @property
     def parameter(self) -> int | None:
         """Which argument of its computation it is, if it is one."""
         found = re.search(r" parameter\((\d+)\)", self.line)
@@ -147,6 +159,18 @@ def _sources(tables: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     return {
         number: places.get(read(row).get("file_location_id", ""), "") for number, row in tables["StackFrames"].items()
     }
+
+
+def _elements(shape: str) -> list[str]:
+    """The parts of the shape of a tuple, which may be tuples."""
+    parts, depth = [""], 0
+    for character in shape[1:-1]:
+        depth += {"(": 1, "{": 1, "[": 1, ")": -1, "}": -1, "]": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
 
 
 def shapes_of(shape: str) -> list[tuple[str, tuple[int, ...]]]:

@@ -122,7 +122,7 @@ def _kernel(module: Module, launch: Launch) -> Kernel:
         written=written,
         times=launch.times,
         reads=tuple(dict.fromkeys(launch.operand_dtypes())),
-        writes=tuple(dict.fromkeys(dtypes_of(instruction.shape))),
+        writes=tuple(dict.fromkeys(dtypes_of(instruction.result))),
         scope=instruction.scope,
         source=module.source_of(instruction),
         line=instruction.line,
@@ -141,7 +141,7 @@ def _bytes(module: Module, launch: Launch) -> tuple[int, int]:
     if not inside:
         # The instruction by itself, as if it were inside a fusion of its own.
         inner, names = [instruction], list(instruction.operands)
-        sizes = {name: nbytes(shapes.get(name, "")) for name in names} | {instruction.name: nbytes(instruction.shape)}
+        sizes = {name: nbytes(shapes.get(name, "")) for name in names} | {instruction.name: nbytes(instruction.result)}
     else:
         inner, sizes = inside, {each.name: nbytes(each.shape) for each in inside}
         numbered = {each.parameter: each.name for each in inside if each.parameter is not None}
@@ -149,7 +149,7 @@ def _bytes(module: Module, launch: Launch) -> tuple[int, int]:
     # An operand given twice is read once.
     operands = dict(zip(instruction.operands, names, strict=False))
     read = sum(_touched(inner, name, sizes) for name in operands.values())
-    written = nbytes(instruction.shape)
+    written = nbytes(instruction.result)
     for each in inner:
         part = _IN_PLACE.get(each.opcode)
         if part is not None and each.operands[0] in names and sizes[each.name] <= written:
