@@ -190,7 +190,7 @@ def test_scans(steps):
     weight = 2 * 256 * 256
     moved = [(kernel.read // weight, kernel.written // weight) for kernel in found.kernels if "dynamic" in kernel.line]
     assert moved.count((1, 1)) == 3
-    # With the products' own 0.9 MB, the two sums they are split into and the activations: per step, whatever its number.
+    # With the products, the two sums that they are split into and the activations: so much a step, for any number.
     assert found.bytes == pytest.approx(4.0e6 * steps, rel=0.05)
 
 

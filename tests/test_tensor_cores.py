@@ -218,6 +218,8 @@ def test_reasons(fn, args, unit, reason):
     found = product(fn, *args)
     assert found.unit == unit and found.reason == reason
     assert not found.on_tensor_cores
+    # Padding a vector makes no matrix of it, nor does padding one channel.
+    assert bool(found.padding) == reason.startswith("no multiple")
 
 
 # The estimate

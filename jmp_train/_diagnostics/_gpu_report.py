@@ -124,7 +124,10 @@ class GPUReport:
 
     @property
     def tensor_core_share(self) -> float:
-        """The share of `flops` on Tensor Cores in 16 or 8 bits, 0 without any; TF32 has half their rate."""
+        """The share of `flops` on Tensor Cores in 16 or 8 bits, 0 without any; TF32 has half their rate.
+
+        Whether sizes are aligned is not in it: that is `tensor_core_report`'s.
+        """
         fast = sum(flops for unit, flops in self.unit_flops.items() if unit in NARROW_UNITS)
         return fast / self.flops if self.flops else 0.0
 
