@@ -1,6 +1,6 @@
-"""`gpu_report`: every planted fault is counted right, bytes and FLOPs equal hand counts, and the report is a value.
+"""`gpu_report`: bytes and FLOPs equal hand counts, on one and several devices, and the report is a value.
 
-What compiles for a GPU is slow and needs `.[gpu-report]`; what reads texts, and what is refused, is neither.
+What compiles for a GPU is slow and needs `.[gpu-report]`; what is refused is neither. Faults: `test_gpu_faults.py`.
 """
 
 import dataclasses
@@ -14,108 +14,15 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from gpu_report_tools import adam_arguments, adam_step, array, f16, f32, report
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp_train import GPUReport, get_loss_scale, gpu_report, tensor_core_report, value_and_grad, with_loss_scale
-from jmp_train._diagnostics._gpu_products import products
 from jmp_train._diagnostics._gpus import get_gpu
-from jmp_train._diagnostics._hlo import parse
-from jmp_train._diagnostics._kernels import kernels, traffic, unknown_loops
 
 slow = pytest.mark.slow
 P = PartitionSpec
-f16, f32 = jnp.float16, jnp.float32
-
-
-def array(*shape, dtype=f32):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def report(fn, *args, **options):
-    return gpu_report(fn, **options)(*args)
-
-
-# Reading a module: two iterations' worth of text, by hand
-
-MODULE = """HloModule jit_step, input_output_alias={ {0}: (1, {}, may-alias), {2}: (0, {}, must-alias) }
-
-FileNames
-1 "/a/model.py"
-
-FunctionNames
-1 "loss"
-
-FileLocations
-1 {file_name_id=1 function_name_id=1 line=12 end_line=12 column=4 end_column=9}
-
-StackFrames
-1 {file_location_id=1 parent_frame_id=1}
-
-
-%fused_slice (p0: f16[10,8,8], p1: s32[]) -> f16[8,8] {
-  %p0 = f16[10,8,8]{2,1,0} parameter(0)
-  %p1 = s32[] parameter(1)
-  %zero = s32[] constant(0)
-  %slice = f16[1,8,8]{2,1,0} dynamic-slice(%p0, %p1, %zero, %zero), dynamic_slice_sizes={1,8,8}
-  ROOT %bitcast = f16[8,8]{1,0} bitcast(%slice)
-}
-
-%fused_update (p2: f16[10,8,8], p3: f16[1,8,8], p4: s32[]) -> f16[10,8,8] {
-  %p2 = f16[10,8,8]{2,1,0} parameter(0)
-  %p3 = f16[1,8,8]{2,1,0} parameter(1)
-  %p4 = s32[] parameter(2)
-  %zero.1 = s32[] constant(0)
-  ROOT %update = f16[10,8,8]{2,1,0} dynamic-update-slice(%p2, %p3, %p4, %zero.1, %zero.1)
-}
-
-%body (state: (s32[], f16[8,8], f16[10,8,8], f16[10,8,8])) -> (s32[], f16[8,8], f16[10,8,8], f16[10,8,8]) {
-  %state = (s32[], f16[8,8]{1,0}, f16[10,8,8]{2,1,0}, f16[10,8,8]{2,1,0}) parameter(0)
-  %i = s32[] get-tuple-element(%state), index=0
-  %h = f16[8,8]{1,0} get-tuple-element(%state), index=1
-  %ws = f16[10,8,8]{2,1,0} get-tuple-element(%state), index=2
-  %ys = f16[10,8,8]{2,1,0} get-tuple-element(%state), index=3
-  %w = f16[8,8]{1,0} fusion(%ws, %i), kind=kLoop, calls=%fused_slice
-  %gemm = (f16[8,8]{1,0}, s8[64]{0}) custom-call(%h, %w), custom_call_target="__cublas$gemm", metadata={op_name="jit(step)/Net/dot_general" stack_frame_id=1}, backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
-  %next = f16[8,8]{1,0} get-tuple-element(%gemm), index=0
-  %stacked = f16[1,8,8]{2,1,0} bitcast(%next)
-  %kept = f16[10,8,8]{2,1,0} fusion(%ys, %stacked, %i), kind=kLoop, calls=%fused_update
-  ROOT %out = (s32[], f16[8,8]{1,0}, f16[10,8,8]{2,1,0}, f16[10,8,8]{2,1,0}) tuple(%i, %next, %ws, %kept)
-}
-
-%condition (state.1: (s32[], f16[8,8], f16[10,8,8], f16[10,8,8])) -> pred[] {
-  %state.1 = (s32[], f16[8,8]{1,0}, f16[10,8,8]{2,1,0}, f16[10,8,8]{2,1,0}) parameter(0)
-  ROOT %yes = pred[] constant(true)
-}
-
-ENTRY %main (start: (s32[], f16[8,8], f16[10,8,8], f16[10,8,8])) -> f16[8,8] {
-  %start = (s32[], f16[8,8]{1,0}, f16[10,8,8]{2,1,0}, f16[10,8,8]{2,1,0}) parameter(0)
-  %loop = (s32[], f16[8,8]{1,0}, f16[10,8,8]{2,1,0}, f16[10,8,8]{2,1,0}) while(%start), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"10"}}
-  ROOT %result = f16[8,8]{1,0} get-tuple-element(%loop), index=1
-}
-"""  # noqa: E501
-
-
-def test_a_module_is_read():
-    module = parse(MODULE)
-    assert module.entry == "main" and module.aliases == {0: 1, 2: 0}
-    (gemm,) = products(MODULE)
-    assert (gemm.operands, gemm.result, gemm.unit) == (("f16", "f16"), "f16", "16 bits")
-    assert (gemm.flops, gemm.times) == (2 * 8 * 8 * 8, 10)
-    assert (gemm.scope, gemm.source) == ("jit(step)/Net/dot_general", "model.py:12 (loss)")
-
-
-def test_loops_run_over_slices_of_what_they_stack():
-    moved = {kernel.name: (kernel.read, kernel.written, kernel.times) for kernel in kernels(MODULE)}
-    layer = 8 * 8 * 2
-    assert moved == {
-        "w": (layer + 4, layer, 10),  # one layer's weights and the counter, not all ten
-        "gemm": (2 * layer, layer + 64, 10),
-        "kept": (layer + 4, layer, 10),
-    }
-    assert unknown_loops(MODULE) == 0
-    unknown = MODULE.replace('{"known_trip_count":{"n":"10"}}', "{}")
-    assert unknown_loops(unknown) == 1 and traffic(unknown) == traffic(MODULE) / 10
 
 
 # Bytes and FLOPs, against counts by hand
@@ -156,17 +63,6 @@ def test_a_convolution_and_its_gradients(dtype, unit):
     assert found.unit_flops == {unit: 3 * forward}
 
 
-def adam_step(carry, grads):
-    params, state = carry
-    updates, state = optax.adam(1e-3).update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-
-def adam_arguments(size=1024):
-    params = {"w": array(size, size)}
-    return (params, jax.eval_shape(optax.adam(1e-3).init, params)), params
-
-
 @slow
 def test_adam_moves_28_bytes_a_parameter():
     found = report(jax.jit(adam_step, donate_argnums=0), *adam_arguments())
@@ -198,101 +94,6 @@ def test_scans(steps):
 def test_a_lookup_reads_its_rows():
     found = report(lambda table, ids: 2 * table[ids], array(50_000, 256), array(64, dtype=jnp.int32))
     assert found.bytes == 64 * 4 + 2 * (64 * 256 * 4)
-
-
-# Planted faults
-
-
-def raw_sum(x):
-    return lax.reduce(x, x.dtype.type(0), lax.add, (0,))
-
-
-def pool(x):
-    return lax.reduce_window(x, x.dtype.type(0), lax.add, (1, 3, 3, 1), (1, 1, 1, 1), "SAME")
-
-
-def scatter_add(table, ids, rows):
-    return table.at[ids].add(rows)
-
-
-def accumulate(xs, steps=10):
-    return lax.scan(lambda total, x: (total + jnp.tanh(x), None), jnp.zeros_like(xs[0]), xs)[0]
-
-
-@slow
-@pytest.mark.parametrize(
-    ("fn", "shapes", "kind"),
-    [
-        (raw_sum, [(4096, 64)], "reduce"),
-        (pool, [(8, 32, 32, 16)], "reduce-window"),
-        (scatter_add, [(1000, 64), None, (512, 64)], "scatter"),
-        (accumulate, [(10, 64)], "scan carry"),
-    ],
-    ids=["reduce", "reduce_window", "scatter-add", "loop"],
-)
-def test_sums_in_16_bits(fn, shapes, kind):
-    def args(dtype):
-        return [array(512, dtype=jnp.int32) if shape is None else array(*shape, dtype=dtype) for shape in shapes]
-
-    found = report(fn, *args(f16))
-    assert {each.kind for each in found.sixteen_bit_sums} == {kind}
-    assert all("test_gpu_report.py" in each.source for each in found.sixteen_bit_sums)
-    assert "\n16-bit sums:\n" in str(found)
-    assert report(fn, *args(f32)).sixteen_bit_sums == ()
-
-
-@slow
-def test_a_widened_convolution():
-    def conv(x, kernel, wider=None):
-        return lax.conv_general_dilated(
-            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), preferred_element_type=wider
-        )
-
-    args = array(8, 32, 32, 16, dtype=f16), array(3, 3, 16, 32, dtype=f16)
-    (narrow,) = report(conv, *args).products
-    (widened,) = report(lambda x, kernel: conv(x, kernel, f32), *args).products
-    assert (narrow.kind, narrow.operands, narrow.unit) == ("convolution", ("f16", "f16"), "16 bits")
-    assert (widened.operands, widened.unit) == (("f32", "f32"), "tf32")
-
-
-@slow
-def test_a_donated_buffer_that_meets_the_wrong_result():
-    def swapped(carry, grads):
-        params, state = adam_step(carry, grads)
-        return state, params
-
-    good = report(adam_step, *adam_arguments(), donate_argnums=0)
-    bad = report(jax.jit(swapped, donate_argnums=0), *adam_arguments())
-    assert good.copies == () and bad.bytes > good.bytes
-    assert [(copy.times, copy.shape) for copy in bad.copies] == [(1, "f32[1024,1024]")] * 2
-    assert {copy.cause for copy in bad.copies} == {
-        f"result 0/0/{moment}/w is written over the donated argument {argument}, which is still read when it is "
-        f"computed: donated buffers go to results of their shape in order. Return each new value where the old one "
-        f"stood."
-        for moment, argument in (("mu", "carry[0]['w']"), ("nu", "carry[1][0].mu['w']"))
-    }
-    assert "4194304" not in str(bad) and "Copies:" in str(bad)
-
-
-@slow
-def test_other_copies_and_donations():
-    (swap,) = {
-        copy.cause
-        for copy in report(lambda a, b: (b + 1, a + 1), array(10**5), array(10**5), donate_argnums=(0, 1)).copies
-        if "is overwritten" in copy.cause
-    }
-    assert swap == (
-        "the donated argument b is overwritten by result 1 before it has been read by all: donated buffers go to "
-        "results of their shape in order. Return each new value where the old one stood."
-    )
-    for fn, name in ((lambda a: a.astype(f16), "a f32[1000]"), (lambda a: (a.sum(),), "float32[1000]")):
-        unused = report(fn, array(1000), donate_argnums=0)
-        assert unused.unused_donations == (name,) and unused.memory.donated == 0
-        assert f"unused donations    {name}: no result of that shape and dtype" in str(unused)
-    looped = report(lambda x: lax.scan(lambda c, _: (jnp.sin(c @ c), None), x, length=10)[0], array(256, 256))
-    assert [copy.cause for copy in looped.copies] == [
-        "the argument x is not donated, and a loop or an update in place changes its copy. Donate it."
-    ]
 
 
 # Devices and targets
