@@ -52,3 +52,8 @@ from ._diagnostics import find_overflow as find_overflow
 from ._diagnostics import Found as Found
 from ._diagnostics import ArrayRange as ArrayRange
 from ._diagnostics import Verdict as Verdict
+from ._diagnostics import tensor_core_report as tensor_core_report
+from ._diagnostics import TensorCoreReport as TensorCoreReport
+from ._diagnostics import round_up as round_up
+from ._diagnostics import gpu_report as gpu_report
+from ._diagnostics import GPUReport as GPUReport

@@ -210,7 +210,12 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _strip(stack: str) -> str:
+def plain_scope(stack: str) -> str:
+    """A name stack without its transforms.
+
+    >>> plain_scope("transpose(jvp(Net))/Block")
+    'Net/Block'
+    """
     segments: list[str] = []
     for segment in stack.split("/"):
         name = segment
@@ -226,7 +231,7 @@ def _strip(stack: str) -> str:
 
 def scope_of(node: Node) -> str:
     """The `jax.named_scope` path of a node without its transforms: forward and backward operations have one path."""
-    return _strip(str(node.name_stack))
+    return plain_scope(str(node.name_stack))
 
 
 def is_backward(node: Node) -> bool:

@@ -88,6 +88,11 @@ PUBLIC = {
     "Found",
     "ArrayRange",
     "Verdict",
+    "tensor_core_report",
+    "TensorCoreReport",
+    "round_up",
+    "gpu_report",
+    "GPUReport",
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))
