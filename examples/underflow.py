@@ -30,8 +30,6 @@ from sklearn.datasets import load_sample_images
 
 import jmp_train as jmp
 
-LOWEST, HIGHEST = -48, 16  # exponents shown: 2^-48 to 2^16
-
 
 class Autoencoder(nn.Module):
     """Patches of 8x8 pixels to `features` numbers, two layers on those, and back to pixels."""
@@ -56,13 +54,6 @@ def load_photos(mirrored: bool, stride: int) -> np.ndarray:
     if not mirrored:
         return photos
     return np.concatenate([photos, photos[:, ::-1], photos[:, :, ::-1], photos[:, ::-1, ::-1]])
-
-
-def exponents(tree: Any, scale: float = 1.0) -> np.ndarray:
-    """How many values of `tree` have which exponent, `[HIGHEST - LOWEST]`; zeros are left out."""
-    values = np.concatenate([np.asarray(leaf, np.float32).ravel() for leaf in jax.tree.leaves(tree)])
-    values = np.abs(values[values != 0]) * scale
-    return np.histogram(np.log2(values), bins=np.arange(LOWEST, HIGHEST + 1))[0]
 
 
 def train(
@@ -96,8 +87,8 @@ def train(
         history.append(jax.tree.map(float, metrics))
         if step == steps // 2:
             ratios = jax.tree.map(lambda u, p: u / p, updates, params)
-            seen = {"gradients": exponents(activation_grads), "ratios": exponents(ratios)}
-            seen["scaled"] = exponents(activation_grads, metrics["loss_scale"])
+            seen = {"gradients": jmp.exponent_histogram(activation_grads), "ratios": jmp.exponent_histogram(ratios)}
+            seen["scale"] = float(metrics["loss_scale"])
     curves = {name: np.array([metrics[name] for metrics in history]) for name in history[0]}
     return {**curves, **(seen or {}), "seconds": time.perf_counter() - started}
 
@@ -162,11 +153,6 @@ def plot_losses(axis: Any, runs: dict[str, dict[str, Any]]) -> None:
     axis.legend(frameon=False)
 
 
-def plot_histogram(axis: Any, counts: np.ndarray, label: str, **style: Any) -> None:
-    """Shares of values per exponent."""
-    axis.stairs(100 * counts / max(1, counts.sum()), np.arange(LOWEST, HIGHEST + 1), label=label, **style)
-
-
 def draw(gradients: dict[str, dict[str, Any]], updates: dict[str, dict[str, Any]], folder: Path) -> list[Path]:
     """Writes the two pictures and returns where they are."""
     import matplotlib
@@ -177,22 +163,21 @@ def draw(gradients: dict[str, dict[str, Any]], updates: dict[str, dict[str, Any]
     paths = [folder / "underflow_gradients.png", folder / "underflow_updates.png"]
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), width_ratios=(3, 2))
-    left.axvspan(LOWEST, -25, color="tab:red", alpha=0.12, lw=0, label="zero in float16")
-    left.axvspan(-25, -14, color="tab:orange", alpha=0.15, lw=0, label="subnormal in float16")
-    plot_histogram(left, gradients["float32"]["gradients"], "as they are", fill=True, color="tab:blue", alpha=0.85)
-    plot_histogram(left, gradients["mixed_float16, dynamic scale"]["scaled"], "times the loss scale", color="black")
-    left.set(xlabel="exponent of activation gradients, log2", ylabel="% of the non-zero ones", xlim=(LOWEST, HIGHEST))
-    left.legend(frameon=False, loc="upper right")
+    scale = gradients["mixed_float16, dynamic scale"]["scale"]
+    jmp.plot_exponents(gradients["float32"]["gradients"], "float16", scale, ax=left)
+    left.set(xlabel="exponent of activation gradients (powers of 2)")
     plot_losses(right, gradients)
     figure.tight_layout()
     figure.savefig(paths[0], dpi=150)
     plt.close(figure)
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), width_ratios=(3, 2))
-    left.axvspan(LOWEST, -9, color="tab:red", alpha=0.12, lw=0, label="lost in bfloat16")
+    left.axvspan(-30, -9, color="tab:red", alpha=0.12, lw=0, label="lost in bfloat16")
     left.axvspan(-9, -8, color="tab:orange", alpha=0.3, lw=0, label="lost or not, by the parameter's last bits")
-    ratios = updates["float32 parameters"]["ratios"]
-    plot_histogram(left, ratios, "half-way through training", fill=True, color="tab:blue", alpha=0.85)
+    ratios = updates["float32 parameters"]["ratios"].total()
+    shares = 100 * ratios.values[0] / max(1, ratios.values[0].sum())
+    edges = np.append(ratios.exponents, ratios.exponents[-1] + 1)
+    left.stairs(shares, edges, label="half-way through training", fill=True, color="tab:blue", alpha=0.85)
     left.set(xlabel="exponent of update / parameter, log2", ylabel="% of parameters", xlim=(-30, 4))
     left.legend(frameon=False, loc="upper left")
     plot_losses(right, updates)

@@ -20,8 +20,9 @@ def product_flops(primitive: str, operands: Sequence[Shape], result: Shape, para
     """Returns the FLOPs of a dot or a convolution, a multiplication and an addition each counted; 0 for all others.
 
     Every element of the result is a sum over K products, hence 2 * K * size(result), with K the contracted dimensions
-    of a dot, and the window times the input channels of one group of a convolution. Padding is counted as if it were
-    data, and so are the zeros that a dilation inserts: hardware multiplies them.
+    of a dot, and the window times the input channels of one group of a convolution. Padding to the input's size is
+    counted as if it were data. More of it is not, nor are the zeros that a dilation inserts: a transposed convolution,
+    and either gradient of a convolution, has the FLOPs of the convolution it belongs to.
 
     Args:
       primitive: its name.
@@ -42,6 +43,39 @@ def product_flops(primitive: str, operands: Sequence[Shape], result: Shape, para
         groups = operands[2][-1] if set(numbers.lhs_ragged_dimensions) & set(left) else 1
         return 2 * math.prod(result) * math.prod(operands[0][d] for d in left) // groups
     if primitive == "conv_general_dilated":
-        kernel = params["dimension_numbers"].rhs_spec  # output channels, input channels of one group, window
-        return 2 * math.prod(result) * math.prod(operands[1][d] for d in kernel[1:])
+        return _convolution_flops(operands[0], operands[1], result, params)
     return 0
+
+
+def _convolution_flops(left: Shape, right: Shape, result: Shape, params: Mapping[str, Any]) -> int:
+    numbers = params["dimension_numbers"]
+    batch, features, *spatial = numbers.out_spec
+    products = result[batch] * result[features] * right[numbers.rhs_spec[1]]  # times the input channels of one group
+    for one, two, out in zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], spatial, strict=True):
+        # Of position, element of the window and result, any two determine the third.
+        sizes = sorted((left[one], right[two], result[out]))
+        products *= sizes[0] * sizes[1]
+    return 2 * products
+
+
+ATTENTION = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
+"""cuDNN's attention, and how many products of the size of `query @ key` it makes: backward it computes one again."""
+
+
+def attention_flops(primitive: str, operands: Sequence[Shape], params: Mapping[str, Any]) -> int:
+    """Returns the FLOPs of cuDNN's attention, with no credit for what a causal mask leaves out; 0 for all others.
+
+    Args:
+      primitive: its name, as it is traced.
+      operands: the shapes of query and key, `[batch, length, heads, size]` or, for another `layout`, `[batch, heads,
+        length, size]`.
+      params: the primitive's parameters, as the jaxpr has them.
+
+    >>> attention_flops("dot_product_attention_fwd_wrapper", [(2, 16, 4, 8), (2, 32, 4, 8)], {"layout": 0})
+    131072
+    """
+    if primitive not in ATTENTION:
+        return 0
+    query, key = operands[:2]
+    keys = key[2] if params.get("layout") else key[1]
+    return ATTENTION[primitive] * 2 * math.prod(query) * keys

@@ -6,7 +6,7 @@ the scale is (`_loss_scale.py`) nor what happens to a step whose gradients are n
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from ._grad_inputs import (
 )
 from ._loss_scale import LossScale
 from ._policy import Policy
+from ._sharding import AxisName, axes_of, check_axes, check_local, local, mean_gradients
 from ._static import hide_static, reveal_static
 
 
@@ -35,6 +36,7 @@ def value_and_grad(
     has_aux: bool = False,
     autocast: bool = True,
     rules: Rules | None = None,
+    axis_name: AxisName | None = None,
 ) -> Callable[..., Any]:
     """Returns a function that evaluates `loss_fn` and its gradient under `policy`; use it as `jax.value_and_grad`.
 
@@ -58,6 +60,11 @@ def value_and_grad(
         float64 stays unless the policy stores parameters in it), everything else arrives as it is given, and the model
         decides by its own dtypes.
       rules: which operations run in the compute dtype, for autocast; `None` for `DEFAULT_RULES`.
+      axis_name: the axis, or axes, of an enclosing `jax.shard_map` or `jax.pmap` over which the batch is spread.
+        `loss_fn` then returns the mean loss of this device's part, and loss and gradients are averaged over the devices
+        here, the gradients in the policy's `reduce_dtype`; aux is returned as it is. Parameters may be replicated or,
+        in a `shard_map` that checks (`check_vma=True`, JAX's default), sharded and gathered by `loss_fn`. Under
+        `jax.jit` over a sharded mesh leave it out: the loss is over the whole batch.
 
     Returns:
       A function of `loss_fn`'s arguments and keywords, and of the keyword `loss_scale` (a `LossScale`; required where
@@ -71,6 +78,7 @@ def value_and_grad(
       TypeError: `policy`, `argnums`, `rules` or `loss_scale` is something else, the loss scale is missing under
         float16, the loss is not a real floating scalar, a differentiated leaf is not floating or complex, or an
         argument holds an NNX module, which `flax_bridge.value_and_grad` is for.
+      ValueError: `axis_name` names no enclosing axis, or JAX can tell that the loss was averaged over it already.
 
     Reference: Micikevicius et al., Mixed Precision Training, ICLR 2018, sections 3.1 and 3.2.
 
@@ -83,17 +91,23 @@ def value_and_grad(
     policy = check_policy(policy)
     argnums = check_argnums(argnums)
     chosen = (argnums,) if isinstance(argnums, int) else argnums
+    axes = axes_of(axis_name)
     run = _under_autocast if autocast else _as_written
-    differentiate = run(functools.partial(_scaled_grad, loss_fn, argnums, has_aux), policy, rules, chosen)
+    differentiate = run(functools.partial(_scaled_grad, loss_fn, argnums, has_aux, axes), policy, rules, chosen)
 
     def with_policy(*args: Any, loss_scale: LossScale | None = None, **kwargs: Any) -> Any:
         check_no_modules((args, kwargs))
         differentiated = [args[i] for i in chosen if -len(args) <= i < len(args)]  # jax.grad complains of the others
         check_differentiated(differentiated)
         scale = check_loss_scale(loss_scale, policy, differentiated)
+        check_axes(axes)
         scaled_grads, (loss, aux) = differentiate(scale, args, kwargs)
-        grads = scale.unscale(scaled_grads)
         loss = loss.astype(jnp.promote_types(loss.dtype, FLOAT32))
+        if axes:
+            like = differentiated[0] if isinstance(argnums, int) else tuple(differentiated)
+            scaled_grads = mean_gradients(scaled_grads, like, axes, policy.reduce_dtype)
+            loss = jax.lax.pmean(loss, axes)
+        grads = scale.unscale(scaled_grads)
         return ((loss, aux), grads) if has_aux else (loss, grads)
 
     return _named_after(loss_fn, with_policy)
@@ -107,6 +121,7 @@ def grad(
     has_aux: bool = False,
     autocast: bool = True,
     rules: Rules | None = None,
+    axis_name: AxisName | None = None,
 ) -> Callable[..., Any]:
     """Returns a function that evaluates the gradient of `loss_fn` under `policy`; use it as `jax.grad`.
 
@@ -116,7 +131,8 @@ def grad(
     >>> grad(lambda p: p**2, "mixed_bfloat16")(jnp.float32(3))
     Array(6., dtype=float32)
     """
-    both = value_and_grad(loss_fn, policy, argnums=argnums, has_aux=has_aux, autocast=autocast, rules=rules)
+    keywords = {"argnums": argnums, "has_aux": has_aux, "autocast": autocast, "rules": rules, "axis_name": axis_name}
+    both = value_and_grad(loss_fn, policy, **keywords)
 
     def gradient(*args: Any, loss_scale: LossScale | None = None, **kwargs: Any) -> Any:
         value, grads = both(*args, loss_scale=loss_scale, **kwargs)
@@ -129,6 +145,7 @@ def _scaled_grad(
     loss_fn: Callable[..., Any],
     argnums: int | tuple[int, ...],
     has_aux: bool,
+    axes: Sequence[Hashable],
     scale: LossScale,
     *args: Any,
     cast: Callable[[Sequence[Any]], Sequence[Any]] = lambda args: args,
@@ -138,10 +155,14 @@ def _scaled_grad(
 
     def scaled_loss_fn(*args: Any) -> Any:
         loss, aux = split_result(loss_fn(*cast(args), **kwargs), has_aux)
+        check_local(loss, axes)
         # The true loss travels as aux: dividing the scaled one by S would not undo an overflow.
         return scale.scale(loss), (loss, aux)
 
-    return jax.grad(scaled_loss_fn, argnums, has_aux=True)(*args)
+    chosen = (argnums,) if isinstance(argnums, int) else argnums
+    positions = {i % len(args) for i in chosen if -len(args) <= i < len(args)}
+    spread = [local(arg, axes) if i in positions else arg for i, arg in enumerate(args)]
+    return jax.grad(scaled_loss_fn, argnums, has_aux=True)(*spread)
 
 
 def _under_autocast(

@@ -40,13 +40,17 @@ _WRAPPER = re.compile(r"^[\w.\-]*\((.*)\)$")
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Node:
-    """One operation of a flattened program: `ins` and `outs` index `Program.avals`."""
+    """One operation of a flattened program: `ins` and `outs` index `Program.avals`.
+
+    `calls` are the inlined calls around it, innermost first: JAX cuts a traceback where `jit` begins.
+    """
 
     eqn: JaxprEqn
     ins: tuple[int, ...]
     outs: tuple[int, ...]
     name_stack: Any
     low_region: bool
+    calls: tuple[JaxprEqn, ...] = ()
 
     @property
     def name(self) -> str:
@@ -135,7 +139,9 @@ def flatten(jaxpr: ClosedJaxpr | Jaxpr) -> Program:
         known[number] = var.val
         return number
 
-    def inline(closed: ClosedJaxpr | Jaxpr, args: Sequence[int], stack: Any, low_region: bool) -> list[int]:
+    def inline(
+        closed: ClosedJaxpr | Jaxpr, args: Sequence[int], stack: Any, low_region: bool, calls: tuple[JaxprEqn, ...] = ()
+    ) -> list[int]:
         body = open_jaxpr(closed)
         env = dict(zip(body.invars, args, strict=True))
         for var, const in zip(body.constvars, consts_of(closed), strict=True):
@@ -147,11 +153,11 @@ def flatten(jaxpr: ClosedJaxpr | Jaxpr) -> Program:
             inner, inner_stack = _inlined_body(eqn), stack + eqn.source_info.name_stack
             if inner is not None:
                 marked = low_region or region_mark(eqn) == LOW_PRECISION_MARK
-                env.update(zip(eqn.outvars, inline(inner, ins, inner_stack, marked), strict=True))
+                env.update(zip(eqn.outvars, inline(inner, ins, inner_stack, marked, (eqn, *calls)), strict=True))
                 continue
             outs = tuple(new(var.aval) for var in eqn.outvars)
             env.update(zip(eqn.outvars, outs, strict=True))
-            nodes.append(Node(eqn, ins, outs, inner_stack, low_region))
+            nodes.append(Node(eqn, ins, outs, inner_stack, low_region, calls))
         return [atom(env, var) for var in body.outvars]
 
     inputs = tuple(new(var.aval) for var in open_jaxpr(jaxpr).invars)
@@ -204,7 +210,12 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _strip(stack: str) -> str:
+def plain_scope(stack: str) -> str:
+    """A name stack without its transforms.
+
+    >>> plain_scope("transpose(jvp(Net))/Block")
+    'Net/Block'
+    """
     segments: list[str] = []
     for segment in stack.split("/"):
         name = segment
@@ -220,7 +231,7 @@ def _strip(stack: str) -> str:
 
 def scope_of(node: Node) -> str:
     """The `jax.named_scope` path of a node without its transforms: forward and backward operations have one path."""
-    return _strip(str(node.name_stack))
+    return plain_scope(str(node.name_stack))
 
 
 def is_backward(node: Node) -> bool:

@@ -27,8 +27,8 @@ class ScaleStatus(enum.IntEnum):
     BACKING_OFF = 1
     """The last step was skipped, and the scale can still become smaller."""
     AT_MINIMUM = 2
-    """A dynamic scale has fallen to its minimum, or one that cannot move met an overflow: look for the overflow in the
-    model, since scaling will cure no further one."""
+    """A dynamic scale has fallen to its minimum, or one that cannot move met an overflow: the model overflows by
+    itself, and scaling cures no further one. `find_overflow(train_step)(*args)` names the line and the cure."""
 
 
 class LossScaleState(NamedTuple):
@@ -163,7 +163,7 @@ def get_loss_scale(opt_state: Any) -> LossScale:
       >>> float(get_loss_scale(opt_state).loss_scale)
       32768.0
     """
-    return _find(opt_state).loss_scale
+    return find_state(opt_state).loss_scale
 
 
 def step_metrics(opt_state: Any) -> dict[str, jax.Array]:
@@ -174,7 +174,8 @@ def step_metrics(opt_state: Any) -> dict[str, jax.Array]:
 
     Returns:
       `loss_scale`, float32: the scale for the next step; `grads_finite`, bool: whether the step was applied;
-      `skipped_steps` and `consecutive_skips`, int32; `status`, int32: a `ScaleStatus`.
+      `skipped_steps` and `consecutive_skips`, int32; `status`, int32: a `ScaleStatus`. When that is `AT_MINIMUM`, call
+      `find_overflow` with the step and its arguments.
 
     Raises:
       ValueError: `opt_state` holds no loss scale, or more than one.
@@ -184,7 +185,7 @@ def step_metrics(opt_state: Any) -> dict[str, jax.Array]:
       >>> {name: value.item() for name, value in step_metrics(opt_state).items()}
       {'loss_scale': 32768.0, 'grads_finite': True, 'skipped_steps': 0, 'consecutive_skips': 0, 'status': 0}
     """
-    state = _find(opt_state)
+    state = find_state(opt_state)
     value = jnp.asarray(state.loss_scale.loss_scale, np.float32)
     stuck = ~state.grads_finite
     if isinstance(state.loss_scale, DynamicLossScale):
@@ -259,7 +260,8 @@ def _check_structure(grads: Any, state: Any, params: Any) -> None:
         )
 
 
-def _find(opt_state: Any) -> LossScaleState:
+def find_state(opt_state: Any) -> LossScaleState:
+    """The one `LossScaleState` of an optimizer's state, with plain arrays; raises as `get_loss_scale` does."""
     found = _find_all(opt_state)
     if not found:
         raise ValueError(

@@ -16,9 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from battery_models import SMALL, Row, Size
 from battery_row import gradient_of
-from gpu_compile import compile_for_gpu, convolutions, dots, kernels, sixteen_bit_carries, sixteen_bit_sums, traffic
+from loop_carries import sixteen_bit_carries
 
 from jmp_train import autocast, get_policy
+from jmp_train._diagnostics._faults import sixteen_bit_sums
+from jmp_train._diagnostics._gpu_compile import compile_for_gpu, module_text
+from jmp_train._diagnostics._gpu_products import convolutions, dots
+from jmp_train._diagnostics._kernels import kernels, traffic
 
 Tree = Any
 Leaves = Mapping[str, np.ndarray]
@@ -192,8 +196,8 @@ def figures(fn: Callable[..., Any], *args: Any, **options: Any) -> Figures:
     """Compiles `fn` for an H200. 16-bit sums are those of kernels and those that a loop carries."""
     args = tuple(abstract(arg) for arg in args)
     compiled = compile_for_gpu(fn, *args, **options)
-    text, memory = compiled.as_text(), compiled.memory_analysis()
-    assert text is not None and memory is not None
+    text, memory = module_text(compiled), compiled.memory_analysis()
+    assert memory is not None
     return Figures(
         tuple(dtypes for dtypes, _ in dots(text)),
         tuple(dtypes for dtypes, _ in convolutions(text)),

@@ -53,6 +53,26 @@ def test_digits_keeps_statistics_on_an_overflow():
     jax.tree.map(np.testing.assert_array_equal, after.batch_stats, state.batch_stats)
 
 
+@pytest.mark.slow
+def test_diagnose(tmp_path, capsys):
+    results = load("diagnose").main(["--steps", "6", "--stride", "8", "--out", str(tmp_path)])
+    assert results["found"].verdict is jmp.Verdict.KEEP_FLOAT32
+    assert results["collapsed"]["skipped_steps"][-1] == 6 and results["held"]["skipped_steps"][-1] == 0
+    assert results["held"]["loss"][-1] < results["held"]["loss"][0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exponents.png", "loss_scale.png"]
+    assert 'with_scopes({"Wines/encoder": "float32"})' in capsys.readouterr().out
+
+
+def test_data_parallel_routes_agree_on_a_skip():
+    results = load("data_parallel").main(["--steps", "4", "--overflow-at", "1"])
+    one = results.pop("one device")
+    assert len(results) == 3 and np.isfinite(one["losses"]).tolist() == [True, False, True, True]
+    for result in results.values():
+        np.testing.assert_allclose(result["losses"][2:], one["losses"][2:], rtol=1e-3)
+        assert result["skipped_steps"] == one["skipped_steps"] == 1
+        assert result["loss_scale"] == one["loss_scale"] == 2.0**14
+
+
 def test_underflow(tmp_path, capsys):
     gradients, updates = load("underflow").main(["--steps", "2", "2", "--stride", "8", "--out", str(tmp_path)])
     assert len(gradients) == 3 and len(updates) == 4

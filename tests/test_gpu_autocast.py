@@ -23,10 +23,11 @@ from autocast_references import (
 )
 from battery_models import BY_NAME, ROWS
 from battery_tools import HALVES, abstract, abstract_example, figures, gradient_function, row_figures, tracing_calls
-from gpu_compile import collectives, compile_for_gpu, gpu_mesh
 from jax.sharding import PartitionSpec
 
 from jmp_train import autocast, get_policy
+from jmp_train._diagnostics._faults import collectives
+from jmp_train._diagnostics._gpu_compile import gpu_module
 
 pytestmark = pytest.mark.slow
 
@@ -79,10 +80,8 @@ def test_gradients_cross_eight_gpus_in_float32():
     params, (x, y) = mlp_arguments()
     state = our_state(params)
     step = our_step(mlp_loss(), get_policy("mixed_float16"))
-    specs = [PartitionSpec(), PartitionSpec("data")]
-    compiled = compile_for_gpu(step, state, (x, y), mesh=gpu_mesh(8), specs=specs, donate_argnums=0)
-    text = compiled.as_text()
-    assert text is not None
+    specs = (PartitionSpec(), PartitionSpec("data"))
+    text = gpu_module(step, state, (x, y), devices=8, in_shardings=specs, donate_argnums=0)
     assert {dtype for opcode, dtype, _ in collectives(text) if opcode == "all-reduce"} <= {"f32", "pred", "s32"}
 
 

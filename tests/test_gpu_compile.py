@@ -3,21 +3,13 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from gpu_compile import (
-    collectives,
-    convolutions,
-    copies,
-    dots,
-    gpu_mesh,
-    gpu_module,
-    kernels,
-    sixteen_bit_carries,
-    sixteen_bit_sums,
-    traffic,
-    wide_convolutions,
-    wide_dots,
-)
 from jax.sharding import PartitionSpec
+from loop_carries import sixteen_bit_carries
+
+from jmp_train._diagnostics._faults import collectives, copies, sixteen_bit_sums
+from jmp_train._diagnostics._gpu_compile import gpu_module
+from jmp_train._diagnostics._gpu_products import convolutions, dots, wide_convolutions, wide_dots
+from jmp_train._diagnostics._kernels import kernels, traffic
 
 HALVES = [jnp.float16, jnp.bfloat16]
 
@@ -69,7 +61,7 @@ class TestSums:
         def mean_gradient(w, x):
             return jax.grad(lambda w: jnp.sum(jnp.square((x @ w).astype(jnp.float32))))(w)
 
-        options = {"mesh": gpu_mesh(8), "specs": [PartitionSpec(), PartitionSpec("data")]}
+        options = {"devices": 8, "in_shardings": (PartitionSpec(), PartitionSpec("data"))}
         text = gpu_module(mean_gradient, array(64, 64, dtype=dtype), array(512, 64, dtype=dtype), **options)
         assert [each[:2] for each in collectives(text)] == [("all-reduce", "f16" if dtype == jnp.float16 else "bf16")]
         assert len(sixteen_bit_sums(text)) >= 1

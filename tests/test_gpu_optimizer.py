@@ -1,6 +1,5 @@
 """What loss scaling costs one Adam step compiled for an H200: bytes, copies, kernels, compile time."""
 
-import importlib
 import time
 
 import jax
@@ -9,8 +8,10 @@ import optax
 import pytest
 
 from jmp_train import all_finite, get_loss_scale, with_loss_scale, with_master_weights
+from jmp_train._diagnostics._faults import copies
+from jmp_train._diagnostics._gpu_compile import gpu_module
+from jmp_train._diagnostics._kernels import kernels, traffic
 
-gpu = importlib.import_module("gpu_compile")
 pytestmark = pytest.mark.slow
 
 ADAM = optax.adam(1e-3)
@@ -31,11 +32,11 @@ def module(tx, shapes, grad_dtype=jnp.float32, param_dtype=jnp.float32, scaled=T
 
     params = {name: jax.ShapeDtypeStruct(shape, param_dtype) for name, shape in shapes.items()}
     grads = {name: jax.ShapeDtypeStruct(shape, grad_dtype) for name, shape in shapes.items()}
-    return gpu.gpu_module(step, (params, jax.eval_shape(tx.init, params)), grads, donate_argnums=0)
+    return gpu_module(step, (params, jax.eval_shape(tx.init, params)), grads, donate_argnums=0)
 
 
 def bytes_per_parameter(text, shapes):
-    return gpu.traffic(text) / sum(jnp.zeros(shape).size for shape in shapes.values())
+    return traffic(text) / sum(jnp.zeros(shape).size for shape in shapes.values())
 
 
 @pytest.mark.parametrize("grad_dtype, bound", [(jnp.float32, 32.0), (jnp.float16, 28.0), (jnp.bfloat16, 28.0)])
@@ -44,9 +45,9 @@ def bytes_per_parameter(text, shapes):
 def test_bytes_copies_and_conditionals(inner, grad_dtype, bound, shapes):
     text = module(with_loss_scale(inner), shapes, grad_dtype)
     found = bytes_per_parameter(text, shapes)
-    print(f"{found:.2f} bytes a parameter, {len(gpu.kernels(text))} kernels")
+    print(f"{found:.2f} bytes a parameter, {len(kernels(text))} kernels")
     assert found <= 1.01 * bound
-    assert gpu.copies(text) == [] and "conditional(" not in text
+    assert copies(text) == [] and "conditional(" not in text
 
 
 def test_the_figure_for_bare_adam_is_28():
@@ -54,8 +55,8 @@ def test_the_figure_for_bare_adam_is_28():
 
 
 def test_kernels_above_bare_adam():
-    bare = len(gpu.kernels(module(ADAM, MODEL, scaled=False)))
-    ours = len(gpu.kernels(module(with_loss_scale(ADAM), MODEL)))
+    bare = len(kernels(module(ADAM, MODEL, scaled=False)))
+    ours = len(kernels(module(with_loss_scale(ADAM), MODEL)))
     print(f"{bare} kernels bare, {ours} with loss scaling, {len(MODEL)} leaves")
     assert ours - bare <= 2 * len(MODEL)
 
@@ -71,12 +72,12 @@ def small_leaves(count):
 
 def timed_kernels(build):
     start = time.process_time()
-    return len(gpu.kernels(build())), time.process_time() - start
+    return len(kernels(build())), time.process_time() - start
 
 
 def check_of(count, check):
     leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in small_leaves(count).values()]
-    return timed_kernels(lambda: gpu.gpu_module(check, leaves))
+    return timed_kernels(lambda: gpu_module(check, leaves))
 
 
 def test_the_check_of_1000_small_leaves():
@@ -105,4 +106,4 @@ def test_master_weights_copy_nothing(dtype):
     text = module(with_loss_scale(with_master_weights(ADAM)), LARGE, dtype, dtype)
     found = bytes_per_parameter(text, LARGE)
     print(f"{found:.2f} bytes a parameter")
-    assert found <= 32.1 and gpu.copies(text) == []
+    assert found <= 32.1 and copies(text) == []

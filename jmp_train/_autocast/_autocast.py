@@ -101,8 +101,12 @@ def make_planned(
     chosen = _to_argnums(argnums)
     plans: weakref.WeakKeyDictionary[Any, dict[tuple[Kind, ...], Plan]] = weakref.WeakKeyDictionary()
 
+    @functools.wraps(fn)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)  # a frame of this file in every traceback: the sign of autocast
+
     def planned(*args: Any, **kwargs: Any) -> tuple[Plan, Any]:
-        jaxpr, shape = trace(fn, *args, **kwargs)
+        jaxpr, shape = trace(recorded, *args, **kwargs)
         body = open_jaxpr(jaxpr)
         kinds = _argument_kinds(body, args, kwargs, policy, chosen)
         known = plans.setdefault(body, {})

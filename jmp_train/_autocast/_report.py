@@ -13,7 +13,7 @@ from .._paths import glob_matches
 from ._difference import Difference, compare
 from ._emitted import Emitted
 from ._operations import Operation
-from ._text import columns, count, megabytes, short_source
+from ._text import as_lists, columns, count, megabytes, short_source
 
 _SIXTEEN_BITS = ("float16", "bfloat16")
 
@@ -117,7 +117,7 @@ class Explanation:
         values = dataclasses.asdict(self)
         values["kept_bytes"] = dict(self.kept_bytes)
         values["opaque"] = [dict(zip(("primitive", "number", "reason"), row, strict=True)) for row in self.opaque]
-        return {name: getattr(self, name) for name in names} | _as_lists(values)
+        return {name: getattr(self, name) for name in names} | as_lists(values)
 
     def table(self, scope: str | None = None) -> str:
         """Returns a line for every operation: what it is, where, which rule holds, what it runs in and why.
@@ -187,9 +187,3 @@ class Explanation:
         found = Counter((op.primitive, op.rule, op.dtype or "") for op in self.operations if not op.holds_program)
         rows = [(name, str(number), rule, dtype) for (name, rule, dtype), number in found.most_common()]
         return columns(("primitive", "number", "rule", "dtype"), rows)
-
-
-def _as_lists(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _as_lists(item) for key, item in value.items()}
-    return [_as_lists(item) for item in value] if isinstance(value, tuple | list) else value

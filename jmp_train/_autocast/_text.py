@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -32,7 +33,9 @@ def megabytes(number: int) -> str:
     >>> megabytes(1_234_567)
     '1.23 MB'
     """
-    return f"{number / 1e6:.3g} MB" if number >= 1e4 else f"{number} B"
+    if number < 1e4:
+        return f"{number} B"
+    return f"{number / 1e6:.3g} MB" if number < 999.5e6 else f"{number / 1e9:.3g} GB"
 
 
 def short_source(source: str) -> str:
@@ -44,3 +47,14 @@ def short_source(source: str) -> str:
     place, _, function = source.partition(" ")
     file, *numbers = place.split(":")
     return " ".join(filter(None, [":".join([os.path.basename(file), *numbers[:1]]), function]))
+
+
+def as_lists(value: Any) -> Any:
+    """Dictionaries, lists and tuples as JSON gives them back: with lists for tuples.
+
+    >>> as_lists({"shape": (2, (3,))})
+    {'shape': [2, [3]]}
+    """
+    if isinstance(value, dict):
+        return {key: as_lists(item) for key, item in value.items()}
+    return [as_lists(item) for item in value] if isinstance(value, tuple | list) else value

@@ -2,7 +2,7 @@
 
 Decides, from the frames between the user's code and JAX, whether a cast was asked for by name and whether an operation
 is part of a user-written derivative rule that differentiation has already expanded. Best effort: tracebacks are for
-people, and the names of JAX's own frames may change; nothing but `explain` reads them.
+people, and the names of JAX's own frames may change; nothing but reports to people reads them.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ _RULE_CALLS = {
 }
 
 
-def _frames(node: Node) -> list[tuple[str, str, int]]:
-    """(function, file, line), innermost first."""
-    traceback = node.eqn.source_info.traceback
-    return [(f.function_name, f.file_name, f.line_num) for f in traceback.frames] if traceback else []
+def frames_of(node: Node) -> Iterator[tuple[str, str, int]]:
+    """(function, file, line), innermost first, those of the calls around it included."""
+    for eqn in (node.eqn, *node.calls):
+        traceback = eqn.source_info.traceback
+        for frame in traceback.frames if traceback else ():
+            yield frame.function_name, frame.file_name, frame.line_num
 
 
-def _is_jax(file: str) -> bool:
+def is_jax(file: str) -> bool:
     return file.startswith(_JAX)
 
 
 def is_asked_for(node: Node) -> bool:
     """Whether code outside JAX asked for this cast: `x.astype`, `jnp.asarray`, `jnp.float32(x)` and the like."""
     entry = ""
-    for function, file, _ in _frames(node):
-        if not _is_jax(file):
+    for function, file, _ in frames_of(node):
+        if not is_jax(file):
             return entry in _CASTS
         if not function.endswith(_WRAPPERS):
             entry = function
@@ -52,7 +54,7 @@ def user_rules(node: Node) -> Iterator[str]:
     if node.name in ("custom_jvp_call", "custom_vjp_call"):
         origin = getattr(open_jaxpr(node.params["call_jaxpr"]).debug_info, "func_src_info", None) or ""
         name, _, where = origin.partition(" at ")
-        if where and not _is_jax(where):
+        if where and not is_jax(where):
             yield f"{node.name.removesuffix('_call')} of {name} ({where})"
     elif node.name == "linear_call":
         yield "linear_call"
@@ -61,9 +63,9 @@ def user_rules(node: Node) -> Iterator[str]:
 
 def _expanded(node: Node) -> Iterator[str]:
     rule = None
-    for function, file, line in _frames(node):
+    for function, file, line in frames_of(node):
         kind = _RULE_CALLS.get(function)
-        if kind is not None and rule is not None and not _is_jax(rule[1]):
+        if kind is not None and rule is not None and not is_jax(rule[1]):
             yield f"{kind} rule {rule[0]} ({rule[1]}:{rule[2]}), expanded"
         if "custom_derivatives" not in file:
             rule = (function, file, line)

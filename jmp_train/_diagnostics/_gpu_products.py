@@ -1,0 +1,152 @@
+"""The matrix products and convolutions of a compiled module: their dtypes, their FLOPs, and what multiplies them.
+
+Decides which instructions multiply matrices: dots in fusions, and calls of cuBLAS and cuDNN. Does not decide bytes; see
+`_kernels.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+from ._gpus import product_unit
+from ._hlo import Instruction, Module, parse, shapes_of
+from ._kernels import launches
+
+_CALLS_A_PRODUCT = re.compile(r'custom_call_target="[^"]*(?:cublas|gemm|matmul)')
+_BACKEND_CONTRACTION = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompiledProduct:
+    """A dot or a convolution as it was compiled.
+
+    Attributes:
+      kind: `dot` or `convolution`.
+      operands: the dtypes of its operands, as XLA names them.
+      result: the dtype of its result.
+      unit: which of `UNITS` multiplies.
+      flops: of one run.
+      times: how often it runs.
+      kernel: the name of the kernel it is in.
+      scope, source: where it comes from, as for a kernel.
+      line: its line of the module.
+    """
+
+    kind: str
+    operands: tuple[str, ...]
+    result: str
+    unit: str
+    flops: int
+    times: int
+    kernel: str
+    scope: str
+    source: str
+    line: str
+
+
+def products(text: str) -> list[CompiledProduct]:
+    """Every dot and convolution of one call. One row times a matrix is none for XLA, but a product and a sum."""
+    module = parse(text)
+    found = []
+    for launch in launches(module):
+        outer = launch.instruction
+        for each, shapes in _inside(module, outer, launch.shapes):
+            if kind := _kind(each):
+                found.append(_product(module, each, kind, shapes, launch.times, outer.name))
+    return found
+
+
+def _inside(
+    module: Module, instruction: Instruction, shapes: Mapping[str, str]
+) -> Iterator[tuple[Instruction, Mapping[str, str]]]:
+    """An instruction, and those of the fusion it may be, each with the shapes around it."""
+    yield instruction, shapes
+    body = module.called(instruction)
+    inner = {each.name: each.shape for each in body}
+    for each in body:
+        yield from _inside(module, each, inner)
+
+
+def _kind(instruction: Instruction) -> str | None:
+    if instruction.opcode == "convolution" or "__cudnn$conv" in instruction.line:
+        return "convolution"
+    if instruction.opcode == "dot" or _CALLS_A_PRODUCT.search(instruction.line):
+        return "dot"
+    return None
+
+
+def _product(
+    module: Module, each: Instruction, kind: str, shapes: Mapping[str, str], times: int, kernel: str
+) -> CompiledProduct:
+    operands = [shape for name in each.operands if name in shapes for shape in shapes_of(shapes[name])]
+    dtypes = tuple(dtype for dtype, _ in operands)
+    left, right = operands[0][1], operands[1][1]
+    result = shapes_of(each.shape)[0]
+    flops = _dot_flops(each, left, result[1]) if kind == "dot" else _convolution_flops(each, left, right, result[1])
+    algorithm = each.attribute("algorithm")
+    is_strict = "highest" in each.attribute("operand_precision").lower() or "f32_f32_f32" in algorithm
+    is_strict = is_strict or '"HIGHEST"' in each.line
+    return CompiledProduct(
+        kind=kind,
+        operands=dtypes,
+        result=result[0],
+        unit=product_unit(dtypes[:2], is_strict),
+        flops=flops,
+        times=times,
+        kernel=kernel,
+        scope=each.scope,
+        source=module.source_of(each),
+        line=each.line,
+    )
+
+
+def _dot_flops(dot: Instruction, left: tuple[int, ...], result: tuple[int, ...]) -> int:
+    dimensions = dot.attribute("lhs_contracting_dims")
+    if not dimensions and (found := _BACKEND_CONTRACTION.search(dot.line)):
+        dimensions = found.group(1).replace('"', "")
+    return 2 * math.prod(result) * math.prod(left[int(d)] for d in dimensions.split(",") if d)
+
+
+def _convolution_flops(
+    convolution: Instruction, left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...]
+) -> int:
+    """FLOPs of the forward convolution: its two gradients have as many, and cuDNN names their dimensions as its own."""
+    kernel = re.split(r"_|->", convolution.attribute("dim_labels"))[1]
+    if "convBackwardInput" in convolution.line:
+        left, result = result, left
+    elif "convBackwardFilter" in convolution.line:
+        right, result = result, right
+    window = math.prod(size for size, label in zip(right, kernel, strict=False) if label not in "o")
+    if "lhs_dilate" not in convolution.line:
+        return 2 * math.prod(result) * window
+    # A dilated input: the zeros between its elements are not multiplied.
+    channels = right[kernel.index("o")]
+    taps = math.prod(size for size, label in zip(right, kernel, strict=False) if label not in "io")
+    return 2 * math.prod(left) * taps * channels // int(convolution.attribute("feature_group_count") or 1)
+
+
+def _named(text: str, kind: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    return ((each.operands, each.line) for each in products(text) if each.kind == kind)
+
+
+def dots(text: str) -> list[tuple[tuple[str, ...], str]]:
+    """`(dtypes of the operands, line)` of every matrix product: cuBLAS calls, dots in Triton and in other kernels."""
+    return list(_named(text, "dot"))
+
+
+def convolutions(text: str) -> list[tuple[tuple[str, ...], str]]:
+    """`(dtypes of the operands, line)` of every convolution."""
+    return list(_named(text, "convolution"))
+
+
+def wide_dots(text: str) -> list[str]:
+    """Matrix products with a float32 operand."""
+    return [line for dtypes, line in dots(text) if "f32" in dtypes]
+
+
+def wide_convolutions(text: str) -> list[str]:
+    """Convolutions with a float32 operand; asking 16-bit ones for a float32 result is enough to get one."""
+    return [line for dtypes, line in convolutions(text) if "f32" in dtypes]

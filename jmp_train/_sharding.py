@@ -1,0 +1,108 @@
+"""Gradients on many devices: differentiate the local loss, then average in a dtype somebody chose.
+
+Decides over which axes a gradient is averaged, where, and in what it crosses the wire. Does not decide whether a step
+is skipped; `with_loss_scale(axis_name=...)` makes all devices agree on that (`_optimizer.py`).
+
+In a `shard_map` that checks which values vary over its axes, JAX sums the gradient of a replicated parameter over the
+devices on its own, in the dtype that the parameter was cast to. A mean taken later is then a mean of equal sums. So the
+parameters are declared varying before they are differentiated, the gradient stays local, and the only sum is the one
+here.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from ._dtypes import FLOAT32
+from ._finite import is_float0, is_gradient
+
+T = TypeVar("T")
+AxisName = Hashable | Sequence[Hashable]
+
+
+def axes_of(axis_name: AxisName | None) -> tuple[Hashable, ...]:
+    """The axes that `axis_name` names, one or several."""
+    if axis_name is None:
+        return ()
+    return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+
+
+def check_axes(axes: Sequence[Hashable]) -> None:
+    """Raises unless every axis belongs to an enclosing `shard_map`, `pmap` or `vmap`."""
+    for axis in axes:
+        try:
+            jax.lax.axis_size(axis)
+        except NameError:
+            raise ValueError(
+                f"`axis_name` must name an axis of an enclosing jax.shard_map, jax.pmap or jax.vmap, got {axis!r}, "
+                f"which is none here; under jax.jit over a sharded mesh leave axis_name out: the mean over the whole "
+                f"batch is in the loss already."
+            ) from None
+
+
+def local(tree: T, axes: Sequence[Hashable]) -> T:
+    """`tree` declared to vary over `axes`, so that differentiating by it sums over no device."""
+    manual = set(jax.sharding.get_abstract_mesh().manual_axes) & set(axes)  # the axis of a vmap has no such notion
+
+    def declare(leaf: Any) -> Any:
+        missing = tuple(axis for axis in axes if axis in manual - varying_axes(leaf))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(declare, tree)
+
+
+def varying_axes(leaf: Any) -> frozenset[Any]:
+    """The mesh axes over which JAX knows a value to differ; none where it does not check."""
+    return jax.typeof(leaf).manual_axis_type.varying
+
+
+def check_local(loss: jax.Array, axes: Sequence[Hashable]) -> None:
+    """Raises for a loss that was averaged over one of `axes` already, where JAX can tell."""
+    checked = varying_axes(local(jnp.zeros(()), axes))
+    reduced = [axis for axis in axes if axis in checked - varying_axes(loss)]
+    if reduced:
+        raise ValueError(
+            f"`loss_fn` must return the mean loss of this device's part of the batch, got one that is equal on all "
+            f"devices of axis {reduced[0]!r}; leave the jax.lax.pmean or psum over {reduced[0]!r} to "
+            f"value_and_grad(axis_name={reduced[0]!r}), which averages loss and gradients."
+        )
+
+
+def mean_gradients(grads: T, like: Any, axes: Sequence[Hashable], reduce_dtype: Any) -> T:
+    """The mean of every gradient over the devices of `axes`.
+
+    Args:
+      grads: gradients of the local mean loss; scaled or not.
+      like: what they are the gradients of, before `local`. A leaf that varied over an axis from the start, a shard of a
+        parameter that the loss gathers, has the gradients of all devices summed in its own by the transpose of that
+        gather: over such an axis the mean is a division, and nothing crosses the wire.
+      axes: the axes.
+      reduce_dtype: what floating gradients of 16 or 32 bits cross the wire in. A narrower one than float32 rounds
+        after the division, so that the sum of the devices' shares is in range where their mean is.
+
+    Returns:
+      A tree like `grads`, in the same dtypes. Flax's `_overwrite_with_gradient` statistics, largest magnitudes and what
+      follows from them, are the largest over the devices. What is no gradient (float0, integers) is returned as it is.
+    """
+
+    def mean(path: Any, grad: Any, value: Any) -> Any:
+        if is_float0(grad) or not jnp.issubdtype(jnp.result_type(grad), jnp.inexact):
+            return grad
+        over = tuple(axis for axis in axes if axis not in varying_axes(value))
+        if not is_gradient(path, grad):
+            return jax.lax.pmax(grad, over) if over else grad
+        return _mean(grad, over, jax.lax.axis_size(tuple(axes)), reduce_dtype)
+
+    return jax.tree_util.tree_map_with_path(mean, grads, like)
+
+
+def _mean(grad: jax.Array, over: tuple[Hashable, ...], devices: int, reduce_dtype: Any) -> jax.Array:
+    """The sum over the axes `over`, divided by the number of all devices, in at least float32."""
+    wide = jnp.promote_types(grad.dtype, FLOAT32)
+    share = grad.astype(wide) / devices
+    if not over:
+        return share.astype(grad.dtype)
+    wire = reduce_dtype if wide == FLOAT32 else wide
+    return jax.lax.psum(share.astype(wire), over).astype(grad.dtype)

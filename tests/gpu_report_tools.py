@@ -1,0 +1,28 @@
+"""What the tests of `gpu_report` compile: arguments without data, and a step of Adam."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jmp_train import gpu_report
+
+f16, f32 = jnp.float16, jnp.float32
+
+
+def array(*shape, dtype=f32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def report(fn, *args, **options):
+    return gpu_report(fn, **options)(*args)
+
+
+def adam_step(carry, grads):
+    params, state = carry
+    updates, state = optax.adam(1e-3).update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def adam_arguments(size=1024):
+    params = {"w": array(size, size)}
+    return (params, jax.eval_shape(optax.adam(1e-3).init, params)), params

@@ -1,0 +1,86 @@
+"""`backward_histogram` against a backward pass written out in NumPy float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jmp_train as jmp
+
+X = np.linspace(0.5, 2.0, 8, dtype=np.float32).reshape(2, 4)
+W = np.eye(4, dtype=np.float32) + 0.1
+
+
+def exponents(*arrays):
+    """(exponent, number) of the non-zero values, smallest first."""
+    values = np.concatenate([np.ravel(array) for array in arrays])
+    found, counts = np.unique(np.floor(np.log2(np.abs(values[values != 0]))), return_counts=True)
+    return list(zip(found.astype(int).tolist(), counts.tolist(), strict=True))
+
+
+def counted(histogram, path):
+    row = histogram.values[histogram.paths.index(path)]
+    return [(int(histogram.exponents[i]), int(row[i])) for i in np.flatnonzero(row)]
+
+
+def loss(w, x):
+    with jax.named_scope("Net"):
+        return 1e-4 * jnp.sum(jnp.sin(x @ w))
+
+
+def test_the_backward_pass_of_a_layer():
+    found = jmp.backward_histogram(jax.grad(loss))(W, X)
+    x, w = X.astype(np.float64), W.astype(np.float64)
+    dh = 1e-4 * np.cos(x @ w)
+    assert counted(found, "Net/mul") == exponents([1e-4], dh)
+    assert counted(found, "Net/dot_general") == exponents(x.T @ dh)
+    # The cosine itself belongs to the forward pass; what only rearranges is not counted.
+    assert set(found.paths) == {"Net/mul", "Net/dot_general"}
+
+
+def test_the_activation_gradients_are_there():
+    found = jmp.backward_histogram(jax.jit(jax.value_and_grad(loss, (0, 1))))(W, X)
+    x, w = X.astype(np.float64), W.astype(np.float64)
+    dh = 1e-4 * np.cos(x @ w)
+    assert counted(found, "Net/dot_general") == exponents(x.T @ dh, dh @ w.T)
+
+
+def test_every_iteration_of_a_loop_counts():
+    def looped(x):
+        return jnp.sum(lax.scan(lambda c, _: (c * 0.25, None), x, None, length=5)[0])
+
+    found = jmp.backward_histogram(jax.grad(looped))(X)
+    assert counted(found, "mul") == [(-2 * i, X.size) for i in range(5, 0, -1)]
+
+
+def test_zeros_and_the_loss_scale():
+    def small(w):
+        return 1e-8 * jnp.sum(jnp.sin(X @ w))
+
+    unscaled = jmp.backward_histogram(jmp.grad(small, "mixed_float16"))(W, loss_scale=jmp.NoOpLossScale())
+    scaled = jmp.backward_histogram(jmp.grad(small, "mixed_float16"))(W, loss_scale=jmp.StaticLossScale(2.0**15))
+    assert sum(unscaled.zeros) >= 2 * X.size > 0 == sum(scaled.zeros)
+    # In float32 nothing is lost; what float16 would lose can be asked.
+    wide = jmp.backward_histogram(jax.grad(small))(W)
+    assert sum(wide.zeros) == 0
+    assert jmp.underflow_report(wide, "float16").total.becomes_zero > 0.5
+    assert jmp.underflow_report(wide, "float16", 2.0**20).total.becomes_zero == 0
+
+
+def test_bad_input():
+    with pytest.raises(TypeError) as error:
+        jmp.backward_histogram("loss")  # type: ignore[arg-type]
+    assert (
+        str(error.value) == "`fn` must be callable, got 'loss'; pass a function that differentiates: jax.grad(loss_fn)."
+    )
+    with pytest.raises(ValueError) as value_error:
+        jmp.backward_histogram(loss)(W, X)
+    assert str(value_error.value) == (
+        "`fn` has no backward pass; pass a function that differentiates: jax.grad(loss_fn)."
+    )
+    with pytest.raises(TypeError) as error:
+        jax.jit(jmp.backward_histogram(jax.grad(loss)))(W, X)
+    assert str(error.value) == (
+        "the argument '0' is traced: backward_histogram needs numbers; call it outside jit, on arrays."
+    )

@@ -1,0 +1,375 @@
+"""`find_overflow` against planted faults, and against programs with infinities that are meant to be there."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import overflow_faults
+import pytest
+from jax import lax
+from overflow_faults import F16, F32, FAULTS, W, X
+
+import jmp_train as jmp
+from jmp_train import Verdict, find_overflow
+
+SOURCE = Path(overflow_faults.__file__).read_text().splitlines()
+
+
+def line_of(mark):
+    (line,) = (number for number, text in enumerate(SOURCE, 1) if re.search(rf"# .*\bhere {mark}\b", text))
+    return line
+
+
+def found(name):
+    (fault,) = (fault for fault in FAULTS if fault.make.__name__ == name)
+    fn, args, kwargs = fault.make()
+    return find_overflow(fn)(*args, **kwargs)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.make.__name__)
+def test_the_planted_line_is_named(fault):
+    fn, args, kwargs = fault.make()
+    report = find_overflow(fn)(*args, **kwargs)
+    assert report and report.file == overflow_faults.__file__
+    assert (report.line, report.text) == (line_of(fault.mark), SOURCE[line_of(fault.mark) - 1].strip())
+    assert (report.primitive, report.verdict) == (fault.primitive, fault.verdict)
+    assert report.backward == fault.backward
+    assert tuple(loop[:2] for loop in report.loops) == fault.loops
+    assert fault.cure in report.cure
+    assert report.reached and any(x.infs or x.nans for x in report.results)
+    if report.verdict is not Verdict.INPUT and report.primitive != "sub":
+        assert not any(x.infs or x.nans for x in report.operands)
+    json.dumps(report.as_dict(), allow_nan=False)
+
+
+# Scales that fit
+
+
+@pytest.mark.parametrize(
+    ("name", "fits"),
+    [
+        ("scale_too_large", 2.0**15),
+        ("scale_too_large_for_a_deep_layer", None),
+        ("scan_backward", 8.0),
+        ("scaled_loss_beyond_float32", None),
+    ],
+)
+def test_the_scale_that_fits_is_the_largest(name, fits):
+    (fault,) = (fault for fault in FAULTS if fault.make.__name__ == name)
+    fn, args, kwargs = fault.make()
+    report = find_overflow(fn)(*args, **kwargs)
+    scale = report.fitting_loss_scale or 0.0
+    assert report.loss_scale == float(kwargs["loss_scale"].loss_scale)
+    assert scale == 2.0 ** round(np.log2(scale)) and fits in (None, scale)
+    assert jmp.all_finite(fn(*args, loss_scale=jmp.StaticLossScale(scale)))
+    assert not jmp.all_finite(fn(*args, loss_scale=jmp.StaticLossScale(2 * scale)))
+
+
+def test_a_scale_in_a_closure_is_seen():
+    def fn(w):
+        return jmp.grad(lambda w: jnp.sum(X @ w), "mixed_float16")(w, loss_scale=jmp.StaticLossScale(2.0**17))
+
+    report = find_overflow(fn)(W)
+    assert (report.verdict, report.loss_scale, report.fitting_loss_scale) == (Verdict.LOWER_SCALE, 2.0**17, 2.0**15)
+
+
+def test_a_fault_that_no_scale_cures_is_the_models():
+    def loss(w):
+        return jnp.sum(jnp.sqrt(X @ w))
+
+    fn = jmp.grad(loss, "mixed_float16")
+    report = find_overflow(fn)(0 * W, loss_scale=jmp.StaticLossScale(2.0**10))
+    assert report.verdict is Verdict.MODEL and report.why.endswith("No loss scale cures it.")
+    assert report.fitting_loss_scale is None
+
+
+# Cures that are pasted
+
+
+def with_rules(rules):
+    def loss(w, x):
+        with jax.named_scope("Head"):
+            y = x @ w
+        with jax.named_scope("wide"):
+            z = jnp.exp(y / 6000) @ w
+        return jnp.mean(jnp.abs(y)) * 1e-6 + jnp.mean(z) * 1e-20
+
+    fn = jmp.value_and_grad(loss, "mixed_float16", rules=rules)
+    return find_overflow(fn)(200 * W, 200 * X, loss_scale=jmp.StaticLossScale(1.0))
+
+
+def test_the_pasted_rules_cure():
+    rules, scopes = jmp.DEFAULT_RULES, []
+    for _ in range(4):
+        report = with_rules(rules)
+        if not report:
+            break
+        assert report.verdict is Verdict.KEEP_FLOAT32
+        pasted = re.search(r"rules=(jmp\.DEFAULT_RULES\.with_scopes\(\{.*?\}\))", report.cure)
+        assert pasted
+        scopes.append(report.scope)
+        rules = jmp.DEFAULT_RULES.with_scopes(dict(rules.scopes) | dict(eval(pasted[1]).scopes))
+    assert scopes == ["Head", "wide"]
+    assert not with_rules(rules)
+
+
+def test_a_scope_with_others_inside_is_not_widened_whole():
+    def loss(w, x):
+        with jax.named_scope("Model"):
+            with jax.named_scope("First"):
+                h = jnp.tanh(x @ w)
+            return jnp.mean((200 * w) @ (100 * h.T)) * 1e-6
+
+    report = find_overflow(jmp.value_and_grad(loss, "mixed_float16"))(10 * W, X, loss_scale=jmp.NoOpLossScale())
+    assert report.scope == "Model" and "jax.named_scope('wide')" in report.cure
+
+
+# Infinities that are meant to be there
+
+
+def attention(q, mask):
+    scores = jnp.where(mask, q @ q.T, -jnp.inf)
+    return jnp.sum(jax.nn.softmax(scores) @ q)
+
+
+CAUSAL = np.tril(np.ones((2, 2), bool))
+INNOCENT = {
+    "mask of a softmax": (jax.value_and_grad(attention), (X, CAUSAL)),
+    "the same under autocast": (lambda q, m: jmp.grad(attention, "mixed_bfloat16")(q, m), (X, CAUSAL)),
+    "additive mask, an argument": (
+        jax.grad(lambda q, m: jnp.sum(jax.nn.softmax(q @ q.T + m) ** 2)),
+        (X, np.where(CAUSAL, 0, -np.inf).astype(np.float32)),
+    ),
+    "a branch not selected": (lambda x: jnp.where(x > 0, jnp.log(x), 0.0), (X - 0.5,)),
+    "the double where": (jax.grad(lambda x: jnp.sum(jnp.where(x > 0, jnp.log(jnp.where(x > 0, x, 1)), 0))), (X - 0.5,)),
+    "max over nothing": (lambda x: jnp.max(x, initial=-jnp.inf, where=x > 1), (X,)),
+    "pooling": (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2, 2), (1, 1), "SAME"), (X,)),
+    "running maximum": (
+        lambda x: lax.scan(lambda c, row: (jnp.maximum(c, row), None), jnp.full(4, -jnp.inf), x)[0],
+        (X,),
+    ),
+    "infinity compared with": (lambda x: jnp.where(x < jnp.inf, x, 0.0), (X,)),
+    "logsumexp of a mask": (lambda x: jax.nn.logsumexp(jnp.where(x > 1, x, -jnp.inf), axis=1), (X,)),
+    "a mask handed through": (lambda x, m: (x + 1, m), (X, np.full(3, -np.inf, np.float32))),
+    "an infinity handed through": (lambda x, m: (x + 1, m), (X, np.full(3, np.inf, np.float32))),
+    "a check inside of JAX": (lambda x: jnp.exp(jax.nn.logsumexp(jnp.log(0 * x), axis=1)), (X,)),
+    "a mask written out": (lambda x: jnp.where(x > 1, x, -jnp.inf), (X,)),
+    "a division masked by a product with a boolean": (lambda x: jnp.where(x == 0, 0, 1 / x).sum(), (X - 0.5,)),
+    "an exponential that saturates": (lambda x: jnp.tanh(jnp.exp(x)), (100 * X,)),
+}
+
+
+@pytest.mark.parametrize("name", INNOCENT)
+def test_intended_infinities_are_not_blamed(name):
+    fn, args = INNOCENT[name]
+    report = find_overflow(fn)(*args)
+    assert not report, report
+    assert re.fullmatch(r"No operation of \d+ is to blame for an infinity or NaN\.", str(report))
+
+
+def test_the_culprit_is_what_reaches_the_result():
+    def loss(x):
+        masked = jnp.where(x > 0, jnp.log(x), 0.0)
+        saturated = jnp.tanh(jnp.exp(200 * x))
+        return jnp.sum(masked + saturated) / jnp.sum(0 * x)
+
+    assert find_overflow(loss)(X - 0.5).primitive == "div"
+
+
+def test_values_are_followed_element_by_element():
+    def selected(x):
+        log, root = jnp.log(x), jnp.sqrt(x - 1)
+        return jnp.where(x >= 0, root, log)
+
+    def divided(x):
+        log, power = jnp.log(x), jnp.exp(1000 * x)
+        return power / log
+
+    # log(0) is made first, but its infinity is not selected; nor does it survive as a divisor.
+    x = np.array([0.0, 2.0], np.float32)
+    assert find_overflow(selected)(x).primitive == "sqrt"
+    assert find_overflow(divided)(x).primitive == "exp"
+
+
+def test_a_mask_is_to_blame_where_it_makes_nan():
+    def fn(q, mask):
+        return jax.nn.softmax(q @ q.T + mask)
+
+    mask = np.array([[0.0, 0.0], [-np.inf, -np.inf]], np.float32)
+    report = find_overflow(fn)(X, mask)
+    assert (report.verdict, report.primitive, report.why) == (
+        Verdict.INPUT, "sub", "The argument '1' holds infinities or NaN.",
+    )  # fmt: skip
+    # An operation that overflows by itself is blamed before a mask.
+    real = find_overflow(lambda q, mask: fn((q * 1e3).astype(F16), mask.astype(F16)))(X, mask)
+    assert (real.verdict, real.primitive) == (Verdict.KEEP_FLOAT32, "dot_general")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_bad_data_is_named_by_its_path(value):
+    batch = {"image": X.copy(), "label": X}
+    batch["image"][0, 1] = value
+    report = find_overflow(jax.grad(lambda w, batch: jnp.mean((batch["image"] @ w - batch["label"]) ** 2)))(W, batch)
+    assert report.verdict is Verdict.INPUT and "'1/image'" in report.why and report.primitive == "dot_general"
+
+
+# Calls of every kind
+
+
+def step_of(scale, loss_fn):
+    tx = jmp.with_loss_scale(optax.sgd(0.1), scale)
+    grad_fn = jmp.value_and_grad(loss_fn, "mixed_float16")
+
+    def step(params, opt_state, x):
+        loss, grads = grad_fn(params, x, loss_scale=jmp.get_loss_scale(opt_state))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return step, tx
+
+
+def test_a_step_at_the_minimum():
+    def loss_fn(w, x):
+        return jnp.sum(jnp.sqrt(x @ w))
+
+    step, tx = step_of(jmp.DynamicLossScale(2.0), loss_fn)
+    params = 0 * W
+    args = params, tx.init(params), X
+    _, opt_state, _ = jax.jit(step)(*args)
+    assert jmp.step_metrics(opt_state)["status"] == jmp.ScaleStatus.AT_MINIMUM
+    report = find_overflow(jax.jit(step, donate_argnums=(0, 1)))(*args)
+    assert (report.verdict, report.reached) == (Verdict.MODEL, ("the check of the gradients",))
+    assert report.text == "return jnp.sum(jnp.sqrt(x @ w))" and report.backward
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array))
+
+
+def test_arguments_that_are_no_arrays():
+    def fn(x, *, train, name):
+        assert name == "log" and train is True
+        return {"y": getattr(jnp, name)(x), "name": name}
+
+    report = find_overflow(fn)(X - 0.5, train=True, name="log")
+    assert report.primitive == "log" and report.reached == ("y",)
+
+
+def test_it_can_be_called_again():
+    find = find_overflow(jnp.log)
+    assert find(X - 0.5) and not find(X)
+
+
+def test_nested_transformations():
+    def energy(w, x):
+        return jnp.sum(jnp.sqrt(x * w))
+
+    def fn(w, x):
+        hessian = jax.vmap(jax.hessian(energy), (None, 0))(w, x)
+        return jax.jit(jnp.sum)(hessian)
+
+    report = find_overflow(fn)(np.float32(0), X[0])
+    assert report.text == "return jnp.sum(jnp.sqrt(x * w))" and report.verdict is Verdict.MODEL
+
+
+def test_what_cannot_be_entered_is_said():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("d")
+
+    def fn(x):
+        return jax.shard_map(lambda x: jnp.log(x) * lax.axis_index("d"), mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+    report = find_overflow(fn)(X - 0.5)
+    assert (report.primitive, report.verdict, report.not_entered) == ("shard_map", Verdict.UNKNOWN, ("shard_map",))
+    assert str(report).endswith("Not looked into: shard_map")
+
+
+def test_eight_bits_complex_and_keys_pass():
+    def fn(x, key):
+        noise = jax.random.normal(key, x.shape)
+        spectrum = jnp.fft.fft(x + noise)
+        eight = x.astype(jnp.float8_e4m3fn).astype(F32)
+        return jnp.abs(spectrum) + jnp.log(eight - eight)
+
+    report = find_overflow(fn)(X, jax.random.key(0))
+    assert report.primitive == "log" and report.verdict is Verdict.MODEL
+
+
+# The text
+
+
+def test_the_text():
+    lines = str(found("logits_beyond_float16")).splitlines()
+    assert lines == [
+        "dot_general made 4 infinities and 0 NaN",
+        f"  at      {overflow_faults.__file__}:{line_of('08')} (logits_beyond_float16.<locals>.loss)",
+        "          y = x @ w  # here 08",
+        "  in      the forward pass, Head",
+        "  operand float16[2, 4] from 100 to 400",
+        "  operand float16[4, 4] from 20 to 220",
+        "  result  float16[2, 4] from 3.315e+04 to 5.888e+04, 4 infinite",
+        "  reached 0",
+        "Verdict: keep this operation in float32. float16 ends at 65504; from the same operands float32 reaches "
+        "1.069e+05.",
+        'Cure: Pass rules=jmp.DEFAULT_RULES.with_scopes({"Head": "float32"}); or wrap the function of this line: '
+        "jmp.full_precision(fn).",
+    ]
+
+
+def test_the_text_of_a_loop_in_the_backward_pass():
+    text = str(found("scan_backward"))
+    assert "  in      the backward pass, scan iteration 3 of 6\n" in text
+    assert "Only the loss scale of 1024 makes it: at 8 all is finite." in text
+
+
+def test_a_library_and_a_rule_are_named():
+    assert re.fullmatch(r".*optax/losses/_regression\.py:\d+ \(.*\)", str(found("optax_loss").through))
+    assert found("custom_vjp_backward").through == (
+        "the backward rule of the custom_vjp called there; JAX keeps no line of it"
+    )
+    assert found("log_of_zero").through is None
+
+
+def test_the_values():
+    report = found("zero_over_zero")
+    values = report.as_dict()
+    assert values["verdict"] == "model" and values["loops"] == []
+    assert values["operands"][1] == {
+        "shape": [2, 1], "dtype": "float32", "min": 0.0, "max": float(X[0].sum()), "abs_max": float(X[0].sum()),
+        "infs": 0, "nans": 0, "zeros": 1,
+    }  # fmt: skip
+    assert values["results"][0]["nans"] == 4
+    scan = found("scan_that_grows").as_dict()
+    assert scan["loops"] == [{"primitive": "scan", "iteration": 4, "length": 9}]
+    assert find_overflow(jnp.exp)(X).as_dict()["verdict"] is None
+
+
+# Bad input
+
+
+def test_bad_input():
+    with pytest.raises(TypeError) as error:
+        find_overflow(3)  # type: ignore[arg-type]
+    assert str(error.value) == "`fn` must be callable, got 3; pass the function whose call gave infinities or NaN."
+    with pytest.raises(TypeError) as error:
+        jax.jit(lambda x: find_overflow(jnp.log)(x))(X)
+    assert str(error.value) == (
+        "the argument '0' is traced: find_overflow needs numbers; call it outside jit, on arrays."
+    )
+    gone = jnp.ones(3)
+    gone.delete()
+    with pytest.raises(ValueError) as value_error:
+        find_overflow(lambda batch: batch["x"])({"x": gone})
+    assert str(value_error.value) == (
+        "the argument '0/x' was deleted, by donating it to an earlier call; keep a copy of the arguments, or call "
+        "find_overflow with fresh ones."
+    )
+
+
+def test_twenty_kinds_of_fault():
+    assert len({fault.mark for fault in FAULTS}) == len(FAULTS) >= 20
+    assert {fault.verdict for fault in FAULTS} >= {"lower_scale", "keep_float32", "model", "input"}
+    kinds = itertools.chain(*(fault.loops for fault in FAULTS))
+    assert {primitive for primitive, _ in kinds} == {"scan", "while"}

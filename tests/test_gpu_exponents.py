@@ -1,0 +1,22 @@
+"""What a histogram costs compiled for an H200: one pass over the leaf, integers only, nothing sorted."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jmp_train as jmp
+from jmp_train._diagnostics._gpu_compile import gpu_module
+from jmp_train._diagnostics._kernels import traffic
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("report", [jmp.exponent_histogram, lambda tree: jmp.underflow_report(tree).counts])
+def test_one_pass_over_a_leaf(report, dtype):
+    leaf = jax.ShapeDtypeStruct((4096, 4096), dtype)
+    text = gpu_module(report, {"w": leaf})
+    found = traffic(text)
+    print(f"{found / 1e6:.1f} MB for a leaf of {leaf.size * leaf.dtype.itemsize / 1e6:.1f}")
+    assert found <= leaf.size * leaf.dtype.itemsize + 2e6
+    assert " sort(" not in text and "conditional(" not in text

@@ -1,0 +1,283 @@
+"""`gpu_report`: bytes and FLOPs equal hand counts, on one and several devices, and the report is a value.
+
+What compiles for a GPU is slow and needs `.[gpu-report]`; what is refused is neither. Faults: `test_gpu_faults.py`.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from gpu_report_tools import adam_arguments, adam_step, array, f16, f32, report
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jmp_train import GPUReport, get_loss_scale, gpu_report, tensor_core_report, value_and_grad, with_loss_scale
+from jmp_train._diagnostics._gpus import get_gpu
+
+slow = pytest.mark.slow
+P = PartitionSpec
+
+
+# Bytes and FLOPs, against counts by hand
+
+
+@slow
+def test_a_matrix_product():
+    found = report(jnp.matmul, array(512, 256, dtype=f16), array(256, 1024, dtype=f16))
+    assert found.bytes == 2 * (512 * 256 + 256 * 1024 + 512 * 1024)
+    assert found.flops == 2 * 512 * 256 * 1024
+    assert found.tensor_core_share == 1 and found.unit_flops == {"16 bits": found.flops}
+    assert found.memory.arguments == 2 * (512 * 256 + 256 * 1024) and found.memory.results == 2 * 512 * 1024
+    assert found.memory.peak == found.memory.arguments + found.memory.results + found.memory.temporary
+    assert found.least_seconds == pytest.approx(found.bytes / 4.8e12)
+
+
+@slow
+def test_the_arithmetic_of_float32_products():
+    wide = (array(256, 256), array(256, 256))
+    assert report(jnp.matmul, *wide).unit_flops == {"tf32": 2 * 256**3}
+    strict = report(lambda a, b: jnp.matmul(a, b, precision="highest"), *wide)
+    assert strict.unit_flops == {"float32": 2 * 256**3} and strict.tensor_core_share == 0
+
+
+@slow
+@pytest.mark.parametrize(("dtype", "unit"), [(f16, "16 bits"), (f32, "tf32")])
+def test_a_convolution_and_its_gradients(dtype, unit):
+    def conv(x, kernel):
+        return lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def both(x, kernel):
+        y, transpose = jax.vjp(conv, x, kernel)
+        return y, transpose(jnp.sin(y))
+
+    found = report(both, array(8, 32, 32, 16, dtype=dtype), array(3, 3, 16, 32, dtype=dtype))
+    forward = 2 * (8 * 16 * 16 * 32) * (3 * 3 * 16)
+    assert [each.flops for each in found.products] == [forward] * 3
+    assert found.unit_flops == {unit: 3 * forward}
+
+
+@slow
+def test_adam_moves_28_bytes_a_parameter():
+    found = report(jax.jit(adam_step, donate_argnums=0), *adam_arguments())
+    assert found.bytes / 1024**2 == pytest.approx(28, abs=0.01)
+    assert found.copies == () and found.unused_donations == ()
+    assert found.memory.donated == found.memory.results - 4 * 8  # all but the pointers of the result's tuple
+    assert found.flops == 0 and found.tensor_core_share == 0
+
+
+@slow
+@pytest.mark.parametrize("steps", [10, 100])
+def test_scans(steps):
+    def loss(ws, x):
+        return jnp.sum(lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0].astype(f32))
+
+    args = array(steps, 256, 256, dtype=f16), array(64, 256, dtype=f16)
+    found = report(jax.grad(loss), *args)
+    assert found.flops == steps * 3 * 2 * 64 * 256 * 256 == tensor_core_report(jax.grad(loss))(*args).flops
+    assert found.unknown_loops == 0
+    # A layer's weights are sliced out of the stack twice, and its gradient is stored in one: a read and a write each.
+    weight = 2 * 256 * 256
+    moved = [(kernel.read // weight, kernel.written // weight) for kernel in found.kernels if "dynamic" in kernel.line]
+    assert moved.count((1, 1)) == 3
+    # With the products, the two sums that they are split into and the activations: so much a step, for any number.
+    assert found.bytes == pytest.approx(4.0e6 * steps, rel=0.05)
+
+
+@slow
+def test_a_lookup_reads_its_rows():
+    found = report(lambda table, ids: 2 * table[ids], array(50_000, 256), array(64, dtype=jnp.int32))
+    assert found.bytes == 64 * 4 + 2 * (64 * 256 * 4)
+
+
+# Devices and targets
+
+
+def mean_gradient(w, x):
+    return jax.grad(lambda w: jnp.mean(jnp.square((x @ w).astype(f32))))(w)
+
+
+@slow
+def test_shardings_reach_the_described_devices():
+    """Given here, to `jit`, and in shard_map: always by axis name, the mesh is the report's."""
+    args = array(64, 64, dtype=f16), array(512, 64, dtype=f16)
+    specs = (P(), P("data"))
+    mapped = jax.shard_map(
+        lambda w, x: lax.pmean(mean_gradient(w, x), "data"), in_specs=specs, out_specs=P(), check_vma=False
+    )
+    for fn, options in (
+        (mean_gradient, {"in_shardings": specs}),
+        (jax.jit(mean_gradient, in_shardings=specs), {}),
+    ):
+        found = report(fn, *args, devices=8, **options)
+        assert [(each.operation, each.dtypes, each.bytes) for each in found.collectives] == [
+            ("all-reduce", ("f16",), 64 * 64 * 2)
+        ]
+        assert found.devices == 8 and found.flops == 2 * (2 * 64 * 64 * 512 // 8)
+        assert found.memory.arguments == 2 * (64 * 64 + 512 * 64 // 8)
+        assert "all-reduce" in {each.kind for each in found.sixteen_bit_sums}
+        assert "all-reduce in f16, 8192 B" in str(found)
+    assert [each.operation for each in _mapped(mapped, args).collectives] == ["all-reduce"]
+    grid = report(mean_gradient, *args, devices={"a": 2, "b": 4}, in_shardings=(P(None, "b"), P("a")))
+    assert grid.devices == 8 and grid.memory.arguments == 2 * (64 * 64 // 4 + 512 * 64 // 2)
+
+
+def _mapped(mapped, args):
+    return report(lambda w, x: mapped(w, x), *args, devices=8)
+
+
+@slow
+def test_a_mesh_of_this_machine_is_refused():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    fn = jax.jit(mean_gradient, in_shardings=NamedSharding(mesh, P()))
+    message = (
+        "`fn` names devices or a mesh of this machine, and the 8 described GPUs are no part of it. Leave the mesh out: "
+        "write partition specs over the axes 'data', and shard_map without `mesh`; they meet the described mesh when "
+        "the report is made, and jax.set_mesh's when you run."
+    )
+    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
+        report(fn, array(64, 64), array(512, 64), devices=8)
+
+
+@slow
+@pytest.mark.parametrize("name", ["A100", "h100", "H200"])
+def test_targets(name):
+    found = report(jnp.matmul, array(256, 256, dtype=f16), array(256, 256, dtype=f16), gpu=name)
+    assert found.gpu == f"NVIDIA {name.upper()}" and found.tensor_core_share == 1
+    described = get_gpu(name).target.replace("NVIDIA", "My")
+    assert report(jnp.sin, array(8), gpu=described).gpu == f"My {name.upper()}"
+
+
+# Whole steps: Linen, NNX, plain trees
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(256)(nn.gelu(nn.Dense(512)(x)))
+
+
+def train_step(loss_fn, policy):
+    tx = with_loss_scale(optax.adam(1e-3))
+    grad_fn = value_and_grad(loss_fn, policy)
+
+    def step(params, opt_state, batch):
+        loss, grads = grad_fn(params, batch, loss_scale=get_loss_scale(opt_state))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return jax.jit(step, donate_argnums=(0, 1)), tx
+
+
+@slow
+def test_two_policies_side_by_side():
+    x = array(2048, 256)
+    params = jax.eval_shape(Net().init, jax.random.key(0), x)
+
+    def loss_fn(params, x):
+        return jnp.mean(jnp.asarray(Net().apply(params, x)).astype(f32) ** 2)
+
+    found = []
+    for policy in ("float32", "mixed_float16"):
+        step, tx = train_step(loss_fn, policy)
+        found.append(report(step, params, jax.eval_shape(tx.init, params), x))
+    wide, mixed = found
+    assert wide.tensor_core_share == 0 and mixed.tensor_core_share == 1
+    assert mixed.copies == () and mixed.sixteen_bit_sums == () and mixed.bytes < wide.bytes
+    difference = wide.compare(mixed, ("float32", "mixed_float16"))
+    assert ("bytes moved", wide.bytes, mixed.bytes) in difference.rows
+    header, *rows = str(difference).splitlines()
+    assert header.split() == ["float32", "mixed_float16", "second", "/", "first"]
+    assert len(rows) == len(difference.rows)
+    values = difference.as_dict()
+    assert json.loads(json.dumps(values)) == values
+    assert mixed.least_seconds < wide.least_seconds
+
+
+@slow
+def test_nnx_and_a_policy():
+    model = nnx.Linear(256, 512, rngs=nnx.Rngs(0))
+
+    def loss(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    found = report(loss, model, array(64, 256), policy="mixed_bfloat16")
+    assert [each.operands for each in found.products] == [("bf16", "bf16")]
+    assert found.policy == "params=float32,compute=bfloat16,output=float32"
+
+
+# The value
+
+
+@slow
+def test_the_report_is_a_value():
+    found = report(mean_gradient, array(64, 64, dtype=f16), array(512, 64, dtype=f16))
+    assert isinstance(found, GPUReport) and hash(found) is not None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.gpu = ""  # pyright: ignore[reportAttributeAccessIssue]
+    values = found.as_dict()
+    assert json.loads(json.dumps(values)) == values
+    assert values["bytes"] == found.bytes and values["memory"]["peak"] == found.memory.peak
+    assert len(found.table().splitlines()) == 1 + len(found.kernels) and len(found.table(1).splitlines()) == 2
+    assert str(found).isascii() and found.table().isascii()
+    assert any("test_gpu_report.py" in kernel.source for kernel in found.kernels)
+    message = "`other` must be a GPUReport, got 3; pass what gpu_report(fn)(*args) gave."
+    with pytest.raises(TypeError, match="^" + re.escape(message) + "$"):
+        found.compare(3)  # pyright: ignore[reportArgumentType]
+
+
+# What is refused
+
+
+def without_plugin(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        (without_plugin,
+         "compiling for a GPU needs jax-cuda13-plugin and jax-cuda13-pjrt (Linux; no GPU, no driver and no CUDA "
+         "libraries): "),
+        (lambda name: "0.9.0",
+         f"compiling for a GPU needs a plugin of exactly jax's version {jax.__version__}, got jax-cuda13-plugin 0.9.0 "
+         f"and jax-cuda13-pjrt 0.9.0: "),
+    ],
+)  # fmt: skip
+def test_without_the_compiler(monkeypatch, version, message):
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    command = f'pip install "jax-cuda13-plugin=={jax.__version__}" "jax-cuda13-pjrt=={jax.__version__}"'
+    with pytest.raises(RuntimeError, match="^" + re.escape(message + command) + "$"):
+        report(jnp.sin, array(8))
+
+
+@slow
+def test_a_description_that_the_compiler_does_not_take():
+    with pytest.raises(RuntimeError, match=r"does not start for this target description"):
+        report(jnp.sin, array(8), gpu=get_gpu("H200").target + "nonsense {")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: gpu_report(jax.jit(jnp.sin), donate_argnums=0), TypeError,
+         "`fn` is jitted, so `donate_argnums` belongs inside: jax.jit(fn, donate_argnums=...), "
+         "jax.jit(autocast(fn, policy)). Pass either a jitted function or options."),
+        (lambda: gpu_report(jax.jit(jnp.sin), policy="mixed_float16"), TypeError,
+         "`fn` is jitted, so `policy` belongs inside: jax.jit(fn, donate_argnums=...), "
+         "jax.jit(autocast(fn, policy)). Pass either a jitted function or options."),
+        (lambda: gpu_report(jnp.sin, devices=0), ValueError,
+         "`devices` must be an integer from 1 to 2**31 - 1, got 0."),
+        (lambda: gpu_report(jnp.sin, devices={}), ValueError,
+         "`devices` must be a number of GPUs or the size of each named axis, got {}."),
+    ],
+)  # fmt: skip
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match="^" + re.escape(message) + "$"):
+        call()

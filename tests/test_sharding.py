@@ -1,0 +1,331 @@
+"""Gradients on many devices: every route gives the mean gradient of the whole batch, and one decision.
+
+Trained with SGD, since Adam does not see a gradient that is off by a factor. The reference is the whole batch on one
+device.
+"""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import jmp_train as jmp
+
+TOLERANCE = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}
+BATCH = 64
+SCALE = 1024.0
+
+
+def loss_fn(params, x, y):
+    hidden = jax.nn.gelu(x @ params["in"] + params["bias"])
+    return jnp.mean((hidden @ params["out"] - y) ** 2)
+
+
+def example():
+    rng = np.random.default_rng(0)
+    draw = functools.partial(rng.standard_normal, dtype=np.float32)
+    params = {"in": draw((16, 32)) / 4, "bias": np.zeros(32, np.float32), "out": draw((32, 8)) / 6}
+    return jax.tree.map(jnp.asarray, params), draw((BATCH, 16)), draw((BATCH, 8))
+
+
+def mesh_of(devices, axis_type=AxisType.Auto):
+    return Mesh(np.array(jax.devices()[:devices]), ("data",), axis_types=(axis_type,))
+
+
+def by_shard_map(step, devices, check_vma):
+    mesh, data = mesh_of(devices), PartitionSpec("data")
+    specs = PartitionSpec(), data, data
+    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=check_vma))
+
+
+def by_pmap(step, devices):
+    mapped = jax.pmap(step, axis_name="data", in_axes=(None, 0, 0), devices=jax.devices()[:devices])
+
+    def run(state, *batch):
+        results = mapped(state, *(part.reshape(devices, -1, part.shape[-1]) for part in batch))
+        for leaf in map(np.asarray, jax.tree.leaves(results)):
+            np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[0], leaf.shape))
+        return jax.tree.map(lambda leaf: leaf[0], results)
+
+    return run
+
+
+def by_jit(step, devices, axis_type):
+    mesh = mesh_of(devices, axis_type)
+
+    def run(state, *batch):
+        put = functools.partial(jax.device_put, device=NamedSharding(mesh, PartitionSpec("data")))
+        state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
+        with jax.set_mesh(mesh):
+            return jax.jit(step)(state, *map(put, batch))
+
+    return run
+
+
+ROUTES = {
+    "shard_map": functools.partial(by_shard_map, check_vma=True),
+    "shard_map_unchecked": functools.partial(by_shard_map, check_vma=False),
+    "pmap": by_pmap,
+    "jit": functools.partial(by_jit, axis_type=AxisType.Auto),
+    "jit_explicit": functools.partial(by_jit, axis_type=AxisType.Explicit),
+}
+
+
+def axis_of(route):
+    return None if route.startswith("jit") else "data"
+
+
+def policy_of(param, compute, reduce):
+    return jmp.Policy(param, compute, "float32", reduce_dtype=reduce)
+
+
+def steps_by(route, devices, policy, steps=3, autocast=True, spoil=lambda x, step: x) -> Any:
+    """Parameters, losses and loss scale after a few steps of SGD on `devices` devices; `spoil(x, step)` edits data."""
+    axis = axis_of(route)
+    tx = jmp.with_loss_scale(optax.sgd(0.5, momentum=0.5), jmp.DynamicLossScale(SCALE), axis_name=axis)
+    grad_fn = jmp.value_and_grad(loss_fn, policy, axis_name=axis, autocast=autocast)
+
+    def step(state, x, y):
+        params, opt_state = state
+        loss, grads = grad_fn(params, x, y, loss_scale=jmp.get_loss_scale(opt_state))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    params, x, y = example()
+    params = policy.cast_to_param(params)
+    state, losses = (params, tx.init(params)), []
+    run = ROUTES[route](step, devices)
+    for number in range(steps):
+        state, loss = run(state, spoil(x, number), y)
+        losses.append(float(loss))
+    return *state, losses
+
+
+def error(got, want):
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return max(float(jnp.linalg.norm(jnp.asarray(a, np.float32) - b) / jnp.linalg.norm(b)) for a, b in pairs if b.any())
+
+
+@functools.cache
+def on_one_device(param, compute):
+    params, _, losses = steps_by("jit", 1, policy_of(param, compute, "float32"))
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params), losses
+
+
+def check(route, devices, param, compute, reduce):
+    params, opt_state, losses = steps_by(route, devices, policy_of(param, compute, reduce))
+    want, wanted_losses = on_one_device(param, compute)
+    tolerance = max(TOLERANCE[dtype] for dtype in (param, compute, reduce))
+    assert error(params, want) < tolerance
+    np.testing.assert_allclose(losses, wanted_losses, rtol=tolerance)
+    assert int(opt_state.skipped_steps) == 0
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_route_gives_the_steps_of_one_device(route):
+    check(route, 8, "float32", "float16", "float32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("policy", list(itertools.product(["float32"], TOLERANCE, TOLERANCE)), ids="-".join)
+def test_every_policy_on_every_route(policy, route, devices):
+    check(route, devices, *policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("policy", list(itertools.product(["bfloat16", "float16"], TOLERANCE, TOLERANCE)), ids="-".join)
+def test_every_policy_with_parameters_in_16_bits(policy, route):
+    check(route, 8, *policy)
+
+
+@pytest.mark.parametrize("route", ["shard_map", *(pytest.param(r, marks=pytest.mark.slow) for r in [*ROUTES][1:])])
+def test_an_infinity_on_one_device_makes_all_skip(route):
+    def spoil(x, step):
+        return np.where((np.arange(BATCH)[:, None] == BATCH - 1) & (step == 1), np.float32(np.inf), x)
+
+    policy = policy_of("float32", "float16", "float32")
+    params, opt_state, _ = steps_by(route, 8, policy, steps=3, spoil=spoil)
+    never_saw_it, _, _ = steps_by(route, 8, policy, steps=2)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, never_saw_it))
+    assert float(jmp.get_loss_scale(opt_state).loss_scale) == SCALE / 2
+    assert int(opt_state.skipped_steps) == 1
+
+
+@pytest.mark.parametrize("route", ["shard_map", "shard_map_unchecked", "pmap"])
+def test_the_mean_over_three_devices_without_autocast(route):
+    def step(params, x, y):
+        return jmp.value_and_grad(loss_fn, "float32", axis_name="data", autocast=False)(params, x, y)
+
+    params, x, y = example()
+    loss, grads = ROUTES[route](step, 3)(params, x[:63], y[:63])
+    want_loss, want = jax.value_and_grad(loss_fn)(params, x[:63], y[:63])
+    assert error(grads, want) < 1e-6 and abs(loss - want_loss) < 1e-6
+
+
+def test_a_float16_wire_carries_what_a_sum_would_overflow():
+    """Four devices with a gradient of 40,000: their sum is no float16, their mean is."""
+
+    def step(w, x):
+        return jmp.value_and_grad(lambda w, x: jnp.mean(w * x), reduces_in_16, axis_name="data")(
+            w, x, loss_scale=jmp.NoOpLossScale()
+        )[1]
+
+    reduces_in_16 = jmp.get_policy("float32").replace(reduce_dtype="float16")
+    mapped = jax.shard_map(
+        step, mesh=mesh_of(4), in_specs=(PartitionSpec(), PartitionSpec("data")), out_specs=PartitionSpec()
+    )
+    assert mapped(jnp.float32(1), jnp.full(4, 40_000.0)) == 40_000
+
+
+def test_gathered_shards_get_the_mean_gradient():
+    """Parameters sharded by hand inside a `shard_map`: the transpose of the gather is the sum over the devices."""
+    mesh, data = mesh_of(8), PartitionSpec("data")
+
+    def gathering(params, x, y):
+        return loss_fn(jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, "data", tiled=True), params), x, y)
+
+    def step(params, x, y):
+        return jmp.value_and_grad(gathering, "mixed_bfloat16", axis_name="data")(params, x, y)
+
+    args = example()
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(data, data, data), out_specs=(PartitionSpec(), data))
+    loss, grads = jax.jit(mapped)(*args)
+    want_loss, want = jax.value_and_grad(loss_fn)(*args)
+    assert error(grads, want) < 2e-2
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-2)
+
+
+def test_two_axes_and_one_of_them():
+    """Over both axes the mean is that of the whole batch; a parameter sharded over the other axis stays so."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    batch = PartitionSpec(("data", "model"))
+
+    def over_both(params, x, y):
+        return jmp.value_and_grad(loss_fn, "float32", axis_name=("data", "model"))(params, x, y)[1]
+
+    args = example()
+    want = jax.grad(loss_fn)(*args)
+    mapped = jax.shard_map(over_both, mesh=mesh, in_specs=(PartitionSpec(), batch, batch), out_specs=PartitionSpec())
+    assert error(mapped(*args), want) < 1e-6
+
+    def column_parallel(params, x, y):
+        def local_loss(params, x, y):
+            hidden = jax.nn.gelu(x @ params["in"] + params["bias"])
+            return jnp.mean((jax.lax.psum(hidden @ params["out"], "model") - y) ** 2)
+
+        return jmp.value_and_grad(local_loss, "float32", axis_name="data")(params, x, y)[1]
+
+    split = {"in": PartitionSpec(None, "model"), "bias": PartitionSpec("model"), "out": PartitionSpec("model")}
+    data = PartitionSpec("data")
+    mapped = jax.shard_map(column_parallel, mesh=mesh, in_specs=(split, data, data), out_specs=split)
+    assert error(mapped(*args), want) < 1e-6
+
+
+def test_state_is_sharded_as_its_parameter():
+    mesh = mesh_of(8)
+    spread = NamedSharding(mesh, PartitionSpec("data"))
+    params = jax.device_put({"w": jnp.ones((16, 8)), "b": jnp.ones(8)}, spread)
+    tx = jmp.with_loss_scale(jmp.with_master_weights(optax.adam(1e-3)))
+    opt_state: Any = tx.init(jmp.get_policy("bfloat16").cast_to_param(params))
+    for leaf in jax.tree.leaves(opt_state.inner_state):
+        assert leaf.shape == () or leaf.sharding.is_equivalent_to(spread, leaf.ndim), leaf.sharding
+
+
+def test_aux_stays_local_and_fp8_statistics_are_the_largest():
+    def with_aux(params, x):
+        statistic = params["_overwrite_with_gradient"]["amax"]
+        loss = jnp.mean(params["w"] * x) + jnp.sum(statistic * jax.lax.stop_gradient(x.max()))
+        return loss, jnp.sum(x)[None]
+
+    def step(params, x):
+        return jmp.value_and_grad(with_aux, "float32", axis_name="data", has_aux=True)(params, x)
+
+    params = {"w": jnp.ones(()), "_overwrite_with_gradient": {"amax": jnp.zeros(1)}}
+    specs = PartitionSpec(), PartitionSpec("data")
+    out_specs = (PartitionSpec(), PartitionSpec("data")), PartitionSpec()
+    mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=specs, out_specs=out_specs)
+    (_, aux), grads = mapped(params, jnp.arange(4.0))
+    np.testing.assert_array_equal(aux, np.arange(4.0))
+    assert grads["w"] == 1.5
+    np.testing.assert_array_equal(grads["_overwrite_with_gradient"]["amax"], [3.0])
+
+
+def test_complex_and_bfloat16_gradients_are_averaged_in_their_own_way():
+    def step(params, x):
+        def loss(params, x):
+            return jnp.mean(jnp.abs(params["c"] * x) ** 2 + params["h"].astype(jnp.float32) * x)
+
+        reduced = jmp.get_policy("float32").replace(reduce_dtype="bfloat16")
+        return jmp.grad(loss, reduced, axis_name="data")(params, x)
+
+    params = {"c": jnp.complex64(1 + 1j), "h": jnp.bfloat16(1)}
+    specs = PartitionSpec(), PartitionSpec("data")
+    grads = jax.shard_map(step, mesh=mesh_of(4), in_specs=specs, out_specs=PartitionSpec())(params, jnp.arange(4.0))
+    np.testing.assert_allclose(grads["c"], 7 * (1 - 1j), rtol=1e-6)
+    assert grads["c"].dtype == jnp.complex64 and grads["h"] == 1.5 and grads["h"].dtype == jnp.float32
+
+
+def test_a_loss_already_averaged_is_refused():
+    def averaged(params, x, y):
+        return jax.lax.pmean(loss_fn(params, x, y), "data")
+
+    def step(params, x, y):
+        return jmp.grad(averaged, "float32", axis_name="data")(params, x, y)
+
+    with pytest.raises(ValueError) as raised:
+        by_shard_map(step, 4, check_vma=True)(*example())
+    assert str(raised.value) == (
+        "`loss_fn` must return the mean loss of this device's part of the batch, got one that is equal on all devices "
+        "of axis 'data'; leave the jax.lax.pmean or psum over 'data' to value_and_grad(axis_name='data'), which "
+        "averages loss and gradients."
+    )
+
+
+def test_where_jax_cannot_tell_an_averaged_loss_gives_the_mean_all_the_same():
+    """Without the check, a sum over devices is its own transpose: the gradient of the mean is each device's own."""
+
+    def averaged(params, x, y):
+        return jax.lax.pmean(loss_fn(params, x, y), "data")
+
+    def step(params, x, y):
+        return jmp.value_and_grad(averaged, "float32", axis_name="data")(params, x, y)
+
+    args = example()
+    want = jax.grad(loss_fn)(*args)
+    for route in ("shard_map_unchecked", "pmap"):
+        assert error(ROUTES[route](step, 4)(*args)[1], want) < 1e-6
+
+
+def test_an_axis_that_is_none():
+    with pytest.raises(ValueError) as raised:
+        jmp.grad(loss_fn, "float32", axis_name="batch")(*example())
+    assert str(raised.value) == (
+        "`axis_name` must name an axis of an enclosing jax.shard_map, jax.pmap or jax.vmap, got 'batch', which is none "
+        "here; under jax.jit over a sharded mesh leave axis_name out: the mean over the whole batch is in the loss "
+        "already."
+    )
+
+
+def test_a_sum_by_the_users_own_hand():
+    """Without `axis_name`, whoever reduces inside the loss differentiates the mean loss as JAX does."""
+
+    def averaged(params, x, y):
+        return jax.lax.pmean(loss_fn(params, x, y), "data")
+
+    def step(params, x, y):
+        return jmp.value_and_grad(averaged, "mixed_bfloat16")(params, x, y)
+
+    args = example()
+    loss, grads = by_shard_map(step, 8, check_vma=True)(*args)
+    want_loss, want = jax.value_and_grad(loss_fn)(*args)
+    assert error(grads, want) < 2e-2
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-2)

@@ -1,0 +1,226 @@
+"""`tensor_core_report`: reasons, paddings and the estimate are right, and the report is a value."""
+
+import dataclasses
+import json
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+from product_tools import CONVOLUTIONS, array, convolution, product, products
+
+from jmp_train import StaticLossScale, TensorCoreReport, autocast, round_up, tensor_core_report, value_and_grad
+from jmp_train._diagnostics._amdahl import Estimate
+from jmp_train._diagnostics._gpus import get_gpu
+
+H200 = get_gpu("H200")
+
+
+# Bytes, intensity, alignment
+
+
+def test_intensity_against_the_ridge():
+    large, small = (product(jnp.matmul, array(n, n), array(n, n)) for n in (4096, 64))
+    assert large.bytes == 3 * 4096 * 4096 * 2
+    assert large.intensity == 2 * 4096**3 / large.bytes
+    assert large.ridge == 990e12 / 4.8e12 and not large.is_memory_bound and small.is_memory_bound
+    assert "bound by arithmetic" in large.reason and "bound by memory" in small.reason
+    assert product(jnp.matmul, array(64, 64), array(64, 64), gpu="A100").ridge == 312e12 / 2.039e12
+
+
+def test_the_vocabulary_of_gpt2():
+    def loss(table, h):
+        return jnp.mean(jax.nn.log_softmax((h @ table).astype(jnp.float32)))
+
+    report = tensor_core_report(jax.grad(loss, (0, 1)))(array(768, 50257), array(1024, 768))
+    assert [[(each.size, each.padded) for each in p.padding] for p in report.products] == [[(50257, 50264)]] * 3
+    assert {each.what for p in report.products for each in p.padding} == {"M", "N", "K"}
+    ((padding, share),) = report.padding
+    assert (padding.size, padding.padded, share) == (50257, 50264, 1.0) and report.tensor_core_share == 0
+    assert "50257 -> 50264  in 100.0% of the FLOPs" in str(report)
+    padded = tensor_core_report(jax.grad(loss, (0, 1)))(array(768, round_up(50257)), array(1024, 768))
+    assert padded.padding == () and padded.tensor_core_share == 1
+
+
+def test_eight_bit_operands_need_sixteen():
+    f8 = jnp.float8_e4m3fn
+    found = product(
+        lambda a, b: lax.dot(a, b, preferred_element_type=jnp.float32), array(32, 24, dtype=f8), array(24, 64, dtype=f8)
+    )
+    assert found.unit == "8 bits" and [(each.what, each.size, each.padded) for each in found.padding] == [("K", 24, 32)]
+    assert product(
+        lambda a, b: lax.dot(a, b, preferred_element_type=jnp.int32),
+        array(32, 32, dtype=jnp.int8),
+        array(32, 64, dtype=jnp.int8),
+    ).on_tensor_cores
+
+
+def test_channels_of_a_convolution():
+    fn, _, _ = convolution({})
+    found = products(
+        jax.grad(lambda x, k: jnp.sum(jnp.sin(fn(x, k).astype(jnp.float32))), (0, 1)),
+        array(2, 32, 32, 3),
+        array(3, 3, 3, 64),
+    )
+    # Forward, then each gradient: the channels are those of the layer wherever they stand, and the batch is none.
+    for each in found:
+        assert [(p.size, p.padded) for p in each.padding] == [(3, 8)]
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "unit", "reason"),
+    [
+        (jnp.matmul, (array(64, 64, dtype=jnp.float32),) * 2, "tf32",
+         "float32 operands: Tensor Cores in TF32, half the rate of 16 bits; narrow them"),
+        (lambda a, b: jnp.matmul(a, b, precision="highest"), (array(64, 64, dtype=jnp.float32),) * 2, "float32",
+         "float32 operands at the highest precision: no Tensor Cores; narrow them, or allow TF32"),
+        (lambda a, b: jnp.matmul(a, b, precision="F32_F32_F32"), (array(64, 64, dtype=jnp.float32),) * 2, "float32",
+         "float32 operands at the highest precision: no Tensor Cores; narrow them, or allow TF32"),
+        (jnp.matmul, (array(1, 64), array(64, 64)), "16 bits",
+         "a matrix times a vector: it reads all of the matrix for one row; give it more rows at a time"),
+        (convolution(CONVOLUTIONS["depthwise"])[0], (array(2, 13, 19, 8), array(3, 3, 1, 16)), "16 bits",
+         "one channel a group: there is no matrix in it, Tensor Cores are not used"),
+        (jnp.matmul, (array(60, 64), array(64, 36)), "16 bits",
+         "no multiple of 8: pad M 60 -> 64, N 36 -> 40"),
+        (jnp.matmul, (array(64, 64, dtype=jnp.int32),) * 2, "float32",
+         "int32 operands at the highest precision: no Tensor Cores; narrow them, or allow TF32"),
+    ],
+)  # fmt: skip
+def test_reasons(fn, args, unit, reason):
+    found = product(fn, *args)
+    assert found.unit == unit and found.reason == reason
+    assert not found.on_tensor_cores
+    # Padding a vector makes no matrix of it, nor does padding one channel.
+    assert bool(found.padding) == reason.startswith("no multiple")
+
+
+# The estimate
+
+
+def test_amdahl():
+    assert Estimate(0.5, 4.0).speedup == 1 / (0.5 + 0.5 / 4)
+    assert Estimate(0.0, 1.0).speedup == 1
+    report = tensor_core_report(jnp.matmul)(array(8192, 8192), array(8192, 8192))
+    # Nothing but one product bound by arithmetic: all of the time, at the ratio of the peak rates.
+    assert report.estimate.f == 1 and report.estimate.s == pytest.approx(990 / 67)
+    strict = tensor_core_report(lambda a, b: jnp.matmul(a, b, precision="highest"))
+    wide = strict(*(array(8192, 8192, dtype=jnp.float32),) * 2)
+    assert wide.estimate == Estimate(0.0, 1.0)
+    assert wide.repaired.f == 1 and wide.repaired.s == pytest.approx(990 / 67)
+
+
+def test_what_is_no_product_is_the_rest_of_the_time():
+    n = 8192
+
+    def fn(a, b, c):
+        return jnp.tanh((a @ b).astype(jnp.float32)) + c
+
+    report = tensor_core_report(fn)(array(n, n), array(n, n), array(n, n, dtype=jnp.float32))
+    slow = 2 * n**3 / 67e12
+    rest = 3 * 4 * n * n / 4.8e12  # the product and c are read, the sum is written
+    assert report.estimate.f == pytest.approx(slow / (slow + rest))
+
+
+# The value
+
+
+def loss(params, x):
+    return jnp.mean(jnp.tanh(x @ params["w"]) @ params["w"])
+
+
+PARAMS, X = {"w": jnp.ones((64, 64))}, jnp.ones((8, 64))
+
+
+def test_every_way_to_give_a_policy():
+    by_policy = tensor_core_report(jax.grad(loss), "mixed_float16")(PARAMS, X)
+    by_hand = tensor_core_report(autocast(jax.grad(loss), "mixed_float16"))(PARAMS, X)
+    ours = tensor_core_report(jax.jit(value_and_grad(loss, "mixed_float16")))(
+        PARAMS, X, loss_scale=StaticLossScale(8.0)
+    )
+    assert by_policy.tensor_core_share == by_hand.tensor_core_share == ours.tensor_core_share == 1
+    # The value of the loss, which only value_and_grad returns, takes one product more.
+    assert by_policy.flops == by_hand.flops == 4 * 2 * 8 * 64 * 64 and ours.flops == 5 * 2 * 8 * 64 * 64
+    assert by_policy.policy == "params=float32,compute=float16,output=float32" and by_hand.policy is None
+    assert tensor_core_report(jax.grad(loss))(PARAMS, X).tensor_core_share == 0
+
+
+def test_linen_and_nnx():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(10, name="head")(nn.relu(nn.Conv(16, (3, 3))(x)).reshape(x.shape[0], -1))
+
+    x = array(8, 8, 8, 8, dtype=jnp.float32)
+    params = jax.eval_shape(Net().init, jax.random.key(0), x)
+    found = tensor_core_report(Net().apply, "mixed_float16")(params, x)
+    assert [each.primitive for each in found.products] == ["conv_general_dilated", "dot_general"]
+    assert found.products[1].scope.endswith("head")
+    assert [(each.size, each.padded) for each, _ in found.padding] == [(10, 16)]
+
+    model = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
+    assert product(lambda model, x: model(x), model, X, policy="mixed_float16").on_tensor_cores
+
+
+def test_the_report_is_a_value():
+    report = tensor_core_report(jax.grad(loss), "mixed_float16")(PARAMS, X)
+    assert isinstance(report, TensorCoreReport) and hash(report) is not None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.gpu = ""  # pyright: ignore[reportAttributeAccessIssue]
+    values = report.as_dict()
+    assert json.loads(json.dumps(values)) == values
+    assert values["flops"] == report.flops and values["estimate"]["speedup"] == report.estimate.speedup
+    assert values["products"][0]["intensity"] == report.products[0].intensity
+    assert [each.backward for each in report.products] == [False, True, True, True]
+    assert len(report.table().splitlines()) == 1 + len(report.products)
+    assert len(report.table("Nowhere").splitlines()) == 1
+    assert str(report).isascii() and report.table().isascii()
+
+
+def test_a_program_without_products():
+    report = tensor_core_report(jnp.sin)(X)
+    assert str(report) == "No dot and no convolution for the Tensor Cores of NVIDIA H200"
+    assert report.flops == report.tensor_core_share == 0 and report.padding == ()
+    assert json.loads(json.dumps(report.as_dict())) == report.as_dict()
+
+
+def test_a_described_gpu():
+    described = get_gpu(H200.target.replace("NVIDIA H200", "Mine").replace("core_count: 132", "core_count: 66"))
+    assert described.name == "Mine" and described.bandwidth == H200.bandwidth
+    assert described.rate("float32") == pytest.approx(67e12 / 2, rel=0.01)
+    assert described.rate("16 bits") == pytest.approx(990e12 / 2, rel=0.1)  # the tensor clock is a little lower
+    first = "dnn_version_info { major: 10 }" + H200.target
+    assert get_gpu(first).rate("16 bits") == 2 * described.rate("16 bits")
+    assert described.rate("16 bits") / described.rate("tf32") == described.rate("8 bits") / described.rate("16 bits")
+
+
+def test_round_up():
+    for n in range(100):
+        for multiple in (1, 3, 8, 16):
+            assert round_up(n, multiple) == multiple * math.ceil(n / multiple)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: tensor_core_report(3), TypeError,  # pyright: ignore[reportArgumentType]
+         "`fn` must be callable, got 3; pass the function whose products are to be listed."),
+        (lambda: tensor_core_report(loss, gpu="H20"), ValueError,
+         "`gpu`: unknown GPU 'H20' (did you mean 'H200'?); the names are A100, H100, H200, and any other GPU can be "
+         "given by the text of its target description (gpu_device_info {...}), as XLA has them."),
+        (lambda: tensor_core_report(loss, gpu=8), TypeError,  # pyright: ignore[reportArgumentType]
+         "`gpu` must be a name such as 'H200' or the text of a target description, got 8."),
+        (lambda: tensor_core_report(loss, gpu="gpu_device_info { core_count: 8 }"), ValueError,
+         "`gpu`: the target description has no fpus_per_core; it must say core_count, fpus_per_core, memory_bandwidth, "
+         "clock_rate_ghz and cuda_compute_capability { major: ... }."),
+        (lambda: round_up(2.5), ValueError,  # pyright: ignore[reportArgumentType]
+         "`n` must be an integer, got 2.5. Pass an integer such as 0."),
+        (lambda: round_up(8, 0), ValueError, "`multiple` must be an integer from 1 to 2**31 - 1, got 0."),
+    ],
+)  # fmt: skip
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match="^" + re.escape(message) + "$"):
+        call()
