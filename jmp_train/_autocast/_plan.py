@@ -40,6 +40,7 @@ from ._flow import (
 )
 from ._pooling import scatter_to_windows
 from ._recompute import is_costly, is_repeatable, mark_unread, roots_of_exponents
+from ._residuals import stack_less
 from ._rules import Rules
 from ._steps import Plan, State, Step, dtype_of
 from ._table import Entry, Rule
@@ -108,6 +109,7 @@ class Planner:
         made, again = [state.kind for state in walk.states], walk.again_steps()
         plan = Plan(program, place, walk.steps, in_dtypes, out_kinds, self.low, made, roots, again)
         plan.rounded = roots_of_exponents(plan)
+        plan = stack_less(plan) if self.rules.low_residuals else plan
         mark_unread(plan)
         return plan
 
