@@ -21,7 +21,7 @@ from autocast_references import (
     plain_state,
     plain_step,
 )
-from battery_models import BY_NAME, ROWS
+from battery_models import BY_NAME, LARGE, ROWS
 from battery_tools import HALVES, abstract, abstract_example, figures, gradient_function, row_figures, tracing_calls
 from gpu_compile import collectives, compile_for_gpu, gpu_mesh
 from jax.sharding import PartitionSpec
@@ -86,7 +86,9 @@ def test_gradients_cross_eight_gpus_in_float32():
     assert {dtype for opcode, dtype, _ in collectives(text) if opcode == "all-reduce"} <= {"f32", "pred", "s32"}
 
 
-@pytest.mark.parametrize("name", ["cnn_groupnorm", "cnn_batchnorm", "resnet", "unet", "transformer"])
+@pytest.mark.parametrize(
+    "name", ["cnn_groupnorm", "cnn_batchnorm", "resnet", "unet", "transformer", "transformer_scan"]
+)
 def test_model_steps_move_the_bytes_of_flax(name):
     row = BY_NAME[name]
     params, batch = abstract_example(row, FILLING)
@@ -108,6 +110,22 @@ def test_a_deep_transformer_needs_six_tenths_of_the_memory():
         return figures(gradient_function(row, how, DEEP), params, batch).temporary
 
     assert memory("mixed_float16") <= 0.60 * memory("float32")
+
+
+def test_scanned_layers_stack_half_of_what_flax_stacks():
+    """The bytes that all iterations leave for the backward pass, and so the memory: one row, scanned instead of looped."""
+    ours, flax, wide = (
+        row_figures(BY_NAME["transformer_scan"], how, LARGE) for how in ("mixed_float16", "flax_float16", "float32")
+    )
+    assert ours.bytes <= 0.55 * flax.bytes
+    assert ours.temporary <= 0.45 * flax.temporary and ours.temporary <= 0.30 * wide.temporary
+
+
+@pytest.mark.parametrize("name", ["transformer_remat", "transformer_scan_remat"])
+def test_rematerialised_layers_move_the_bytes_of_flax(name):
+    ours, flax = (row_figures(BY_NAME[name], how, LARGE) for how in ("mixed_float16", "flax_float16"))
+    assert ours.bytes <= 1.07 * flax.bytes
+    assert ours.temporary <= 1.06 * flax.temporary
 
 
 @pytest.mark.parametrize("name", ["cnn_groupnorm", "transformer", "lstm"])

@@ -14,11 +14,11 @@ import jax
 import numpy as np
 
 from .._dtypes import FLOAT32
-from .._jaxpr import ClosedJaxpr, Node, Program, bind, bind_with_rules, consts_of, open_jaxpr, scan_counts, trace
+from .._jaxpr import ClosedJaxpr, Node, bind, bind_with_rules, consts_of, open_jaxpr, scan_counts, trace
 from . import _plan
 from ._evaluate import as_jaxpr_function, captured_arrays, cast, evaluate, recorded_dtypes
 from ._flow import DOTS, Backward, Flags, Kind, Place, is_float32
-from ._loops import accumulates, is_counted, is_stream
+from ._loops import accumulates, is_counted
 from ._steps import Plan, Step
 from ._table import Entry, Rule
 
@@ -153,7 +153,8 @@ def _plan_loop(
     """The plan of a loop's body and the kinds of its carry, which starts as its initial value is and can only widen."""
     program, _ = planner.program(body, inside)
     recorded = _recorded_kinds([program.avals[number] for number in program.inputs[consts : consts + carry]])
-    low = [_may_be_low(program, consts + i, i, kind) for i, kind in enumerate(kinds[consts : consts + carry])]
+    low = [kind is Kind.LOW for kind in kinds[consts : consts + carry]]
+    low = [is_low and not accumulates(program, consts + i, i) for i, is_low in enumerate(low)]
     while True:
         carry_kinds = [Kind.LOW if is_low else kind for is_low, kind in zip(low, recorded, strict=True)]
         in_kinds = [*kinds[:consts], *carry_kinds, *kinds[consts + carry :]]
@@ -163,12 +164,6 @@ def _plan_loop(
         if still == low:
             return plan, carry_kinds
         low = still
-
-
-def _may_be_low(program: Program, position: int, result: int, kind: Kind) -> bool:
-    if kind is Kind.SOFT:  # a residual stream that starts at an embedding; the body narrows it at its first sum
-        return is_stream(program, position, result)
-    return kind is Kind.LOW and not accumulates(program, position, result)
 
 
 def _custom_jvp(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: list[Flags]) -> Entered:

@@ -1,4 +1,4 @@
-"""Questions about loops: does a carry accumulate, is it a residual stream, and does the end of the loop depend on a computed float.
+"""Questions about loops: does a carry accumulate, is it a residual stream, does the end depend on a computed float.
 
 Decides them by following dependencies through the body. Does not decide dtypes; see `_control_flow.py`.
 """

@@ -78,11 +78,12 @@ def rounded_before_exponentials(steps: Sequence[Step], kinds: Sequence[Kind]) ->
     return frozenset(number for number in found if kinds[number] is Kind.LOW)
 
 
-def mark_unread(plan: Plan) -> None:
-    """Marks the steps whose results are only read as computed again, or not at all."""
+def mark_unread(plan: Plan) -> set[int]:
+    """Marks the steps whose results are only read as computed again, or not at all; returns what else is needed."""
     needed = set(plan.program.outputs)
     for step in reversed(plan.steps):
         step.unread = not step.node.eqn.effects and needed.isdisjoint(step.node.outs)
         if not step.unread:
             for number, far in zip(step.node.ins, step.far, strict=True):
                 needed.update(sources(plan, number, far))
+    return needed

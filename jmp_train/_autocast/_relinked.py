@@ -89,17 +89,26 @@ class Loop:
         """Makes the step of `plan` run the loop as it has become."""
         if not self.changed:
             return
+        step, body = self.step, self._body()
         used = {slot for slot in self.inputs if isinstance(slot, int)}.union(*(slots for _, slots in self.remade))
         order = sorted(used, key=lambda slot: (self.operands[slot].part, slot))
         operands = [self.operands[slot] for slot in order]
-        step, body = self.step, self.body
-        outputs, kinds = tuple(r.inner for r in self.results), [r.kind for r in self.results]
-        body = dataclasses.replace(body, program=dataclasses.replace(body.program, outputs=outputs), out_kinds=kinds)
-        mark_unread(body)
         ins, outs = tuple(o.number for o in operands), tuple(r.number for r in self.results)
         step.node = dataclasses.replace(step.node, ins=ins, outs=outs)
         step.reads, step.far = [o.read for o in operands], [o.far for o in operands]
         step.run, step.bodies = self._run(body, order), (body,)
+
+    def _body(self) -> Plan:
+        """The body with the results that are wanted now, without the arguments that it needs no more."""
+        body = self.body
+        outputs, kinds = tuple(result.inner for result in self.results), [result.kind for result in self.results]
+        body = dataclasses.replace(body, program=dataclasses.replace(body.program, outputs=outputs), out_kinds=kinds)
+        needed, inputs = mark_unread(body), body.program.inputs
+        carried = {slot for slot, operand in enumerate(self.operands) if operand.part == CARRY}
+        kept = [i for i, slot in enumerate(self.inputs) if inputs[i] in needed or slot in carried]
+        self.inputs = [self.inputs[i] for i in kept]
+        program = dataclasses.replace(body.program, inputs=tuple(inputs[i] for i in kept))
+        return dataclasses.replace(body, program=program, in_dtypes=[body.in_dtypes[i] for i in kept])
 
     def _run(self, body: Plan, order: list[int]) -> Any:
         params, parts = self.step.node.params, [self.operands[slot].part for slot in order]

@@ -49,8 +49,10 @@ def stack_less(plan: Plan) -> Plan:
             reader = loops.get(next(iter(found))) if len(found) == 1 else None
             if reader is not None and reader.length == loop.length and reader.row_of(stacked.number) is not None:
                 pairs.setdefault(id(reader.step), []).append(stacked)
+        used: set[int] = set()
         for key, candidates in pairs.items():
-            _Link(plan, alive, loop, loops[key], candidates).make()
+            movable = [stacked for stacked in candidates if stacked.number not in used]
+            used |= _Link(plan, alive, loop, loops[key], movable).make()
     for loop in loops.values():
         loop.finish(plan)
     return plan
@@ -72,7 +74,6 @@ class _Link:
     def __init__(self, plan: Plan, alive: set[int], source: Loop, reader: Loop, candidates: list[Stacked]):
         self.plan, self.source, self.reader, self.candidates = plan, source, reader, candidates
         self.body = source.body
-        self.producers = {number: step for step in self.body.steps for number in step.node.outs}
         movable = {stacked.number for stacked in candidates}
         kept = [s for s in source.results[source.carry :] if s.number not in movable]
         self.there = {s.inner for s in kept if s.kind is self.body.kinds[s.inner]}
@@ -118,52 +119,56 @@ class _Link:
         """The values to stack or pass, and the candidates that are then computed again."""
         best, could = self.origins()
         exact = [s for s in self.candidates if s.kind is self.body.kinds[s.inner]]
-        needed = set().union(*(best[s.inner] for s in exact))
-        again = []
-        for stacked in self.candidates:
-            if stacked not in exact:
-                missing = best[stacked.inner] - needed
-                if self.price(missing) < self.bytes(stacked.inner, stacked.kind):
-                    needed |= missing
-                    again.append(stacked)
+        rounded = [s for s in self.candidates if s.kind is not self.body.kinds[s.inner]]
+        needed: set[int] = set().union(*(best[s.inner] for s in exact))
+        again, there = [], set(self.there)
+        for stacked in rounded:
+            missing = best[stacked.inner] - needed
+            if self.price(missing) < self.bytes(stacked.inner, stacked.kind):
+                needed |= missing
+                again.append(stacked)
         for number in reversed(could):
             if number in needed and number not in self.there:
                 missing = could[number] - needed
                 if self.price(missing) < self.bytes(number):
-                    needed = (needed - {number}) | missing
-        again += [s for s in exact if s.inner not in needed]
+                    needed.remove(number)
+                    needed |= missing
+        for stacked in exact:
+            if stacked.inner not in needed or stacked.inner in there:
+                again.append(stacked)
+            there.add(stacked.inner)
         return needed, again
 
-    def make(self) -> None:
-        """Exchanges what is stacked, if anything is gained."""
+    def make(self) -> set[int]:
+        """Exchanges what is stacked, if anything is gained; returns what the reader reads for that."""
         needed, again = self.chosen()
         if not again:
-            return
+            return set()
         plan = self._again(needed, [s.inner for s in again])
         source, reader = self.source, self.reader
         gone = {s.number for s in again}
         source.results = [s for s in source.results if s.number not in gone]
-        slots = [reader.add(self._operand(number)) for number in plan.program.inputs]
+        exact = (s for s in source.results[source.carry :] if s.kind is self.body.kinds[s.inner])
+        stacked = {s.inner: s.number for s in exact}
+        slots = [reader.add(self._operand(number, stacked)) for number in plan.program.inputs]
+        made = {reader.row_of(s.number): (len(reader.remade), position) for position, s in enumerate(again)}
         reader.remade.append((plan, slots))
-        made = {reader.row_of(s.number): (len(reader.remade) - 1, position) for position, s in enumerate(again)}
-        reader.inputs = [made.get(slot, slot) for slot in reader.inputs]
+        reader.inputs = [made.get(slot, slot) if isinstance(slot, int) else slot for slot in reader.inputs]
         source.changed = reader.changed = True
+        return {reader.operands[slot].number for slot in slots}
 
-    def _operand(self, number: int) -> Operand:
+    def _operand(self, number: int, stacked: dict[int, int]) -> Operand:
         """How the reader is given a value of the body: as the source is, or stacked by it, now if not already."""
         if number in self.passed:
             return self.passed[number]
-        kind = self.body.kinds[number]
-        for stacked in self.source.results[self.source.carry :]:
-            if stacked.inner == number and stacked.kind is kind:
-                break
-        else:
-            aval, program = self.body.program.avals[number], self.plan.program
-            program.avals.append(jax.ShapeDtypeStruct((self.source.length, *aval.shape), aval.dtype))
+        kind, avals = self.body.kinds[number], self.plan.program.avals
+        if number not in stacked:
+            aval = self.body.program.avals[number]
+            avals.append(jax.ShapeDtypeStruct((self.source.length, *aval.shape), aval.dtype))
             self.plan.kinds.append(kind)
-            stacked = Stacked(len(program.avals) - 1, number, kind)
-            self.source.results.append(stacked)
-        return Operand(ROW, stacked.number, dtype_of(kind, self.body.low), False)
+            self.source.results.append(Stacked(len(avals) - 1, number, kind))
+            stacked[number] = len(avals) - 1
+        return Operand(ROW, stacked[number], dtype_of(kind, self.body.low), False)
 
     def _again(self, needed: set[int], results: list[int]) -> Plan:
         """The plan that computes `results` again, in the dtypes in which they were computed."""
