@@ -116,7 +116,8 @@ def test_gradients_of_a_scan_are_those_of_its_layers(kind, reverse, dtype):
         double = jax.tree.map(lambda a: np.asarray(a, np.float64), (PARAMS, X))
         want = leaves(quick_jit(jax.grad(unrolled(layer, reverse)))(*double))
     theirs = quick_jit(autocast(jax.grad(unrolled(layer, reverse)), policy))(PARAMS, X)
-    assert relative_error(leaves(ours), want) < 1.3 * relative_error(leaves(theirs), want)
+    # One draw: over seeds the ratio scatters from 0.85 to 1.46 around 1.
+    assert relative_error(leaves(ours), want) < 1.6 * relative_error(leaves(theirs), want)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
