@@ -109,8 +109,10 @@ def region_mark(eqn: JaxprEqn) -> str | None:
     return name if name in (FULL_PRECISION_MARK, LOW_PRECISION_MARK) else None
 
 
-def _inlined_body(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
-    if eqn.primitive.name not in _INLINED or region_mark(eqn) == FULL_PRECISION_MARK:
+def _inlined_body(eqn: JaxprEqn, also: Sequence[str]) -> ClosedJaxpr | Jaxpr | None:
+    if eqn.primitive.name not in _INLINED and eqn.primitive.name not in also:
+        return None
+    if region_mark(eqn) == FULL_PRECISION_MARK:
         return None
     if any(_specified(s) for key in ("in_shardings", "out_shardings") for s in eqn.params.get(key, ())):
         return None  # a `jit` with shardings of its own is a constraint, not only a call
@@ -121,8 +123,8 @@ def _specified(sharding: Any) -> bool:
     return type(sharding).__name__ != "UnspecifiedValue"
 
 
-def flatten(jaxpr: ClosedJaxpr | Jaxpr) -> Program:
-    """Inline every plain call of `jaxpr`; time and size linear in the equations of the result."""
+def flatten(jaxpr: ClosedJaxpr | Jaxpr, also: Sequence[str] = ()) -> Program:
+    """Inline every plain call of `jaxpr`, and of the primitives `also`; time and size linear in the equations made."""
     avals: list[Any] = []
     known: dict[int, Any] = {}
     captured: set[int] = set()
@@ -150,7 +152,7 @@ def flatten(jaxpr: ClosedJaxpr | Jaxpr) -> Program:
             captured.add(env[var])
         for eqn in body.eqns:
             ins = tuple(atom(env, var) for var in eqn.invars)
-            inner, inner_stack = _inlined_body(eqn), stack + eqn.source_info.name_stack
+            inner, inner_stack = _inlined_body(eqn, also), stack + eqn.source_info.name_stack
             if inner is not None:
                 marked = low_region or region_mark(eqn) == LOW_PRECISION_MARK
                 env.update(zip(eqn.outvars, inline(inner, ins, inner_stack, marked, (eqn, *calls)), strict=True))

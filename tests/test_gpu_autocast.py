@@ -21,7 +21,7 @@ from autocast_references import (
     plain_state,
     plain_step,
 )
-from battery_models import BY_NAME, ROWS
+from battery_models import BY_NAME, LARGE, ROWS
 from battery_tools import HALVES, abstract, abstract_example, figures, gradient_function, row_figures, tracing_calls
 from jax.sharding import PartitionSpec
 
@@ -85,7 +85,9 @@ def test_gradients_cross_eight_gpus_in_float32():
     assert {dtype for opcode, dtype, _ in collectives(text) if opcode == "all-reduce"} <= {"f32", "pred", "s32"}
 
 
-@pytest.mark.parametrize("name", ["cnn_groupnorm", "cnn_batchnorm", "resnet", "unet", "transformer"])
+@pytest.mark.parametrize(
+    "name", ["cnn_groupnorm", "cnn_batchnorm", "resnet", "unet", "transformer", "transformer_scan"]
+)
 def test_model_steps_move_the_bytes_of_flax(name):
     row = BY_NAME[name]
     params, batch = abstract_example(row, FILLING)
@@ -109,7 +111,23 @@ def test_a_deep_transformer_needs_six_tenths_of_the_memory():
     assert memory("mixed_float16") <= 0.60 * memory("float32")
 
 
-@pytest.mark.parametrize("name", ["cnn_groupnorm", "transformer", "lstm"])
+def test_scanned_layers_stack_half_of_what_flax_stacks():
+    """What the iterations leave for the backward pass, in bytes moved and in memory held."""
+    ours, flax, wide = (
+        row_figures(BY_NAME["transformer_scan"], how, LARGE) for how in ("mixed_float16", "flax_float16", "float32")
+    )
+    assert ours.bytes <= 0.55 * flax.bytes
+    assert ours.temporary <= 0.45 * flax.temporary and ours.temporary <= 0.30 * wide.temporary
+
+
+@pytest.mark.parametrize("name", ["transformer_remat", "transformer_scan_remat"])
+def test_rematerialised_layers_move_the_bytes_of_flax(name):
+    ours, flax = (row_figures(BY_NAME[name], how, LARGE) for how in ("mixed_float16", "flax_float16"))
+    assert ours.bytes <= 1.07 * flax.bytes
+    assert ours.temporary <= 1.06 * flax.temporary
+
+
+@pytest.mark.parametrize("name", ["cnn_groupnorm", "transformer", "transformer_scan", "lstm"])
 def test_tracing_costs_at_most_twice_as_much(name):
     row = BY_NAME[name]
     args = abstract_example(row)

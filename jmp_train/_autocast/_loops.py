@@ -1,6 +1,6 @@
-"""Two questions about loops: does a carry accumulate, and does the end of the loop depend on a computed float.
+"""Questions about loops: does a carry accumulate, is it a residual stream, does the end depend on a computed float.
 
-Decides both by following dependencies through the body. Does not decide dtypes; see `_control_flow.py`.
+Decides them by following dependencies through the body. Does not decide dtypes; see `_control_flow.py`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,25 @@ def accumulates(program: Program, position: int, result: int) -> bool:
         added |= node.name in _ADDS
         number = through[0]
     return added
+
+
+def is_stream(program: Program, position: int, result: int) -> bool:
+    """Whether a carry is a residual stream: the body returns it with functions of itself added, and nothing else done.
+
+    The state of an LSTM or a moving average is none: it is scaled on the way, and small terms have to last.
+    """
+    start, pending = program.inputs[position], [program.outputs[result]]
+    producer = {out: node for node in program.nodes for out in node.outs}
+    seen = set(pending)
+    while pending:
+        number = pending.pop()
+        if number == start:
+            return not accumulates(program, position, result)
+        node = producer.get(number)
+        if node is not None and node.name in _ADDS | _PASSES:
+            pending.extend(operand for operand in node.ins if operand not in seen)
+            seen.update(node.ins)
+    return False
 
 
 def is_counted(params: dict[str, Any]) -> bool:

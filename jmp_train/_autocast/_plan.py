@@ -25,7 +25,6 @@ from .._policy import Policy
 from . import _control_flow
 from ._flow import (
     DOTS,
-    POOLS,
     ROUNDS,
     TOP,
     Backward,
@@ -40,8 +39,10 @@ from ._flow import (
 )
 from ._pooling import scatter_to_windows
 from ._recompute import is_costly, is_repeatable, mark_unread, roots_of_exponents
+from ._residuals import stack_less
 from ._rules import Rules
 from ._steps import Plan, State, Step, dtype_of
+from ._streams import Wait, Waits
 from ._table import Entry, Rule
 from ._transposes import fold_transposes
 
@@ -108,13 +109,9 @@ class Planner:
         made, again = [state.kind for state in walk.states], walk.again_steps()
         plan = Plan(program, place, walk.steps, in_dtypes, out_kinds, self.low, made, roots, again)
         plan.rounded = roots_of_exponents(plan)
+        plan = stack_less(plan) if self.rules.low_residuals else plan
         mark_unread(plan)
         return plan
-
-
-def _is_kernel(entry: Entry, node: Node) -> bool:
-    """Whether an operation does not fuse with what computes its operands, so that those are stored for it."""
-    return (entry.never_low and entry.rule is Rule.HIGH) or node.name in POOLS
 
 
 class _Walk:
@@ -123,6 +120,7 @@ class _Walk:
     def __init__(self, planner: Planner, program: Program, place: Place, flow: Backward, kinds: Sequence[Kind]):
         self.planner, self.program, self.place, self.flow = planner, program, place, flow
         self.low = planner.low
+        self.waits = Waits(program, place)
         self.steps: list[Step] = []
         self.depths: list[int] = []
         self.forward_depth = 0
@@ -132,23 +130,25 @@ class _Walk:
         for number, value in program.known.items():
             self.states[number] = State(kind_of_known(value, program.avals[number], self.low))
 
-    def seen(self, number: int, depth: int, kernel: bool) -> Kind:
+    def seen(self, number: int, depth: int, wait: Wait) -> Kind:
         """What a reader at `depth` sees of a value."""
         state = self.states[number]
-        return Kind.LOW if state.kept and (kernel or depth > state.depth) else state.kind
+        narrow = state.kept and wait is not Wait.CARRIED and (wait is Wait.STORED or depth > state.depth)
+        return Kind.LOW if narrow or wait is Wait.NARROW else state.kind
 
     def step(self, node: Node, entry: Entry) -> None:
         depth = max((self.states[number].depth for number in node.ins), default=0)
         if self.place.is_backward(node):
             depth = max(depth, self.forward_depth)
-        kinds = [self.seen(number, depth, _is_kernel(entry, node)) for number in node.ins]
+        waits = self.waits.of(node, entry, self.states)
+        kinds = [self.seen(number, depth, wait) for number, wait in zip(node.ins, waits, strict=True)]
         if entry.rule is Rule.ENTER:
             step, out_kinds, has_dot = _control_flow.enter(self.planner, node, entry, self.place, kinds, self.flow)
         else:
             step, out_kinds = self._DECIDE[entry.rule](self, node, entry, kinds)
             has_dot = entry.rule is Rule.LOW and node.name in DOTS
         states = [self.states[number] for number in node.ins]
-        step.far = [self._far(step, *read, depth) for read in zip(node.ins, states, step.reads, strict=True)]
+        step.far = [self._far(*read, depth) for read in zip(node.ins, states, step.reads, waits, strict=True)]
         made = [self._made(step, kinds, number, kind) for number, kind in zip(node.outs, out_kinds, strict=True)]
         for number, state in zip(node.outs, made, strict=True):
             state.depth = depth + has_dot
@@ -182,12 +182,12 @@ class _Walk:
     def again_steps(self) -> dict[int, Step]:
         return {number: step for step in self.steps for number in step.node.outs if self.states[number].again}
 
-    def _far(self, step: Step, number: int, state: State, read: np.dtype | None, depth: int) -> bool:
+    def _far(self, number: int, state: State, read: np.dtype | None, wait: Wait, depth: int) -> bool:
         """Whether an operand is read as stored or computed again; kernels of their own do so even near."""
-        if not (state.root or (state.again and read is not None)):
+        if (state.kept and wait is Wait.CARRIED) or not (state.root or (state.again and read is not None)):
             return False
         shared = state.kept or (state.costly and self.flow.readers[number] > 1)
-        return depth > state.depth or (shared and read is not None and _is_kernel(step.entry, step.node))
+        return depth > state.depth or (shared and read is not None and wait is not Wait.FUSED)
 
     def _step(self, node: Node, entry: Entry, reads: Sequence[np.dtype | None], **rest: Any) -> Step:
         return Step(node, entry, list(reads), [False] * len(reads), **rest)

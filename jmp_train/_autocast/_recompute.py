@@ -11,7 +11,7 @@ see `_plan.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ._flow import Kind
 from ._steps import Plan, Step
@@ -31,6 +31,11 @@ _RULES = (Rule.HIGH, Rule.WIDEST, Rule.FOLLOW, Rule.SHAPE)
 def is_repeatable(step: Step) -> bool:
     """Whether a step is elementwise, so that a compiler fuses it with whatever reads it."""
     return step.entry.rule in _RULES and step.node.name in _COSTLY | _CHEAP
+
+
+def is_elementwise(step: Step) -> bool:
+    """Whether a step as planned, whatever rule it follows, fuses with whatever reads it."""
+    return step.run is None and step.node.name in _COSTLY | _CHEAP
 
 
 def is_costly(step: Step) -> bool:
@@ -64,12 +69,21 @@ def roots_of_exponents(plan: Plan) -> frozenset[int]:
     return frozenset(number for number in stored if plan.kinds[number] is Kind.LOW)
 
 
-def mark_unread(plan: Plan) -> None:
-    """Marks the steps whose results are only read as computed again, or not at all."""
+def rounded_before_exponentials(steps: Sequence[Step], kinds: Sequence[Kind]) -> frozenset[int]:
+    """The values in the compute dtype from which `steps` compute an exponential."""
+    found: set[int] = set()
+    for step in reversed(steps):
+        if step.node.name in _EXPONENTIALS or not found.isdisjoint(step.node.outs):
+            found.update(step.node.ins)
+    return frozenset(number for number in found if kinds[number] is Kind.LOW)
+
+
+def mark_unread(plan: Plan) -> set[int]:
+    """Marks the steps whose results are only read as computed again, or not at all; returns what else is needed."""
     needed = set(plan.program.outputs)
     for step in reversed(plan.steps):
-        if step.node.eqn.effects or not needed.isdisjoint(step.node.outs):
+        step.unread = not step.node.eqn.effects and needed.isdisjoint(step.node.outs)
+        if not step.unread:
             for number, far in zip(step.node.ins, step.far, strict=True):
                 needed.update(sources(plan, number, far))
-        else:
-            step.unread = True
+    return needed
