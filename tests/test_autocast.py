@@ -177,6 +177,32 @@ def test_values_kept_for_the_backward_pass_cost_no_accuracy():
     assert low[1] < wide[1] / 2
 
 
+def test_which_gradient_products_leave_in_the_reduce_dtype():
+    """Those of weights, and of inputs that are asked for; one that goes on to a norm or bias does as in Flax."""
+
+    def loss(params, x):
+        return jnp.sum(jnp.tanh((x * params["scale"]) @ params["w"]))
+
+    def dtypes(argnums):
+        program = jax.make_jaxpr(autocast(jax.grad(loss, argnums), "mixed_float16", argnums=0))(params, X)
+        products = [eqn for eqn in program.eqns if eqn.primitive.name == "dot_general"]
+        return {eqn.outvars[0].aval.shape: eqn.outvars[0].aval.dtype.name for eqn in products[1:]}
+
+    params = {"scale": jnp.ones(8), "w": jnp.ones((8, 6))}
+    of_weight, of_activation = (8, 6), (4, 8)
+    assert dtypes(0) == {of_weight: "float32", of_activation: "float16"}
+    assert dtypes((0, 1)) == {of_weight: "float32", of_activation: "float16"}  # times `scale` before it is returned
+
+    def product(params, x):
+        return jnp.sum(x @ params["first"] @ params["second"])
+
+    deep = {"first": jnp.ones((8, 4)), "second": jnp.ones((4, 2))}
+    gradient = autocast(jax.grad(product, (0, 1)), "mixed_float16")
+    program = jax.make_jaxpr(gradient)(deep, X)
+    wide = [eqn.outvars[0].aval.dtype.name for eqn in program.eqns if eqn.primitive.name == "dot_general"]
+    assert wide.count("float32") == 3  # two weights and the input, which is returned as it is
+
+
 def test_a_softmax_and_its_gradient_see_the_same_logits():
     """A compiler may drop the rounding of the logits where it sees it undone; the backward pass must then do so too."""
 

@@ -142,6 +142,7 @@ class Backward:
         count = len(program.avals)
         self._reaches, self._to_dot = [False] * count, [False] * count
         self._used, self._not_wide = [False] * count, [False] * count
+        self._handed_out = set(program.outputs)
         self.readers = [0] * count
         for number, flags in zip(program.outputs, out_flags, strict=True):
             self.add(number, flags)
@@ -160,6 +161,14 @@ class Backward:
     def is_for_one_dot(self, number: int) -> bool:
         return self._to_dot[number] and self.readers[number] == 1
 
+    def ends_at(self, number: int, with_parameter: bool) -> bool:
+        """Whether a backward product is the last on its way, as a weight's gradient is, and no other dot rounds it.
+
+        A product with a parameter is the gradient of an activation, on its way to a norm, a bias or an embedding,
+        unless the program returns it (rearranged or summed with others, if need be).
+        """
+        return not self._reaches[number] and (number in self._handed_out or not with_parameter)
+
     def step(self, node: Node, entry: Entry) -> None:
         """Passes the flags of a node's results on to its operands, for every rule but ENTER."""
         outs = [self[number] for number in node.outs]
@@ -175,6 +184,8 @@ class Backward:
             flags = Flags(reaches, to_dot, all(out.only_wide for out in outs))
         else:
             flags = Flags(reaches, node.name in _EXACT | POOLS and any(out.to_dot for out in outs), False)
+        if (entry.rule is Rule.SHAPE or node.name == "add_any") and not self._handed_out.isdisjoint(node.outs):
+            self._handed_out.update(node.ins)
         for number in node.ins:
             self.add(number, flags)
 

@@ -252,7 +252,7 @@ class _Walk:
         if not is_float32(self.program.avals[node.outs[0]]):
             return self._step(node, entry, reads), [Kind.FIXED]
         gradient = node.name != "conv_general_dilated" and self.place.is_backward(node)
-        leaves = self.planner.reduce if gradient and not self.flow[node.outs[0]].reaches_dot else low
+        leaves = self.planner.reduce if gradient and self.flow.ends_at(node.outs[0], Kind.SOFT in kinds) else low
         if leaves == self.low:
             return self._step(node, entry, reads, params={"preferred_element_type": leaves}), [Kind.LOW]
         step = self._step(node, entry, reads, params={"preferred_element_type": leaves}, casts=[FLOAT32])

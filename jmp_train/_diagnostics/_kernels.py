@@ -153,7 +153,7 @@ def _bytes(module: Module, launch: Launch) -> tuple[int, int]:
     for each in inner:
         part = _IN_PLACE.get(each.opcode)
         if part is not None and each.operands[0] in names and sizes[each.name] <= written:
-            written += _part(each, part, sizes) - sizes[each.name]
+            written += min(_part(each, part, sizes), sizes[each.name]) - sizes[each.name]
     return read, written
 
 
