@@ -47,3 +47,5 @@ from ._diagnostics import overflow_report as overflow_report
 from ._diagnostics import OverflowReport as OverflowReport
 from ._diagnostics import plot_exponents as plot_exponents
 from ._diagnostics import plot_loss_scale as plot_loss_scale
+from ._diagnostics import sensitivity as sensitivity
+from ._diagnostics import Sensitivity as Sensitivity

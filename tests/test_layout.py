@@ -83,6 +83,8 @@ PUBLIC = {
     "OverflowReport",
     "plot_exponents",
     "plot_loss_scale",
+    "sensitivity",
+    "Sensitivity",
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))
