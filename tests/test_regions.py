@@ -187,7 +187,7 @@ def test_between_a_narrow_and_a_wide_dot_the_gradient_is_narrow():
     found = operations(jax.grad(loss), X, X, rules=DEFAULT_RULES.with_scopes({"Wide": "float32"}))
     dots = [op for op in found if op.primitive == "dot_general" and op.backward and op.scope == "Narrow"]
     # The weight's gradient leaves in float32; what goes on to the wide dot does not, as it does between narrow ones.
-    assert sorted(op.result for op in dots) == ["float16", "float32"]
+    assert sorted(str(op.result) for op in dots) == ["float16", "float32"]
 
 
 def test_what_stands_in_a_scope_itself():

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -13,6 +14,8 @@ from flax import nnx
 
 import jmp_train as jmp
 from jmp_train import DEFAULT_RULES, StaticLossScale, sensitivity
+from jmp_train._diagnostics._parts import Part
+from jmp_train._diagnostics._sensitivity import _Search
 
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(8, 8)).astype(np.float32)
@@ -241,6 +244,39 @@ def test_nnx_by_primitives():
     assert report.by == "primitive" and report.kept == ("dot_general",) and report.rows[0].share > 0.9
     assert {row.scope for row in report.rows} >= {"dot_general", "tanh"}
     holds(report, loss, params, X)
+
+
+# The search, on errors made up
+
+
+class MadeUp:
+    """A gradient whose error is a function of the scopes that are kept wide."""
+
+    compiled = 0
+
+    def __init__(self, error_of):
+        self.error_of = error_of
+
+    def error(self, rules):
+        return self.error_of("".join(sorted(glob for glob, _ in rules.scopes)))
+
+
+def proposed(error_of, names, tolerance):
+    parts = tuple(Part(name, 1) for name in names)
+    search: Any = _Search(MadeUp(error_of), DEFAULT_RULES, parts, error_of(""))  # pyright: ignore[reportArgumentType]
+    return "".join(part.name for part in search.propose(tolerance)), [row.part.name for row in search.ranking()]
+
+
+def test_errors_that_add_up_in_quadrature():
+    sizes = {"A": 0.1, "B": 0.5, "C": 0.01, "D": 0.3, "E": 0.02}
+    error_of = lambda wide: np.sqrt(sum(size**2 for name, size in sizes.items() if name not in wide))  # noqa: E731
+    for tolerance, kept in ((1.0, ""), (0.4, "B"), (0.2, "BD"), (0.05, "ABD"), (0.015, "ABDE"), (1e-9, "ABCDE")):
+        assert proposed(error_of, sizes, tolerance) == (kept, ["B", "D", "A", "E", "C"])
+
+
+def test_a_part_that_turns_out_not_to_be_needed_is_left_out():
+    errors = {"": 1.0, "A": 0.2, "B": 0.9, "C": 0.95, "AB": 0.25, "AC": 0.25, "BC": 0.001, "ABC": 0.0}
+    assert proposed(errors.__getitem__, "ABC", 0.01) == ("BC", ["A", "B", "C"])
 
 
 # Limits

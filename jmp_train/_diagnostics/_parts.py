@@ -10,7 +10,6 @@ import dataclasses
 import glob
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from .._autocast import Explanation, Rule, Rules
 from .._autocast._flow import ROUNDS
@@ -25,14 +24,12 @@ class Part:
     Attributes:
       name: a glob over scope paths, or primitives with commas between them.
       operations: how many operations in it round to 16 bits, those in finer parts included.
-      products: whether there are dots or convolutions among them.
       primitives: the primitives; empty for a scope.
       finer: the parts that it consists of, empty where it can't be divided.
     """
 
     name: str
     operations: int
-    products: bool
     primitives: tuple[str, ...] = ()
     finer: tuple[Part, ...] = ()
 
@@ -65,31 +62,27 @@ def primitive_parts(operations: Sequence[Operation]) -> tuple[Part, ...]:
     parts = []
     for group in groups.values():
         names = tuple(dict.fromkeys(op.primitive for op in group))
-        parts.append(_part(", ".join(names), group, primitives=names))
+        parts.append(Part(", ".join(names), len(group), primitives=names))
     return tuple(parts)
 
 
 def scope_parts(operations: Sequence[Operation]) -> tuple[Part, ...]:
     """The outermost scopes of `operations`, with a part `.` for what stands in none."""
-    return _below((), [(tuple(filter(None, op.scope.split("/"))), op) for op in operations])
+    return _below((), [tuple(filter(None, op.scope.split("/"))) for op in operations])
 
 
-def _below(prefix: tuple[str, ...], found: Sequence[tuple[tuple[str, ...], Operation]]) -> tuple[Part, ...]:
-    inside: dict[str, list[tuple[tuple[str, ...], Operation]]] = {}
-    for path, op in found:
-        inside.setdefault(path[len(prefix)] if len(path) > len(prefix) else "", []).append((path, op))
+def _below(prefix: tuple[str, ...], found: Sequence[tuple[str, ...]]) -> tuple[Part, ...]:
+    inside: dict[str, list[tuple[str, ...]]] = {}
+    for path in found:
+        inside.setdefault(path[len(prefix)] if len(path) > len(prefix) else "", []).append(path)
     parts = []
     for segment, below in inside.items():
         path = (*prefix, segment or ".")
         finer = _below(path, below) if segment else ()
         # A scope with one part only is that part.
         finer = finer[0].finer if len(finer) == 1 else finer
-        parts.append(_part(_written(path), [op for _, op in below], finer=finer))
+        parts.append(Part(_written(path), len(below), finer=finer))
     return tuple(parts)
-
-
-def _part(name: str, operations: Sequence[Operation], **rest: Any) -> Part:
-    return Part(name, len(operations), any(op.flops for op in operations), **rest)
 
 
 def _written(path: tuple[str, ...]) -> str:
@@ -110,12 +103,11 @@ def at_most(limit: int, parts: tuple[Part, ...]) -> tuple[Part, ...] | None:
     kinds: dict[str, list[Part]] = {}
     for part in parts:
         kinds.setdefault(part.name if part.primitives else re.sub(r"\d+$", "[0-9]*", part.name), []).append(part)
-    fewer = tuple(alike[0] if len(alike) == 1 else _joined(name, tuple(alike)) for name, alike in kinds.items())
+    fewer = tuple(
+        alike[0] if len(alike) == 1 else Part(name, sum(part.operations for part in alike), finer=tuple(alike))
+        for name, alike in kinds.items()
+    )
     return fewer if len(fewer) <= limit else None
-
-
-def _joined(name: str, alike: tuple[Part, ...]) -> Part:
-    return Part(name, sum(part.operations for part in alike), any(part.products for part in alike), finer=alike)
 
 
 def joined(chosen: Sequence[Part], within: Sequence[Part]) -> list[Part]:

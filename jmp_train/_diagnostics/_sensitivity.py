@@ -51,12 +51,11 @@ def sensitivity(
         caused = (alone^2 - floor^2) / error^2        removed = (error^2 - without^2) / error^2
 
     with `floor` the error that is left with every part in float32. Were they independent, both would be the part's
-    share. But an operation that follows narrow operands has none when alone: the share of a part without dots and
-    convolutions is the larger of the two. And a part with products, once wide, widens what follows it elsewhere: its
-    share is the mean of the two, which is positive for two parts each of which ruins the gradient, too. Of parts with
-    nearly the same share the last in the program comes first, for it cannot have been others that were widened. What is
+    share. The share is the larger of the two, because each is blind to something: an operation that follows narrow
+    operands has none when alone, and of two parts each of which ruins the gradient neither removes anything. What is
     removed counts only if it is more than some other part adds by being wide, which is chance. Shares need not add up
-    to one.
+    to one. A part that is wide widens what follows it, too; therefore, of parts with nearly the same share, those that
+    cause it alone come first, and if there is none the last in the program.
 
     The proposal is made of the highest ranked parts that together meet the tolerance, less those that turn out not to
     be needed, and is measured as a whole. It is for the batch that was given; take a typical one.
@@ -83,17 +82,15 @@ def sensitivity(
 
     >>> import jax, jax.numpy as jnp
     >>> def loss(w, x):
-    ...     with jax.named_scope("Hidden"):
-    ...         x = x @ w
-    ...     with jax.named_scope("Offset"):
-    ...         x = x + 100
-    ...         x = x - jnp.mean(x)
-    ...     return jnp.sum(jnp.tanh(x @ w))
+    ...     with jax.named_scope("Easy"):
+    ...         easy = jnp.tanh(x @ w)
+    ...     with jax.named_scope("Cancelling"):
+    ...         hard = jnp.tanh((x + 1000) @ w - 1000 * jnp.sum(w, axis=0))
+    ...     return jnp.mean(easy) + jnp.mean(hard)
     >>> args = jnp.linspace(-1, 1, 16).reshape(4, 4), jnp.linspace(-2, 2, 32).reshape(8, 4)
-    >>> careless = DEFAULT_RULES.with_scopes({"Offset": "bfloat16"})
-    >>> report = sensitivity(loss, "mixed_bfloat16", rules=careless)(*args)
+    >>> report = sensitivity(loss, "mixed_bfloat16")(*args)
     >>> report.rows[0].scope, report.line
-    ('Offset', 'rules=rules.with_scopes({"Offset": "float32"})')
+    ('Cancelling', 'rules=jmp.DEFAULT_RULES.with_scopes({"Cancelling": "float32"})')
     """
     policy, argnums, base = check_policy(policy), check_argnums(argnums), DEFAULT_RULES if rules is None else rules
     _check_search(loss_fn, base, by)
@@ -175,11 +172,12 @@ def _parts(plan: Explanation, by: str | None, max_scopes: int) -> tuple[str, tup
 
 @dataclasses.dataclass(slots=True)
 class _Measured:
-    """A part and its errors; `share` is set when all parts are known."""
+    """A part and its errors; what it causes and its share are set when all parts are known."""
 
     part: Part
     alone: float
     without: float
+    caused: float = 0.0
     share: float = 0.0
 
     def contribution(self) -> Contribution:
@@ -196,14 +194,15 @@ class _Search:
         self.measured: dict[Part, _Measured] = {}
 
     def ranking(self) -> list[_Measured]:
-        """The parts under study, the worst first; of those alike, the last of the program, for width spreads on."""
+        """The parts under study, the worst first; of those alike, one at fault when alone, or else the last."""
         rows = [self._measure(part) for part in self.parts]
         noise = max((row.without**2 - self.error**2 for row in rows if row.without < math.inf), default=0.0)
         for row in rows:
-            row.share = _share(row, self.error, self.floor, max(0.0, noise))
+            row.caused, row.share = _shares(row, self.error, self.floor, max(0.0, noise))
         ranked: list[_Measured] = []
         while worst := max((row.share for row in rows), default=0.0):
-            ranked.append([row for row in rows if row.share >= _ALIKE * worst][-1])
+            alike = [row for row in rows if row.share >= _ALIKE * worst]
+            ranked.append(next(row for row in alike if row.caused >= row.share / 2 or row is alike[-1]))
             rows.remove(ranked[-1])
         return ranked + sorted(rows, key=lambda row: -row.alone)
 
@@ -252,12 +251,13 @@ class _Search:
         return joined(chosen, self.outermost)
 
 
-def _share(row: _Measured, error: float, floor: float, noise: float) -> float:
+def _shares(row: _Measured, error: float, floor: float, noise: float) -> tuple[float, float]:
+    """What a part causes alone, and the larger of that and what it removes, as shares of the squared error."""
     if error == 0:
-        return 0.0
+        return 0.0, 0.0
     if error == math.inf:
         caused, removed = float(row.alone == math.inf), float(row.without < math.inf)
     else:
-        caused, removed = row.alone**2 - floor**2, error**2 - row.without**2
-        caused, removed = max(0.0, caused) / error**2, (removed if removed > noise else 0.0) / error**2
-    return min(1.0, (caused + removed) / 2 if row.part.products else max(caused, removed))
+        caused, removed = max(0.0, row.alone**2 - floor**2), error**2 - row.without**2
+        caused, removed = min(1.0, caused / error**2), (removed if removed > noise else 0.0) / error**2
+    return caused, max(caused, removed)
