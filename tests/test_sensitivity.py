@@ -279,6 +279,20 @@ def test_a_part_that_turns_out_not_to_be_needed_is_left_out():
     assert proposed(errors.__getitem__, "ABC", 0.01) == ("BC", ["A", "B", "C"])
 
 
+def test_near_the_least_error_is_enough_where_the_tolerance_is_out_of_reach():
+    errors = {"": 1.0, "A": 0.9, "B": 0.105, "AB": 0.1}
+    assert proposed(errors.__getitem__, "AB", 0.01) == ("B", ["B", "A"])
+
+
+def test_what_only_alone_shows_has_a_share():
+    errors = {"": 1.0, "A": 1.0, "B": 1.0, "C": 1.0, "AB": 0.001, "AC": 0.9, "BC": 0.9, "ABC": 0.0}
+    parts = tuple(Part(name, 1) for name in "CAB")
+    search: Any = _Search(MadeUp(errors.__getitem__), DEFAULT_RULES, parts, 1.0)  # pyright: ignore[reportArgumentType]
+    shares = {row.part.name: row.share for row in search.ranking()}
+    assert shares == pytest.approx({"A": 0.81, "B": 0.81, "C": 1e-6})
+    assert {part.name for part in search.propose(0.01)} == {"A", "B"}
+
+
 # Limits
 
 
