@@ -71,7 +71,8 @@ def glob_matches(glob: str, path: str) -> bool:
     """Returns whether the segments of `glob` match as many consecutive whole segments of `path`, at any depth.
 
     Within a segment `*`, `?` and `[...]` mean what they do for files, upper and lower case differ, and no wildcard
-    crosses a slash. What is below a match is matched as well: the glob of a layer finds its parameters.
+    crosses a slash. What is below a match is matched as well: the glob of a layer finds its parameters. A last segment
+    `.` leaves out what is below: `Net/.` is what stands in `Net` itself, `.` what stands in nothing.
 
     >>> glob_matches("BatchNorm*", "params/Block_1/BatchNorm_0/scale")
     True
@@ -79,9 +80,16 @@ def glob_matches(glob: str, path: str) -> bool:
     True
     >>> glob_matches("Norm", "params/Block_1/BatchNorm_0/scale")
     False
+    >>> glob_matches("Block_1/.", "Net/Block_1"), glob_matches("Block_1/.", "Net/Block_1/Dense_0")
+    (True, False)
     """
     wanted, found = glob.split("/"), path.split("/")
-    starts = range(len(found) - len(wanted) + 1)
+    if wanted[-1] == ".":
+        # At the end only; the empty path has no segments, and no other path ends in none.
+        wanted = wanted[:-1] or [""]
+        starts = range(max(0, len(found) - len(wanted)), len(found) - len(wanted) + 1)
+    else:
+        starts = range(len(found) - len(wanted) + 1)
     return any(all(map(fnmatch.fnmatchcase, found[start:], wanted)) for start in starts)
 
 

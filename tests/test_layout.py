@@ -94,6 +94,8 @@ PUBLIC = {
     "round_up",
     "gpu_report",
     "GPUReport",
+    "sensitivity",
+    "Sensitivity",
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -67,6 +67,22 @@ def test_segments_match_whole_in_sequence_and_case(glob):
     assert not any(glob_matches(glob, path) for path in PATHS)
 
 
+@pytest.mark.parametrize(
+    ("glob", "expected"),
+    [
+        (".", [""]),
+        ("Net/.", ["Net"]),
+        ("Block_*/.", ["Net/Block_1"]),
+        ("Net/Block_1/.", ["Net/Block_1"]),
+        ("*/.", ["", "Net", "Net/Block_1", "Net/Block_1/Dense_0"]),
+        ("Net/Block_1/Dense_0/Deeper/.", []),
+    ],
+)
+def test_a_dot_at_the_end_leaves_out_what_is_below(glob, expected):
+    paths = ["", "Net", "Net/Block_1", "Net/Block_1/Dense_0"]
+    assert [path for path in paths if glob_matches(glob, path)] == expected
+
+
 segments = st.text("ab*?_", min_size=1, max_size=3)
 
 

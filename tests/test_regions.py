@@ -177,6 +177,30 @@ def test_weight_gradients_of_inner_programs_leave_their_dot_in_the_reduce_dtype(
     assert {op.dtype for op in gradients} == {"float16"}
 
 
+def test_between_a_narrow_and_a_wide_dot_the_gradient_is_narrow():
+    def loss(w, x):
+        with jax.named_scope("Wide"):
+            h = x @ w
+        with jax.named_scope("Narrow"):
+            return jnp.sum(jnp.tanh(h @ w))
+
+    found = operations(jax.grad(loss), X, X, rules=DEFAULT_RULES.with_scopes({"Wide": "float32"}))
+    dots = [op for op in found if op.primitive == "dot_general" and op.backward and op.scope == "Narrow"]
+    # The weight's gradient leaves in float32; what goes on to the wide dot does not, as it does between narrow ones.
+    assert sorted(str(op.result) for op in dots) == ["float16", "float32"]
+
+
+def test_what_stands_in_a_scope_itself():
+    def fn(x):
+        with jax.named_scope("Net"):
+            y = jnp.tanh(x @ x)
+            with jax.named_scope("Dense"):
+                return jnp.tanh(y @ x)
+
+    assert reads("tanh", fn, X, rules=DEFAULT_RULES.with_scopes({"Net/.": "float32"})) == ["float32", "float16"]
+    assert reads("tanh", fn, X, rules=DEFAULT_RULES.with_scopes({"Net": "float32"})) == ["float32", "float32"]
+
+
 # What is refused, as whole sentences
 
 

@@ -183,7 +183,9 @@ class Backward:
             to_dot = node.name in _EXACT and any(out.to_dot for out in outs)
             flags = Flags(reaches, to_dot, all(out.only_wide for out in outs))
         else:
-            flags = Flags(reaches, node.name in _EXACT | POOLS and any(out.to_dot for out in outs), False)
+            to_dot = node.name in _EXACT | POOLS and any(out.to_dot for out in outs)
+            # A dot kept in float32 is one too: what a narrow dot hands it is no weight's gradient.
+            flags = Flags(reaches or node.name in DOTS, to_dot, False)
         if (entry.rule is Rule.SHAPE or node.name == "add_any") and not self._handed_out.isdisjoint(node.outs):
             self._handed_out.update(node.ins)
         for number in node.ins:

@@ -75,8 +75,8 @@ class Rules:
         """Returns rules that set the precision of parts of a model by their `jax.named_scope` path.
 
         Linen puts every module on this path; forward and backward operations of a module have the same one. A glob
-        matches whole segments at any depth. A scope that matched nothing is reported by `explain` and is an error in
-        `assert_policy`.
+        matches whole segments at any depth, and what is below; `Net/.` only what stands in `Net` itself, `.` what has
+        no scope. A scope that matched nothing is reported by `explain` and is an error in `assert_policy`.
 
         Args:
           scopes: globs and, for each, `"float32"` (runs as recorded, nothing narrowed) or a 16-bit dtype, which must be

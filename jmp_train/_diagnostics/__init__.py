@@ -14,6 +14,8 @@ from ._overflow_report import OverflowReport as OverflowReport
 from ._overflow_report import overflow_report as overflow_report
 from ._plots import plot_exponents as plot_exponents
 from ._plots import plot_loss_scale as plot_loss_scale
+from ._sensitivity import sensitivity as sensitivity
+from ._sensitivity_report import Sensitivity as Sensitivity
 from ._suggest import suggest_loss_scale as suggest_loss_scale
 from ._tensor_core_report import TensorCoreReport as TensorCoreReport
 from ._tensor_cores import tensor_core_report as tensor_core_report

@@ -1,0 +1,399 @@
+"""sensitivity: planted faults are ranked first and are the whole proposal, which holds against float64."""
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jmp_train as jmp
+from jmp_train import DEFAULT_RULES, StaticLossScale, sensitivity
+from jmp_train._diagnostics._parts import Part
+from jmp_train._diagnostics._sensitivity import _Search
+
+RNG = np.random.default_rng(0)
+W = RNG.normal(size=(8, 8)).astype(np.float32)
+X = RNG.normal(size=(16, 8)).astype(np.float32)
+SCALE = StaticLossScale(1024.0)
+
+
+def relative_error(grads, truth):
+    pairs = list(zip(jax.tree.leaves(grads), jax.tree.leaves(truth), strict=True))
+    size = sum(np.sum(np.asarray(true, np.float64) ** 2) for _, true in pairs)
+    return np.sqrt(sum(np.sum((np.asarray(one, np.float64) - true) ** 2) for one, true in pairs) / size)
+
+
+def in_float64(loss, *args):
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), args)
+        return jax.tree.map(np.asarray, jax.jit(jax.grad(loss))(*wide))
+
+
+def holds(report, loss, *args, policy="mixed_float16", loss_scale: jmp.LossScale | None = SCALE):
+    """The errors are those of value_and_grad against float64, and the proposal meets the tolerance."""
+    for rules, error in ((report.base, report.error), (report.proposal, report.proposal_error)):
+        _, grads = jax.jit(jmp.value_and_grad(loss, policy, rules=rules))(*args, loss_scale=loss_scale)
+        assert relative_error(grads, in_float64(loss, *args)) == pytest.approx(error, rel=0.2, abs=3e-4)
+    assert report.met and report.proposal_error <= report.tolerance < report.error
+
+
+# Scopes
+
+
+def offset_loss(w, x):
+    with jax.named_scope("Net"):
+        with jax.named_scope("First"):
+            h = jnp.tanh(x @ w)
+        with jax.named_scope("Offset"):
+            far = h + 500
+            h = far - jnp.mean(far, axis=-1, keepdims=True)
+        with jax.named_scope("Second"):
+            h = jnp.tanh(h @ w)
+    return jnp.mean(h**2)
+
+
+CARELESS = DEFAULT_RULES.with_scopes({"Offset": "float16"})
+
+
+@pytest.fixture(scope="module")
+def offset():
+    return sensitivity(offset_loss, "mixed_float16", rules=CARELESS)(W, X, loss_scale=SCALE)
+
+
+def test_a_scope_forced_into_16_bits_is_the_whole_proposal(offset):
+    first, *others = offset.rows
+    assert first.scope == "Net/Offset" and first.share > 0.95 and first.alone > 20 * offset.tolerance
+    assert {row.scope for row in others} >= {"Net/First", "Net/Second"}
+    assert all(row.share < 0.5 and row.alone < offset.tolerance < row.without for row in others)
+    assert offset.kept == ("Net/Offset",) and offset.by == "scope"
+    assert offset.proposal == CARELESS.with_scopes({"Net/Offset": "float32"})
+    assert offset.floor < 1e-5
+    holds(offset, offset_loss, W, X)
+
+
+def test_it_is_a_value(offset):
+    assert hash(offset) == hash(dataclasses.replace(offset))
+    values = offset.as_dict()
+    assert json.loads(json.dumps(values, allow_nan=False)) == values
+    assert values["kept"] == ["Net/Offset"] and values["met"] and values["rows"][0]["scope"] == "Net/Offset"
+    first, header, *rows, advice, line = str(offset).splitlines()
+    assert re.match(r"The gradient's relative error is 0\.\d+, the tolerance 0\.00781 \(params=float32,", first)
+    assert header.split() == ["scope", "operations", "alone", "without", "it", "share"]
+    assert [row.split()[0] for row in rows] == [row.scope for row in offset.rows]
+    assert advice == f"Keep 1 scope in float32 for an error of {offset.proposal_error:.3g}:"
+    assert line == '  rules=rules.with_scopes({"Net/Offset": "float32"})' == "  " + offset.line
+    assert eval(offset.line.removeprefix("rules="), {"rules": CARELESS}) == offset.proposal
+
+
+@pytest.mark.slow
+def test_it_is_deterministic(offset):
+    assert sensitivity(offset_loss, "mixed_float16", rules=CARELESS)(W, X, loss_scale=SCALE) == offset
+
+
+def cancelling_loss(params, x):
+    with jax.named_scope("Easy"):
+        easy = jnp.tanh(x @ params["w"])
+    with jax.named_scope("Cancelling"):
+        hard = jnp.tanh((x + 1000) @ params["v"] - 1000 * jnp.sum(params["v"], axis=0))
+    return jnp.mean(easy**2) + jnp.mean(hard)
+
+
+@pytest.mark.slow
+def test_a_product_that_cancels():
+    args = {"w": W, "v": np.round(W * 8) / 8}, np.round(X * 8) / 8
+    report = sensitivity(cancelling_loss, "mixed_float16")(*args, loss_scale=SCALE)
+    assert report.kept == ("Cancelling",) and report.rows[0].share > 0.95
+    assert report.line == 'rules=jmp.DEFAULT_RULES.with_scopes({"Cancelling": "float32"})'
+    assert eval(report.line.removeprefix("rules="), {"jmp": jmp}) == report.proposal
+    holds(report, cancelling_loss, *args)
+
+
+class Block(nn.Module):
+    offset: float
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.Dense(8)(x)
+        with jax.named_scope("Offset"):
+            far = h + self.offset
+            h = far - jnp.mean(far, axis=-1, keepdims=True)
+        return jnp.tanh(nn.Dense(8)(h))
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for offset in (0.0, 2000.0):
+            x = Block(offset)(x)
+        return x
+
+
+def linen_loss(params, x):
+    return jnp.mean((Net().apply(params, x) - x) ** 2)  # pyright: ignore[reportOperatorIssue]
+
+
+def test_linen_opens_the_worst_block_only():
+    params = Net().init(jax.random.key(0), X)
+    report = sensitivity(linen_loss, "mixed_float16", rules=CARELESS)(params, X, loss_scale=SCALE)
+    assert report.kept == ("Net/Block_1/Offset",)
+    finer = {row.scope: row.finer for row in report.rows}
+    assert finer["Net/Block_0"] > 1 and finer["Net/Block_1/Offset"] == 0 and "Net/Block_1" not in finer
+    holds(report, linen_loss, params, X)
+
+
+@pytest.mark.slow
+def test_what_stands_in_a_module_itself_is_a_part():
+    def loss(w, x):
+        with jax.named_scope("Net"):
+            with jax.named_scope("Dense"):
+                h = x @ w
+            far = h + 500
+            h = far - jnp.mean(far, axis=-1, keepdims=True)
+            with jax.named_scope("Dense_1"):
+                return jnp.mean(jnp.tanh(h @ w))
+
+    careless = DEFAULT_RULES.with_scopes({"Net/.": "float16"})
+    report = sensitivity(loss, "mixed_float16", rules=careless)(W, X, loss_scale=SCALE)
+    assert report.kept == ("Net/.",)
+    holds(report, loss, W, X)
+
+
+@pytest.mark.slow
+def test_two_scopes_that_each_ruin_the_gradient_are_both_found():
+    def loss(w, x):
+        for name in ("A", "B", "Fine"):
+            with jax.named_scope(name):
+                x = jnp.tanh(x @ w)
+                if name != "Fine":
+                    far = x + 500
+                    x = far - jnp.mean(far, axis=-1, keepdims=True)
+        return jnp.mean(x)
+
+    careless = DEFAULT_RULES.with_scopes({"[AB]": "float16"})
+    report = sensitivity(loss, "mixed_float16", rules=careless)(W, X, loss_scale=SCALE)
+    assert set(report.kept) == {"A", "B"} and report.rows[2].scope == "Fine"
+    holds(report, loss, W, X)
+
+
+def numbered(w, x):
+    for number in range(5):
+        with jax.named_scope(f"Layer_{number}"):
+            x = jnp.tanh(x @ w)
+    with jax.named_scope("Head"):
+        return jnp.mean(x @ w)
+
+
+@pytest.mark.slow
+def test_numbered_scopes_are_one_where_they_are_too_many():
+    report = sensitivity(numbered, "mixed_bfloat16", max_scopes=2, tolerance=1e-7)(W, X)
+    assert {row.scope: row.finer for row in report.rows} == {"Layer_[0-9]*": 5, "Head": 0}
+    assert report.met and set(report.kept) == {"Layer_[0-9]*", "Head"}
+    holds(report, numbered, W, X, policy="mixed_bfloat16", loss_scale=None)
+
+
+# Primitives
+
+
+def scores_loss(w, x):
+    scores = jnp.tanh(x @ w) - 14
+    return jnp.mean(jnp.log(jnp.sum(jnp.exp(scores), axis=-1)))
+
+
+@pytest.mark.slow
+def test_an_exponential_in_16_bits():
+    # exp(-14) is 8e-7, where float16 has steps of 6e-8.
+    careless = DEFAULT_RULES.replace({"exp": "low"})
+    report = sensitivity(scores_loss, "mixed_float16", rules=careless, tolerance=0.01)(W, X, loss_scale=SCALE)
+    assert report.by == "primitive" and report.kept == ("exp",) and report.rows[0].scope == "exp"
+    assert report.line == 'rules=rules.replace({"exp": "recorded"})'
+    assert eval(report.line.removeprefix("rules="), {"rules": careless}) == report.proposal
+    holds(report, scores_loss, W, X)
+
+
+def test_operations_that_only_follow_are_found():
+    # Alone, `exp` follows an operand in float32 and is harmless; its error shows only where it is kept wide.
+    careless = DEFAULT_RULES.replace({"exp": "follow"})
+    report = sensitivity(scores_loss, "mixed_float16", rules=careless, tolerance=0.01)(W, X, loss_scale=SCALE)
+    first = report.rows[0]
+    assert first.scope == "exp" and first.alone < 1e-5 and first.share > 0.9 and report.kept == ("exp",)
+    holds(report, scores_loss, W, X)
+
+
+class Plain(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.second = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        far = self.second(jnp.tanh(self.first(x)) + 1000) - self.second(jnp.full_like(x, 1000))
+        return jnp.tanh(far)
+
+
+def test_nnx_by_primitives():
+    graph, params = nnx.split(Plain(nnx.Rngs(0)), nnx.Param)
+
+    def loss(params, x):
+        return jnp.mean(nnx.merge(graph, params)(x) ** 2)
+
+    report = sensitivity(loss, "mixed_float16")(params, X, loss_scale=SCALE)
+    assert report.by == "primitive" and report.kept == ("dot_general",) and report.rows[0].share > 0.9
+    assert {row.scope for row in report.rows} >= {"dot_general", "tanh"}
+    holds(report, loss, params, X)
+
+
+# The search, on errors made up
+
+
+class MadeUp:
+    """A gradient whose error is a function of the scopes that are kept wide."""
+
+    compiled = 0
+
+    def __init__(self, error_of):
+        self.error_of = error_of
+
+    def error(self, rules):
+        return self.error_of("".join(sorted(glob for glob, _ in rules.scopes)))
+
+
+def proposed(error_of, names, tolerance):
+    parts = tuple(Part(name, 1) for name in names)
+    search: Any = _Search(MadeUp(error_of), DEFAULT_RULES, parts, error_of(""))  # pyright: ignore[reportArgumentType]
+    return "".join(part.name for part in search.propose(tolerance)), [row.part.name for row in search.ranking()]
+
+
+def test_errors_that_add_up_in_quadrature():
+    sizes = {"A": 0.1, "B": 0.5, "C": 0.01, "D": 0.3, "E": 0.02}
+    error_of = lambda wide: np.sqrt(sum(size**2 for name, size in sizes.items() if name not in wide))  # noqa: E731
+    for tolerance, kept in ((1.0, ""), (0.4, "B"), (0.2, "BD"), (0.05, "ABD"), (0.015, "ABDE"), (1e-9, "ABCDE")):
+        assert proposed(error_of, sizes, tolerance) == (kept, ["B", "D", "A", "E", "C"])
+
+
+def test_a_part_that_turns_out_not_to_be_needed_is_left_out():
+    errors = {"": 1.0, "A": 0.2, "B": 0.9, "C": 0.95, "AB": 0.25, "AC": 0.25, "BC": 0.001, "ABC": 0.0}
+    assert proposed(errors.__getitem__, "ABC", 0.01) == ("BC", ["A", "B", "C"])
+
+
+def test_near_the_least_error_is_enough_where_the_tolerance_is_out_of_reach():
+    errors = {"": 1.0, "A": 0.9, "B": 0.105, "AB": 0.1}
+    assert proposed(errors.__getitem__, "AB", 0.01) == ("B", ["B", "A"])
+
+
+def test_what_only_alone_shows_has_a_share():
+    errors = {"": 1.0, "A": 1.0, "B": 1.0, "C": 1.0, "AB": 0.001, "AC": 0.9, "BC": 0.9, "ABC": 0.0}
+    parts = tuple(Part(name, 1) for name in "CAB")
+    search: Any = _Search(MadeUp(errors.__getitem__), DEFAULT_RULES, parts, 1.0)  # pyright: ignore[reportArgumentType]
+    shares = {row.part.name: row.share for row in search.ranking()}
+    assert shares == pytest.approx({"A": 0.81, "B": 0.81, "C": 1e-6})
+    assert {part.name for part in search.propose(0.01)} == {"A", "B"}
+
+
+# Limits
+
+
+@pytest.mark.parametrize("by", [None, "scope", "primitive"])
+def test_float32_has_no_error(by):
+    report = sensitivity(offset_loss, "float32", by=by)(W, X)
+    assert (report.error, report.floor, report.proposal_error, report.rows, report.kept) == (0.0, 0.0, 0.0, (), ())
+    assert report.met and report.proposal == DEFAULT_RULES and report.gradients == 2
+    assert str(report).splitlines()[1:] == ["Nothing has to be kept in float32."]
+
+
+def test_a_tolerance_out_of_reach():
+    @jmp.low_precision
+    def stubborn(x):
+        far = x + 500
+        return far - jnp.mean(far, axis=-1, keepdims=True)
+
+    def loss(w, x):
+        with jax.named_scope("Stubborn"):
+            x = stubborn(x @ w)
+        with jax.named_scope("Dense"):
+            return jnp.mean(jnp.tanh(x @ w))
+
+    report = sensitivity(loss, "mixed_float16")(W, X, loss_scale=SCALE)
+    assert not report.met and report.floor > report.tolerance and report.proposal_error <= 1.1 * report.floor
+    assert (
+        "Rules cannot reach the tolerance. What remains comes from low_precision regions, from code that casts by hand "
+        f"or from the loss scale. The least is {report.floor:.3g}."
+    ) in str(report)
+
+
+def test_overflow():
+    def loss(w, x):
+        with jax.named_scope("Large"):
+            h = (x * 3e4) @ w
+        with jax.named_scope("Small"):
+            return jnp.mean(jnp.tanh(h * 1e-5) @ w)
+
+    report = sensitivity(loss, "mixed_float16")(W, X, loss_scale=SCALE)
+    assert report.error == np.inf and report.rows[0].scope == "Large" and report.kept == ("Large",) and report.met
+    assert report.rows[0].share == 1 and report.rows[1].share == 0
+    values = report.as_dict()
+    assert json.loads(json.dumps(values, allow_nan=False)) == values and values["error"] is None
+    assert str(report).splitlines()[:2] == [
+        f"The gradient's relative error is infinite, the tolerance 0.00781 ({report.policy}).",
+        "The gradient overflows under the policy: it holds infinities or NaN. Lower the loss scale; if that does not "
+        "help, find_overflow(fn)(*args), with the step's gradient function and its arguments, finds the operation.",
+    ]
+
+
+def test_arguments_are_those_of_value_and_grad():
+    def loss(name, params, *, x, activate):
+        h = x @ params["w"]
+        return jnp.mean((jnp.tanh(h) if activate else h) * params["b"]), name
+
+    params = {"w": W, "b": np.ones(8, np.float32)}
+    report = sensitivity(loss, "mixed_bfloat16", argnums=1, has_aux=True)("name", params, x=X, activate=True)
+    gradient = jmp.grad(loss, "mixed_bfloat16", argnums=1, has_aux=True)
+    grads = jax.jit(lambda params: gradient("name", params, x=X, activate=True)[0])(params)
+    truth = in_float64(lambda p, x: loss("", p, x=x, activate=True)[0], params, X)
+    assert relative_error(grads, truth) == pytest.approx(report.error, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: sensitivity(offset_loss, "mixed_float16")(W, X), TypeError,
+         "`loss_scale` is required because float16 gradients vanish without it (the policy is 'params=float32,"
+         "compute=float16,output=float32'); pass loss_scale=get_loss_scale(opt_state) with an optimizer from "
+         "with_loss_scale, a StaticLossScale, or NoOpLossScale() to go without."),
+        (lambda: sensitivity(offset_loss, 0), TypeError,  # pyright: ignore[reportArgumentType]
+         "`policy` must be a Policy or a name such as 'mixed_float16', got 0; the argument that comes second in "
+         "jax.value_and_grad and jax.grad is a keyword here: argnums=0."),
+        (lambda: sensitivity(offset_loss, "float32", argnums="a"), TypeError,  # pyright: ignore[reportArgumentType]
+         "`argnums` must be an integer or a sequence of integers, got 'a'."),
+        (lambda: sensitivity(3, "float32"), TypeError,  # pyright: ignore[reportArgumentType]
+         "`loss_fn` must be callable, got 3; pass the function that is given to value_and_grad."),
+        (lambda: sensitivity(offset_loss, "float32", rules={"exp": "low"}), TypeError,  # pyright: ignore[reportArgumentType]
+         "`rules` must be a Rules, got {'exp': 'low'}; edit the default: DEFAULT_RULES.replace({...})."),
+        (lambda: sensitivity(offset_loss, "float32", by="layer"), ValueError,
+         "`by` must be 'scope', 'primitive' or None, got 'layer'."),
+        (lambda: sensitivity(offset_loss, "float32", tolerance=0), ValueError,
+         "`tolerance` must be a positive number, a relative error such as 0.01, got 0."),
+        (lambda: sensitivity(offset_loss, "float32", tolerance=float("nan")), ValueError,
+         "`tolerance` must be a positive number, a relative error such as 0.01, got nan."),
+        (lambda: sensitivity(offset_loss, "float32", max_scopes=0), ValueError,
+         "`max_scopes` must be at least 1, got 0."),
+        (lambda: sensitivity(offset_loss, "float32", max_scopes=2.5), TypeError,  # pyright: ignore[reportArgumentType]
+         "`max_scopes` must be an integer, got 2.5."),
+        (lambda: sensitivity(scores_loss, "bfloat16", by="scope")(W, X), ValueError,
+         "`by` is 'scope', but no operation that the policy rounds is in a named scope; use by='primitive', or name "
+         "the parts of the model with jax.named_scope."),
+        (lambda: sensitivity(numbered, "bfloat16", max_scopes=1)(W, X), ValueError,
+         "`max_scopes` is 1, but the outermost level has 6 scopes; raise it, or use by='primitive'."),
+        (lambda: sensitivity(lambda w: jnp.sum(0 * w), "bfloat16")(W), ValueError,
+         "the gradient is zero everywhere in float32, so that no error is relative to it; take another batch."),
+        (lambda: sensitivity(lambda w: jnp.sum(jnp.log(0 * w)), "bfloat16")(W), ValueError,
+         "the gradient holds infinities or NaN in float32 already, whatever the policy; find_overflow(fn)(*args) finds "
+         "the operation that makes the first one."),
+    ],
+)  # fmt: skip
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match="^" + re.escape(message) + "$"):
+        call()
