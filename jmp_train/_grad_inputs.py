@@ -76,8 +76,8 @@ def check_differentiated(arguments: Sequence[Any]) -> None:
     """Raises for leaves that have no gradient."""
     for argument in arguments:
         for path, leaf in zip(leaf_paths(argument), jax.tree.leaves(argument), strict=True):
-            numeric = isinstance(leaf, jax.Array | np.ndarray | np.generic | int)
-            if numeric and not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            number = hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)
+            if not number or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
                 where = f"the leaf '{path}'" if path else "the argument"
                 raise TypeError(
                     f"a differentiated argument must hold floating or complex numbers only, got {_describe(leaf)} for "

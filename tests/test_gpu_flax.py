@@ -4,8 +4,6 @@
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportOperatorIssue=false
 
-import importlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +14,10 @@ from flax import nnx
 from flax_models import linen_training, nnx_training
 
 import jmp_train as jmp
+from jmp_train._diagnostics._faults import copies
+from jmp_train._diagnostics._gpu_compile import gpu_module
+from jmp_train._diagnostics._kernels import kernels, traffic
 
-gpu = importlib.import_module("gpu_compile")
 pytestmark = pytest.mark.slow
 
 BATCH = jax.ShapeDtypeStruct((64, 8, 8, 1), np.float32), jax.ShapeDtypeStruct((64,), np.int32)
@@ -59,9 +59,9 @@ def nnx_(tx=None):
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_no_copies_in_the_step(training, name):
     state, step = training(jmp.with_loss_scale(TRANSFORMATIONS[name]))
-    text = gpu.gpu_module(step.__wrapped__, jax.eval_shape(lambda s: s, state), BATCH, donate_argnums=0)
-    print(f"{len(gpu.kernels(text))} kernels, {len(jax.tree.leaves(state))} leaves")
-    assert gpu.copies(text) == []
+    text = gpu_module(step.__wrapped__, jax.eval_shape(lambda s: s, state), BATCH, donate_argnums=0)
+    print(f"{len(kernels(text))} kernels, {len(jax.tree.leaves(state))} leaves")
+    assert copies(text) == []
     assert "conditional(" not in text or name == "accumulating"
 
 
@@ -72,8 +72,8 @@ def test_the_check_sees_a_state_in_another_order():
         state, loss = step.__wrapped__(state, batch)
         return loss, state.ema_params, state.opt_state, state.params
 
-    text = gpu.gpu_module(disordered, jax.eval_shape(lambda s: s, state), BATCH, donate_argnums=0)
-    assert gpu.copies(text) != []
+    text = gpu_module(disordered, jax.eval_shape(lambda s: s, state), BATCH, donate_argnums=0)
+    assert copies(text) != []
 
 
 def test_what_skipping_everything_costs():
@@ -87,9 +87,9 @@ def test_what_skipping_everything_costs():
         w = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
         state = jax.eval_shape(make, w)
         step = lambda state, grads: state.apply_gradients(grads=grads)  # noqa: E731
-        text = gpu.gpu_module(step, state, {"w": w}, donate_argnums=0)
-        assert gpu.copies(text) == []
-        return gpu.traffic(text) / w.size
+        text = gpu_module(step, state, {"w": w}, donate_argnums=0)
+        assert copies(text) == []
+        return traffic(text) / w.size
 
     plain, averaged = bytes_per_parameter(None), bytes_per_parameter(0.999)
     print(f"{plain:.2f} bytes a parameter, {averaged:.2f} with an average")

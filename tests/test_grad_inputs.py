@@ -229,6 +229,8 @@ def test_aux_that_is_missing():
         ({"a": [1.0, jnp.array([True])]}, "bool[1] for the leaf 'a/1'"),
         (3, "an object of type int for the argument"),
         ({"key": jax.random.key(0)}, "key<fry>[] for the leaf 'key'"),
+        ({"activation": print}, "an object of type builtin_function_or_method for the leaf 'activation'"),
+        ({"name": "dense"}, "an object of type str for the leaf 'name'"),
     ],
 )
 def test_leaves_without_gradients(argument, got):
