@@ -240,6 +240,47 @@ def test_state_is_sharded_as_its_parameter():
         assert leaf.shape == () or leaf.sharding.is_equivalent_to(spread, leaf.ndim), leaf.sharding
 
 
+SPLIT = {
+    "fully_sharded": {"in": PartitionSpec("data"), "bias": PartitionSpec("data"), "out": PartitionSpec("data")},
+    "model": {"in": PartitionSpec(None, "model"), "bias": PartitionSpec("model"), "out": PartitionSpec("model")},
+    "both": {
+        "in": PartitionSpec("data", "model"),
+        "bias": PartitionSpec("model"),
+        "out": PartitionSpec("model", "data"),
+    },
+}
+
+
+@pytest.mark.parametrize("split", SPLIT)
+def test_sharded_parameters_under_jit(split):
+    """Same steps as on one device; every moment stays where its parameter is; one compilation over the run."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    shardings = jax.tree.map(functools.partial(NamedSharding, mesh), SPLIT[split])
+    tx = jmp.with_loss_scale(optax.sgd(0.5, momentum=0.5), jmp.DynamicLossScale(SCALE))
+    grad_fn = jmp.value_and_grad(loss_fn, policy_of("float32", "float16", "float32"))
+
+    def step(params, opt_state, x, y):
+        loss, grads = grad_fn(params, x, y, loss_scale=jmp.get_loss_scale(opt_state))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    params, *batch = example()
+    params = jax.device_put(params, shardings)
+    opt_state: Any = jax.device_put(tx.init(params), NamedSharding(mesh, PartitionSpec()))
+    moments = opt_state.inner_state[0].trace
+    inner = (opt_state.inner_state[0]._replace(trace=jax.device_put(moments, shardings)), *opt_state.inner_state[1:])
+    opt_state = opt_state._replace(inner_state=inner)
+    placed = jax.tree.map(lambda leaf: leaf.sharding, (params, opt_state))
+    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*placed, None))
+    batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
+    for _ in range(3):
+        params, opt_state, _ = jitted(params, opt_state, *batch)
+    assert error(params, on_one_device("float32", "float16")[0]) < TOLERANCE["float16"]
+    assert jitted._cache_size() == 1
+    for name, moment in opt_state.inner_state[0].trace.items():
+        assert moment.sharding.is_equivalent_to(shardings[name], moment.ndim)
+
+
 def test_aux_stays_local_and_fp8_statistics_are_the_largest():
     def with_aux(params, x):
         statistic = params["_overwrite_with_gradient"]["amax"]
