@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 from jax.extend import linear_util, source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 FULL_PRECISION_MARK = "jmp_train_full_precision"
 LOW_PRECISION_MARK = "jmp_train_low_precision"
@@ -85,6 +85,17 @@ def trace(fn: Callable, *avals, **kwavals) -> tuple[ClosedJaxpr, Any]:
     return jax.make_jaxpr(fn, return_shape=True)(*avals, **kwavals)
 
 
+def as_function(jaxpr: ClosedJaxpr | Jaxpr) -> Callable[..., list[Any]]:
+    """`jaxpr` as a function of arrays; what it records keeps its source lines and scopes."""
+    return jaxpr_as_fun(jaxpr)  # pyright: ignore[reportArgumentType] - before JAX 0.11, a ClosedJaxpr
+
+
+def trace_in_place_of(eqn: JaxprEqn, fn: Callable) -> ClosedJaxpr | Jaxpr:
+    """The jaxpr of `fn` on the operands of `eqn`, recorded at the source line of `eqn`."""
+    with source_info_util.user_context(eqn.source_info.traceback):
+        return trace(fn, *(var.aval for var in eqn.invars))[0]
+
+
 def open_jaxpr(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
     """The `Jaxpr` itself; from JAX 0.11 both types are one."""
     inner: Any = jaxpr
@@ -123,8 +134,18 @@ def _specified(sharding: Any) -> bool:
     return type(sharding).__name__ != "UnspecifiedValue"
 
 
-def flatten(jaxpr: ClosedJaxpr | Jaxpr, also: Sequence[str] = ()) -> Program:
-    """Inline every plain call of `jaxpr`, and of the primitives `also`; time and size linear in the equations made."""
+def flatten(
+    jaxpr: ClosedJaxpr | Jaxpr,
+    also: Sequence[str] = (),
+    replaced: Callable[[JaxprEqn], ClosedJaxpr | Jaxpr | None] = lambda eqn: None,
+) -> Program:
+    """Inline every plain call of `jaxpr`; time and size linear in the equations made.
+
+    Args:
+      jaxpr: the program.
+      also: further primitives whose bodies are inlined.
+      replaced: gives the program that stands for an equation, if another one does.
+    """
     avals: list[Any] = []
     known: dict[int, Any] = {}
     captured: set[int] = set()
@@ -152,7 +173,8 @@ def flatten(jaxpr: ClosedJaxpr | Jaxpr, also: Sequence[str] = ()) -> Program:
             captured.add(env[var])
         for eqn in body.eqns:
             ins = tuple(atom(env, var) for var in eqn.invars)
-            inner, inner_stack = _inlined_body(eqn, also), stack + eqn.source_info.name_stack
+            inner = replaced(eqn) or _inlined_body(eqn, also)
+            inner_stack = stack + eqn.source_info.name_stack
             if inner is not None:
                 marked = low_region or region_mark(eqn) == LOW_PRECISION_MARK
                 env.update(zip(eqn.outvars, inline(inner, ins, inner_stack, marked, (eqn, *calls)), strict=True))

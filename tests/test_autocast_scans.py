@@ -307,3 +307,56 @@ def test_the_cost_of_stacking_less_is_linear():
         return tracing_calls(lambda: autocast(jax.grad(loss), "mixed_float16"), PARAMS["w"], X)
 
     assert calls(80) <= 4.4 * calls(20)  # quadratic would be 16
+
+
+def last_carry(fn, *args):
+    """The dtypes that the last scan of the program of `fn` carries."""
+    scan = [eqn for eqn in jax.make_jaxpr(fn)(*args).eqns if eqn.primitive.name == "scan"][-1]
+    consts, carry = scan_counts(scan)
+    return [var.aval.dtype.name for var in scan.invars[consts : consts + carry]]
+
+
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_sums_recorded_in_16_bits_are_carried_in_float32(dtype):
+    """Weights stored in 16 bits: the backward scan of a recurrent network adds their gradients in that dtype."""
+
+    def loss(weights, x):
+        def cell(h, row):
+            h = jnp.tanh(row @ weights["in"] + h @ weights["h"] + weights["b"])
+            return h, h
+
+        states = lax.scan(cell, jnp.zeros(FULL, x.dtype), x)[1]
+        return jnp.mean(states.astype(jnp.float32) ** 2) * 1024
+
+    x = np.ones((2048, *FULL))
+    weights = {"in": np.eye(WIDTH) / 8, "h": np.eye(WIDTH) / 16, "b": np.full(WIDTH, 0.25)}
+    with jax.enable_x64(True):
+        exact = jax.tree.map(np.asarray, jax.grad(loss)(jax.tree.map(jnp.asarray, weights), jnp.asarray(x)))
+    args = jax.tree.map(lambda a: jnp.asarray(a, dtype), (weights, x))
+    cast = autocast(jax.grad(loss), dtype)
+    assert last_carry(jax.grad(loss), *args) == [dtype] * 4
+    assert sorted(last_carry(cast, *args)) == sorted([dtype, "float32", "float32", "float32"])
+    got = cast(*args)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(got)} == {dtype}
+    eps = float(jnp.finfo(dtype).eps)
+    assert relative_error(got, exact) < 2 * eps
+    assert relative_error(jax.grad(loss)(*args), exact) > 10 * eps  # as recorded, the sums stop growing
+    assert last_carry(autocast(cast, dtype), *args) == last_carry(cast, *args)
+
+
+def test_a_16_bit_carry_that_is_no_sum_stays():
+    def average(x):
+        return lax.scan(lambda mean, row: (mean * 0.5 + row, None), jnp.zeros(8, jnp.float16), x)[0]
+
+    def difference(x):
+        return lax.scan(lambda carry, row: (row - carry, None), jnp.zeros(8, jnp.float16), x)[0]
+
+    def total(x):
+        return lax.scan(lambda carry, row: (carry - row, None), jnp.zeros(8, jnp.float16), x, reverse=True)[0]
+
+    x = jnp.full((3000, 8), -1.0, jnp.float16)
+    assert last_carry(autocast(average, "mixed_float16"), x) == ["float16"]
+    assert last_carry(autocast(difference, "mixed_float16"), x) == ["float16"]
+    assert last_carry(autocast(total, "mixed_float16"), x) == ["float32"]
+    assert autocast(total, "mixed_float16")(x)[0] == 3000 and total(x)[0] == 2048
+    np.testing.assert_array_equal(autocast(difference, "mixed_float16")(x), difference(x))

@@ -271,7 +271,7 @@ def test_sharded_parameters_under_jit(split):
     inner = (opt_state.inner_state[0]._replace(trace=jax.device_put(moments, shardings)), *opt_state.inner_state[1:])
     opt_state = opt_state._replace(inner_state=inner)
     placed = jax.tree.map(lambda leaf: leaf.sharding, (params, opt_state))
-    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*placed, None))
+    jitted: Any = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*placed, None))
     batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
     for _ in range(3):
         params, opt_state, _ = jitted(params, opt_state, *batch)

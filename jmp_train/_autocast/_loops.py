@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from .._jaxpr import Program, flatten
 
 _ADDS = frozenset({"add", "add_any", "sub"})
+_CASTS = frozenset({"convert_element_type", "copy", "optimization_barrier"})
 _PASSES = frozenset({"convert_element_type", "select_n", "reshape", "copy", "optimization_barrier", "transpose"})
 
 
@@ -45,6 +46,22 @@ def accumulates(program: Program, position: int, result: int) -> bool:
         added |= node.name in _ADDS
         number = through[0]
     return added
+
+
+def adds_terms(program: Program, position: int, result: int) -> bool:
+    """Whether the carry is a running sum to which the body adds what it would return if given zero."""
+    start, number = program.inputs[position], program.outputs[result]
+    producer = {out: node for node in program.nodes for out in node.outs}
+    if not accumulates(program, position, result):
+        return False
+    ours = dependents(program, [start])
+    while number != start:
+        node = producer[number]
+        first = node.ins[0]
+        if node.name not in _ADDS | _CASTS or (node.name == "sub" and first not in ours):
+            return False
+        number = next(operand for operand in node.ins if operand in ours)
+    return True
 
 
 def is_stream(program: Program, position: int, result: int) -> bool:

@@ -23,6 +23,7 @@ from .._dtypes import FLOAT32
 from .._jaxpr import ClosedJaxpr, Jaxpr, Node, Program, flatten
 from .._policy import Policy
 from . import _control_flow
+from ._accumulators import widened
 from ._flow import (
     DOTS,
     ROUNDS,
@@ -59,7 +60,7 @@ class Planner:
     def program(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place) -> tuple[Program, list[Entry]]:
         key = (id(jaxpr), place)
         if key not in self._programs:
-            program = flatten(jaxpr)
+            program = flatten(jaxpr, replaced=widened)
             self._programs[key] = (jaxpr, program, entries_of(program, self.rules, place))
         return self._programs[key][1:]
 
@@ -230,10 +231,8 @@ class _Walk:
 
     def _widest(self, node: Node, entry: Entry, kinds: list[Kind]) -> tuple[Step, list[Kind]]:
         only_wide = node.name in ROUNDS and all(self.flow[number].only_wide for number in node.outs)
-        if only_wide or Kind.WIDE in kinds:
-            kind = Kind.WIDE
-        else:
-            kind = Kind.LOW if Kind.LOW in kinds else Kind.SOFT
+        narrow = Kind.LOW if Kind.LOW in kinds else Kind.SOFT
+        kind = Kind.WIDE if only_wide or Kind.WIDE in kinds else narrow
         return self._pairwise(node, entry, kinds, kind)
 
     def _pairwise(self, node: Node, entry: Entry, kinds: list[Kind], kind: Kind) -> tuple[Step, list[Kind]]:
