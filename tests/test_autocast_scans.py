@@ -360,3 +360,93 @@ def test_a_16_bit_carry_that_is_no_sum_stays():
     assert last_carry(autocast(total, "mixed_float16"), x) == ["float32"]
     assert autocast(total, "mixed_float16")(x)[0] == 3000 and total(x)[0] == 2048
     np.testing.assert_array_equal(autocast(difference, "mixed_float16")(x), difference(x))
+
+
+def narrow_carries(fn, *args, argnums=0):
+    return [dtype for dtypes in carried_by(fn, *args, argnums=argnums) for dtype in dtypes if dtype == "float16"]
+
+
+def carried_by(fn, *args, argnums):
+    program = jax.make_jaxpr(autocast(fn, "mixed_float16", argnums=argnums))(*args)
+    for eqn in program.eqns:
+        if eqn.primitive.name == "scan":
+            consts, carry = scan_counts(eqn)
+            yield [var.aval.dtype.name for var in eqn.invars[consts : consts + carry]]
+
+
+def euler(w, x):
+    """1,000 small steps from a state that a dot made."""
+    return lax.scan(lambda y, _: (y + 1e-3 * jnp.tanh(y @ w["f"]), None), x @ w["in"], None, length=1000)[0]
+
+
+def forward_algorithm(w, x):
+    """A linear-chain CRF's log partition function, started from a row of emissions."""
+    emissions = x @ w["in"]
+    step = lambda a, row: (jax.nn.logsumexp(a[:, None] + w["f"], axis=0) + row, None)  # noqa: E731
+    return jax.nn.logsumexp(lax.scan(step, emissions[0], jnp.tile(emissions, (20, 1)))[0])
+
+
+def moving_average(w, x):
+    rows = jnp.tile(x @ w["in"], (100, 1))
+    return lax.scan(lambda mean, row: (mean + 1e-3 * (row - mean), None), (x @ w["in"])[0], rows)[0]
+
+
+def inner_loop(w, x):
+    """Weights that another network made, trained by gradient descent inside."""
+    inner = jax.grad(lambda v: jnp.mean((x @ v - 1) ** 2))
+    return lax.scan(lambda v, _: (v - 0.01 * inner(v), None), w["in"] @ w["f"], None, length=200)[0]
+
+
+@pytest.mark.parametrize("fn", [euler, forward_algorithm, moving_average, inner_loop])
+def test_what_a_loop_builds_up_is_carried_in_float32(fn):
+    """Also where it starts as the result of a dot: a thousand roundings are not those of a stack of layers."""
+    weights = {"in": normal(WIDTH, WIDTH) / 3, "f": normal(WIDTH, WIDTH) / 3}
+
+    def loss(weights, x):
+        return jnp.sum(fn(weights, x) ** 2) * 1e-2
+
+    assert narrow_carries(jax.grad(loss), weights, X) == []
+    got = jax.jit(autocast(jax.grad(loss), "mixed_float16"))(weights, X)
+    assert relative_error(got, jax.grad(loss)(weights, X)) < 5e-3
+
+
+def test_a_critics_gradients_accumulate_in_float32_though_its_cotangent_is_a_literal():
+    def loss(params, x):
+        return jnp.mean(jax.nn.relu(x @ params["a"]) @ params["b"]) * 2.0**15
+
+    def accumulated(params, xs):
+        def step(total, x):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(params, x)), None
+
+        return lax.scan(step, jax.tree.map(jnp.zeros_like, params), xs)[0]
+
+    params = {"a": 20 * normal(16, 32), "b": normal(32, 1)}
+    xs = normal(4, 512, 16)
+    got = autocast(accumulated, "mixed_float16")(params, xs)
+    want = accumulated(params, xs)
+    assert float(abs(want["b"]).max()) > 65504
+    assert relative_error(got, want) < 2e-3
+
+
+def test_low_rank_weights_have_float32_gradients_where_they_are_clipped_in_the_program():
+    def clipped(params, x):
+        gradient = jax.grad(lambda p: jnp.sum((x @ (p["a"] @ p["b"])) ** 2) * 64)(params)
+        norm = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gradient)))
+        return jax.tree.map(lambda leaf: leaf / norm, gradient)
+
+    params = {"a": normal(WIDTH, 2), "b": 4 * normal(2, WIDTH)}
+    got, want = autocast(clipped, "mixed_float16")(params, X), clipped(params, X)
+    assert relative_error(got, want) < 2e-3
+
+
+def test_small_numbers_survive_beside_a_softmax():
+    """A float16 value of 1e-5 is subnormal, and so is no zero for a normalisation that reads it too."""
+
+    def loss(w, x):
+        h = x @ w
+        return jnp.sum(jax.nn.softmax(h)[:, 0]) + jnp.sum(h * lax.rsqrt(jnp.sum(h * h)))
+
+    w = 1e-5 * normal(WIDTH, WIDTH)
+    got, want = jax.jit(autocast(jax.grad(loss), "mixed_float16"))(w, X), jax.grad(loss)(w, X)
+    assert np.isfinite(got).all()
+    assert relative_error({"w": got}, {"w": want}) < 5e-2

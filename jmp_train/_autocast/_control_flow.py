@@ -14,11 +14,11 @@ import jax
 import numpy as np
 
 from .._dtypes import FLOAT32
-from .._jaxpr import ClosedJaxpr, Node, bind, bind_with_rules, consts_of, open_jaxpr, scan_counts, trace
+from .._jaxpr import ClosedJaxpr, Node, bind, bind_with_rules, consts_of, flatten, open_jaxpr, scan_counts, trace
 from . import _plan
 from ._evaluate import as_jaxpr_function, captured_arrays, cast, evaluate, recorded_dtypes
 from ._flow import DOTS, Backward, Flags, Kind, Place, is_float32
-from ._loops import accumulates, is_counted
+from ._loops import is_counted, may_be_narrow
 from ._steps import Plan, Step
 from ._table import Entry, Rule
 
@@ -154,7 +154,8 @@ def _plan_loop(
     program, _ = planner.program(body, inside)
     recorded = _recorded_kinds([program.avals[number] for number in program.inputs[consts : consts + carry]])
     low = [kind is Kind.LOW for kind in kinds[consts : consts + carry]]
-    low = [is_low and not accumulates(program, consts + i, i) for i, is_low in enumerate(low)]
+    whole = flatten(body, also=("remat2",)) if any(low) else program
+    low = [is_low and may_be_narrow(whole, inside, consts, carry, i) for i, is_low in enumerate(low)]
     while True:
         carry_kinds = [Kind.LOW if is_low else kind for is_low, kind in zip(low, recorded, strict=True)]
         in_kinds = [*kinds[:consts], *carry_kinds, *kinds[consts + carry :]]

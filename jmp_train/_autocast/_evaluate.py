@@ -93,8 +93,9 @@ class _Store:
 
     def _rounded(self, value: Any) -> Any:
         """A value in the compute dtype as float32, whose rounding a compiler does not drop."""
-        bits = jax.numpy.finfo(self._low)
-        return lax.reduce_precision(cast(value, FLOAT32), bits.nexp, bits.nmant)
+        # With float32's exponent: a narrower one would flush float16's subnormal numbers to zero.
+        wide, low = jax.numpy.finfo(FLOAT32), jax.numpy.finfo(self._low)
+        return lax.reduce_precision(cast(value, FLOAT32), wide.nexp, low.nmant)
 
     def _far(self, number: int, dtype: np.dtype | None) -> Any:
         """A value as the far side of a dot sees it: its stored copy behind a barrier, or computed again from such."""

@@ -142,7 +142,7 @@ class Backward:
         count = len(program.avals)
         self._reaches, self._to_dot = [False] * count, [False] * count
         self._used, self._not_wide = [False] * count, [False] * count
-        self._handed_out = set(program.outputs)
+        self._handed_out, self._avals = set(program.outputs), program.avals
         self.readers = [0] * count
         for number, flags in zip(program.outputs, out_flags, strict=True):
             self.add(number, flags)
@@ -161,13 +161,16 @@ class Backward:
     def is_for_one_dot(self, number: int) -> bool:
         return self._to_dot[number] and self.readers[number] == 1
 
-    def ends_at(self, number: int, with_parameter: bool) -> bool:
+    def ends_at(self, number: int, weights: Sequence[tuple[int, ...]] | None) -> bool:
         """Whether a backward product is the last on its way, as a weight's gradient is, and no other dot rounds it.
 
         A product with a parameter is the gradient of an activation, on its way to a norm, a bias or an embedding,
-        unless the program returns it (rearranged or summed with others, if need be).
+        unless the program returns it (rearranged or summed with others, if need be), or it has the shape of one of the
+        `weights`: of one that is multiplied by another first, as in low-rank adaptation. `None`: no such product.
         """
-        return not self._reaches[number] and (number in self._handed_out or not with_parameter)
+        axes: Any = sorted(self._avals[number].shape)
+        of_weight = weights is None or number in self._handed_out or axes in map(sorted, weights)
+        return not self._reaches[number] and of_weight
 
     def step(self, node: Node, entry: Entry) -> None:
         """Passes the flags of a node's results on to its operands, for every rule but ENTER."""

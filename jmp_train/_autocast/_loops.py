@@ -11,19 +11,42 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._jaxpr import Program, flatten
+from ._flow import DOTS, Place
 
 _ADDS = frozenset({"add", "add_any", "sub"})
 _CASTS = frozenset({"convert_element_type", "copy", "optimization_barrier"})
 _PASSES = frozenset({"convert_element_type", "select_n", "reshape", "copy", "optimization_barrier", "transpose"})
 
 
-def dependents(program: Program, numbers: Iterable[int]) -> set[int]:
-    """The values that depend on any of `numbers`, which are among them."""
+def dependents(program: Program, numbers: Iterable[int], around: frozenset[str] = frozenset()) -> set[int]:
+    """The values that depend on any of `numbers`, which are among them, by a path around the primitives `around`."""
     found = set(numbers)
     for node in program.nodes:
-        if not found.isdisjoint(node.ins):
+        if node.name not in around and not found.isdisjoint(node.ins):
             found.update(node.outs)
     return found
+
+
+def may_be_narrow(body: Program, place: Place, consts: int, carry: int, position: int) -> bool:
+    """Whether a carry in the compute dtype loses no more than the same layers do outside of a loop.
+
+    Either the body rounds all that it makes of the carry for a dot anyway, as a plain recurrent network does, or the
+    carry is the residual stream of a stack of layers, whose weights come in row by row. The state of an integrator, a
+    recursion or an average is neither: it is built up of many small terms; nor are weights that a loop updates.
+    """
+    start, result = body.inputs[consts + position], body.outputs[position]
+    if result not in dependents(body, [start], DOTS):
+        return True
+    if not place.backward and any(map(place.is_backward, body.nodes)):
+        return False
+    rows = {*body.known, *body.inputs[consts + carry :]}
+    for node in body.nodes:
+        if rows.issuperset(node.ins):
+            rows.update(node.outs)
+    ours = dependents(body, [start])
+    dots = (node for node in body.nodes if node.name in DOTS and not ours.isdisjoint(node.ins))
+    by_layers = any(not rows.isdisjoint(node.ins) for node in dots)
+    return by_layers and is_stream(body, consts + position, position)
 
 
 def accumulates(program: Program, position: int, result: int) -> bool:

@@ -127,7 +127,8 @@ class _Walk:
         self.forward_depth = 0
         self.states: list[Any] = [None] * len(program.avals)
         for number, kind in zip(program.inputs, kinds, strict=True):
-            self.states[number] = State(kind)
+            self.states[number] = State(kind, parameter=kind is Kind.SOFT)
+        self.weights = [program.avals[number].shape for number in program.inputs if self.states[number].parameter]
         for number, value in program.known.items():
             self.states[number] = State(kind_of_known(value, program.avals[number], self.low))
 
@@ -164,7 +165,8 @@ class _Walk:
         states = [self.states[operand] for operand in step.node.ins]
         flags, rounding = self.flow[number], self.planner.rules.low_residuals
         moves = step.entry.rule is Rule.SHAPE
-        state = State(kind, computed=not moves or any(s.computed for s in states))
+        parameter = moves and any(s.parameter for s in states)
+        state = State(kind, computed=not moves or any(s.computed for s in states), parameter=parameter)
         if kind is Kind.FIXED:
             # A comparison of floats: one byte, where its operands would be kept.
             is_mask = self.program.avals[number].dtype == np.bool_
@@ -201,9 +203,8 @@ class _Walk:
         outs = [self._recorded_kind(number) for number in node.outs]
         if node.name == "convert_element_type" and kinds[0] is Kind.LOW and node.params["new_dtype"] == self.low:
             reads = [self.low]  # the user asks for what the value already is
-        if node.name == "convert_element_type" and node.ins[0] in self.program.known:
-            aval = self.program.avals[node.outs[0]]  # the zero of `jnp.pad` is an integer literal, converted
-            outs = [kind_of_known(self.program.known[node.ins[0]], aval, self.low)]
+        if node.name == "convert_element_type" and node.ins[0] in self.program.known:  # as jnp.pad's zero is
+            outs = [kind_of_known(self.program.known[node.ins[0]], self.program.avals[node.outs[0]], self.low)]
         elif node.name == "convert_element_type" and self.program.avals[node.ins[0]].dtype == np.bool_:
             outs = [Kind.SOFT if kind is Kind.WIDE else kind for kind in outs]  # zeros and ones fit anywhere
         return self._step(node, entry, reads), outs
@@ -236,8 +237,7 @@ class _Walk:
         return self._pairwise(node, entry, kinds, kind)
 
     def _pairwise(self, node: Node, entry: Entry, kinds: list[Kind], kind: Kind) -> tuple[Step, list[Kind]]:
-        dtype = dtype_of(kind, self.low)
-        reads = [None if k is Kind.FIXED else dtype for k in kinds]
+        reads = [None if k is Kind.FIXED else dtype_of(kind, self.low) for k in kinds]
         outs = [kind if is_float32(self.program.avals[number]) else Kind.FIXED for number in node.outs]
         run = functools.partial(scatter_to_windows, node) if node.name == "select_and_scatter_add" else None
         return self._step(node, entry, reads, run=run), outs
@@ -251,11 +251,12 @@ class _Walk:
         if not is_float32(self.program.avals[node.outs[0]]):
             return self._step(node, entry, reads), [Kind.FIXED]
         gradient = node.name != "conv_general_dilated" and self.place.is_backward(node)
-        leaves = self.planner.reduce if gradient and self.flow.ends_at(node.outs[0], Kind.SOFT in kinds) else low
+        weights = self.weights if any(self.states[number].parameter for number in node.ins) else None
+        leaves = self.planner.reduce if gradient and self.flow.ends_at(node.outs[0], weights) else low
+        params = {"preferred_element_type": leaves}
         if leaves == self.low:
-            return self._step(node, entry, reads, params={"preferred_element_type": leaves}), [Kind.LOW]
-        step = self._step(node, entry, reads, params={"preferred_element_type": leaves}, casts=[FLOAT32])
-        return step, [Kind.WIDE]
+            return self._step(node, entry, reads, params=params), [Kind.LOW]
+        return self._step(node, entry, reads, params=params, casts=[FLOAT32]), [Kind.WIDE]
 
     def _collective(self, node: Node, entry: Entry, kinds: list[Kind]) -> tuple[Step, list[Kind]]:
         avals = [self.program.avals[number] for number in node.ins]

@@ -54,8 +54,8 @@ def scatter_to_windows(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
 def _chosen(operand: Any, windows: tuple[int, ...], starts: list[list[int]], strides: Any, largest: bool) -> jax.Array:
     """The number of the place of each window's first extreme element, `uint8[m_0, m_1, ...]`.
 
-    Compares in the order and manner of XLA's SelectAndScatter, so that ties and NaN choose the same element; places in
-    the padding are not compared.
+    Compares in the order and manner of XLA's SelectAndScatter, so that ties choose the same element. Places in the
+    padding are never chosen, also where all others are infinite or NaN.
     """
     compare, nowhere = lax.ge if largest else lax.le, len(starts)
     chosen = lax.full(windows, nowhere, jnp.uint8)

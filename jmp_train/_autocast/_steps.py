@@ -26,6 +26,7 @@ class State:
       depth: how many dots precede it on the longest path. A reader of greater depth is on the far side of a dot.
       kept: computed in float32, with a copy in the compute dtype that far readers use.
       computed: computed by the program, rather than an argument or a rearranged one.
+      parameter: a differentiated argument, possibly rearranged.
       raw: a dot's result, possibly rearranged.
       root: what far readers start from: they read it behind a barrier, so that the compiler stores it once, in 16 bits.
       again: float32 that far readers compute again from roots, rather than have it kept; see `_recompute.py`.
@@ -36,6 +37,7 @@ class State:
     depth: int = 0
     kept: bool = False
     computed: bool = False
+    parameter: bool = False
     raw: bool = False
     root: bool = False
     again: bool = False

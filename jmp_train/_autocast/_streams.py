@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from .._jaxpr import Node, Program, flatten, scan_counts
 from ._flow import POOLS, Kind, Place
-from ._loops import is_stream
+from ._loops import may_be_narrow
 from ._steps import State
 from ._table import Entry, Rule
 
@@ -63,9 +63,7 @@ class Waits:
         if inside.backward:
             shapes = self._narrow_shapes(node, states)
             candidates = {p for p in candidates if self._program.avals[carry[p]].shape in shapes}
-        elif any(map(inside.is_backward, body.nodes)):
-            candidates = set()  # a loop over updates: it may be weights that it carries
-        streams = {position for position in candidates if is_stream(body, consts + position, position)}
+        streams = {p for p in candidates if may_be_narrow(body, inside, consts, len(carry), p)}
         return [Wait.NARROW if position in streams else Wait.CARRIED for position in range(len(carry))]
 
     def _narrow_shapes(self, node: Node, states: Sequence[State]) -> set[tuple[int, ...]]:
