@@ -141,9 +141,11 @@ def test_models_of_the_battery(name):
     batch = program.batch(np.random.default_rng(0))
     params = program.init(jax.random.key(0), batch)
     grad_fn = jmp.value_and_grad(program.loss, "float32")
-    results = run(grad_fn, params, batch)
-    for result, reference in zip(results, jax.tree.leaves(jax.jit(grad_fn)(params, batch)), strict=True):
-        scale = 1e-6 + float(np.max(np.abs(reference)))
+    results, references = run(grad_fn, params, batch), jax.tree.leaves(jax.jit(grad_fn)(params, batch))
+    # Attention's key bias has no gradient but rounding.
+    whole = max(float(np.max(np.abs(reference))) for reference in references[1:])
+    for result, reference in zip(results, references, strict=True):
+        scale = 1e-4 * whole + float(np.max(np.abs(reference)))
         np.testing.assert_allclose(result, reference, rtol=0, atol=2e-3 * scale)
 
 
