@@ -77,8 +77,7 @@ def test_no_name_is_unknown_to_jax():
 
 def test_the_list_of_exceptions_is_exact():
     minor = jax.__version__.split(".")[1]
-    if minor not in ("10", "11", "12"):
-        pytest.skip("a release that the list does not know yet")
+    assert minor in ("10", "11", "12"), f"say in SOMETIMES which of its names JAX {jax.__version__} has"
     expected = {name for name, releases in SOMETIMES.items() if minor in releases.split()}
     assert set(SOMETIMES) & PRIMITIVES == expected
 

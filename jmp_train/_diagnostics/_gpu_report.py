@@ -6,7 +6,6 @@ Decides how a compiled program is summed up. Does not decide what is in it; see 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from typing import Any
 
 from .._autocast._text import as_lists
@@ -14,7 +13,7 @@ from ._copies import Copy
 from ._gpu_compare import Comparison, compare
 from ._gpu_products import CompiledProduct
 from ._gpu_text import kernel_table, report_text
-from ._gpus import GPU, NARROW_UNITS
+from ._gpus import GPU, NARROW_UNITS, flops_by_unit
 from ._kernels import Kernel
 
 
@@ -117,10 +116,7 @@ class GPUReport:
     @property
     def unit_flops(self) -> dict[str, int]:
         """FLOPs by what multiplies: `8 bits`, `16 bits`, `tf32`, `float32`, `float64`."""
-        found: Counter[str] = Counter()
-        for product in self.products:
-            found[product.unit] += product.flops * product.times
-        return {unit: found[unit] for unit, _ in self.rates if found[unit]}
+        return flops_by_unit(self.products, (unit for unit, _ in self.rates))
 
     @property
     def tensor_core_share(self) -> float:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from .._dtypes import did_you_mean
@@ -167,3 +169,11 @@ def product_unit(dtypes: Any, is_strict: bool) -> str:
     if bits == 32:
         return "float32" if is_strict else "tf32"
     return "16 bits" if bits == 16 else "8 bits"
+
+
+def flops_by_unit(products: Iterable[Any], units: Iterable[str]) -> dict[str, int]:
+    """FLOPs of products (with `unit`, `flops`, `times`), loops multiplied out, by unit in the order of `units`."""
+    found: Counter[str] = Counter()
+    for product in products:
+        found[product.unit] += product.flops * product.times
+    return {unit: found[unit] for unit in units if found[unit]}

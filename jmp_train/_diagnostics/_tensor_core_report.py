@@ -12,7 +12,7 @@ from typing import Any
 from .._autocast._text import as_lists
 from .._paths import glob_matches
 from ._amdahl import Estimate
-from ._gpus import UNITS
+from ._gpus import UNITS, flops_by_unit
 from ._products import Padding, Product
 from ._tensor_core_text import product_table, report_text
 
@@ -50,10 +50,7 @@ class TensorCoreReport:
     @property
     def unit_flops(self) -> dict[str, int]:
         """FLOPs by what multiplies: `8 bits`, `16 bits`, `tf32`, `float32`, `float64`."""
-        found: Counter[str] = Counter()
-        for product in self.products:
-            found[product.unit] += product.flops * product.times
-        return {unit: found[unit] for unit in UNITS if found[unit]}
+        return flops_by_unit(self.products, UNITS)
 
     @property
     def tensor_core_share(self) -> float:
