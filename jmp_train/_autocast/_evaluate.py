@@ -100,7 +100,9 @@ class _Store:
     def _far(self, number: int, dtype: np.dtype | None) -> Any:
         """A value as the far side of a dot sees it: its stored copy behind a barrier, or computed again from such."""
         if number in self._plan.again:
-            return cast(self._compute_again(self._plan.again[number]), dtype)
+            value = self._compute_again(self._plan.again[number])
+            lost = number in self._plan.rounded and dtype == FLOAT32
+            return self._rounded(value) if lost else cast(value, dtype)
         if dtype is not None and dtype != self._low:
             return cast(self.read(number, self._low, True), dtype)
         return lax.optimization_barrier(self.read(number, dtype, False))

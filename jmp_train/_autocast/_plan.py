@@ -39,9 +39,12 @@ from ._flow import (
     kind_of_known,
 )
 from ._pooling import scatter_to_windows
-from ._recompute import is_costly, is_repeatable, mark_unread, roots_of_exponents
+from ._recompute import mark_unread, roots_of_exponents
 from ._residuals import stack_less
+from ._revised import again_steps, repeat_masks, widen_what_only_wide_steps_read
 from ._rules import Rules
+from ._selection import add_one_per_row, adds_one_per_row
+from ._states import kept_wide, state_of_result
 from ._steps import Plan, State, Step, dtype_of
 from ._streams import Wait, Waits
 from ._table import Entry, Rule
@@ -100,14 +103,15 @@ class Planner:
         walk = _Walk(self, program, place, self.flow(jaxpr, place, out_flags), kinds)
         for node, entry in zip(program.nodes, entries, strict=True):
             walk.step(node, entry)
-        walk.widen_what_only_wide_steps_read()
+        widen_what_only_wide_steps_read(program, walk.steps, walk.depths, walk.states, self.low)
+        repeat_masks(walk.steps, walk.depths, walk.states)
         fold_transposes(program, walk.steps)
         carried = {program.inputs[position] for position in roundable if self.rules.low_residuals}
         results = zip(program.outputs, out_flags, strict=True)
         out_kinds = [walk.out_kind(number, flags, number in carried) for number, flags in results]
         in_dtypes = [dtype_of(kind, self.low) for kind in kinds]
         roots = frozenset(number for number, state in enumerate(walk.states) if state.root)
-        made, again = [state.kind for state in walk.states], walk.again_steps()
+        made, again = [state.kind for state in walk.states], again_steps(walk.steps, walk.states)
         plan = Plan(program, place, walk.steps, in_dtypes, out_kinds, self.low, made, roots, again)
         plan.rounded = roots_of_exponents(plan)
         plan = stack_less(plan) if self.rules.low_residuals else plan
@@ -130,7 +134,9 @@ class _Walk:
             self.states[number] = State(kind, parameter=kind is Kind.SOFT)
         self.weights = [program.avals[number].shape for number in program.inputs if self.states[number].parameter]
         for number, value in program.known.items():
-            self.states[number] = State(kind_of_known(value, program.avals[number], self.low))
+            self.states[number] = State(
+                kind_of_known(value, program.avals[number], self.low), spread=np.size(value) == 1
+            )
 
     def seen(self, number: int, depth: int, wait: Wait) -> Kind:
         """What a reader at `depth` sees of a value."""
@@ -162,28 +168,8 @@ class _Walk:
 
     def _made(self, step: Step, kinds: Sequence[Kind], number: int, kind: Kind) -> State:
         """What a result of a step is, for its readers."""
-        states = [self.states[operand] for operand in step.node.ins]
-        flags, rounding = self.flow[number], self.planner.rules.low_residuals
-        moves = step.entry.rule is Rule.SHAPE
-        parameter = moves and any(s.parameter for s in states)
-        state = State(kind, computed=not moves or any(s.computed for s in states), parameter=parameter)
-        if kind is Kind.FIXED:
-            # A comparison of floats: one byte, where its operands would be kept.
-            is_mask = self.program.avals[number].dtype == np.bool_
-            state.root = is_mask and rounding and any(k is not Kind.FIXED for k in kinds)
-        elif kind is Kind.LOW:
-            dot = step.entry.rule is Rule.LOW and step.node.name in DOTS
-            state.raw = dot or (moves and any(s.raw for s in states))
-            state.root = state.raw or any(s.raw for s in states)
-        elif kind is Kind.WIDE and rounding and state.computed:
-            state.kept = state.root = flags.to_dot
-            exact = any(s.root or s.again for s in states) and not any(s.kept for s in states)
-            state.again = not state.kept and is_repeatable(step) and exact
-            state.costly = is_costly(step) or any(s.again and s.costly for s in states)
-        return state
-
-    def again_steps(self) -> dict[int, Step]:
-        return {number: step for step in self.steps for number in step.node.outs if self.states[number].again}
+        state = state_of_result(step, kinds, self.program, self.states, number, kind, self.flow[number])
+        return state if self.planner.rules.low_residuals else kept_wide(state)
 
     def _far(self, number: int, state: State, read: np.dtype | None, wait: Wait, depth: int) -> bool:
         """Whether an operand is read as stored or computed again; kernels of their own do so even near."""
@@ -214,7 +200,9 @@ class _Walk:
         reads = [FLOAT32 if is_float32(aval) or is_sixteen_bit(aval) else None for aval in avals]
         out_avals = [self.program.avals[number] for number in node.outs]
         casts = [aval.dtype if is_sixteen_bit(aval) else None for aval in out_avals]
-        return self._step(node, entry, reads, casts=casts), [self._recorded_kind(number) for number in node.outs]
+        one = node.name == "scatter-add" and adds_one_per_row(node, avals)
+        run = functools.partial(add_one_per_row, node) if one else None
+        return self._step(node, entry, reads, casts=casts, run=run), [self._recorded_kind(n) for n in node.outs]
 
     def _follow(self, node: Node, entry: Entry, kinds: list[Kind]) -> tuple[Step, list[Kind]]:
         floating = [kind for kind in kinds if kind is not Kind.FIXED]
@@ -279,22 +267,3 @@ class _Walk:
         state = self.states[number]
         rounded = flags.to_dot and state.kind is Kind.WIDE and (state.kept or carried)
         return Kind.LOW if rounded else state.kind
-
-    def widen_what_only_wide_steps_read(self) -> None:
-        """Runs a pairwise or bounded operation in float32 where every reader is near and reads it in float32 anyway."""
-        blocked = set(self.program.outputs)
-        blocked.update(number for step in self.again_steps().values() for number in step.node.ins)
-        for step, depth in zip(reversed(self.steps), reversed(self.depths), strict=True):
-            outs = step.node.outs
-            narrow = step.node.name in ROUNDS and any(s is Kind.LOW for s in self._kinds(outs))
-            if narrow and not any(number in blocked for number in outs) and self.low in step.reads:
-                step.reads = [None if read is None else FLOAT32 for read in step.reads]
-                for number in outs:
-                    if self.states[number].kind is Kind.LOW:
-                        self.states[number].kind = Kind.WIDE
-            for number, read in zip(step.node.ins, step.reads, strict=True):
-                if read != FLOAT32 or depth > self.states[number].depth:
-                    blocked.add(number)
-
-    def _kinds(self, numbers: Sequence[int]) -> list[Kind]:
-        return [self.states[number].kind for number in numbers]

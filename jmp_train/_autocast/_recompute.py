@@ -11,7 +11,7 @@ see `_plan.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ._flow import Kind
 from ._steps import Plan, Step
@@ -45,28 +45,45 @@ def is_costly(step: Step) -> bool:
 
 def sources(plan: Plan, number: int, far: bool) -> Iterator[int]:
     """The values that reading `number` needs: itself, or what it is computed again from."""
+    return sources_of(plan.again, number, far)
+
+
+def sources_of(again: Mapping[int, Step], number: int, far: bool) -> Iterator[int]:
+    """`sources`, given the values that are computed again and the steps that do."""
     pending, seen = [number], {number}
     while pending:
         current = pending.pop()
-        if not far or current not in plan.again:
+        if not far or current not in again:
             yield current
             continue
-        more = [operand for operand in plan.again[current].node.ins if operand not in seen]
+        more = [operand for operand in again[current].node.ins if operand not in seen]
         seen.update(more)
         pending.extend(more)
 
 
+def _computed_from(plan: Plan, number: int) -> set[int]:
+    """All that computing a value again reads, stored or computed again itself."""
+    pending, seen = [number], {number}
+    while pending:
+        step = plan.again.get(pending.pop())
+        more = [operand for operand in step.node.ins if operand not in seen] if step else []
+        seen.update(more)
+        pending.extend(more)
+    return seen
+
+
 def roots_of_exponents(plan: Plan) -> frozenset[int]:
-    """The stored values from which the far side of a dot computes an exponential again.
+    """The values in the compute dtype from which the far side of a dot computes an exponential again.
 
     A compiler may drop a rounding that it sees undone, as the near side undoes it. Near and far would then start from
     different bits: to an exponential an absolute error is a relative one, and a softmax and its gradient would no
-    longer belong together. So near readers round these explicitly, which fuses and costs no memory traffic; reading the
+    longer belong together. So readers round these explicitly, which fuses and costs no memory traffic; reading the
     stored copy instead would make both sides one expression, and have the exponential stored in float32.
     """
     exponentials = [number for number, step in plan.again.items() if step.node.name in _EXPONENTIALS]
-    stored = {source for number in exponentials for source in sources(plan, number, True)} & plan.roots
-    return frozenset(number for number in stored if plan.kinds[number] is Kind.LOW)
+    found = {source for number in exponentials for source in _computed_from(plan, number)}
+    rounded = found & (plan.roots | plan.again.keys())
+    return frozenset(number for number in rounded if plan.kinds[number] is Kind.LOW)
 
 
 def rounded_before_exponentials(steps: Sequence[Step], kinds: Sequence[Kind]) -> frozenset[int]:

@@ -29,8 +29,9 @@ class State:
       parameter: a differentiated argument, possibly rearranged.
       raw: a dot's result, possibly rearranged.
       root: what far readers start from: they read it behind a barrier, so that the compiler stores it once, in 16 bits.
-      again: float32 that far readers compute again from roots, rather than have it kept; see `_recompute.py`.
+      again: what far readers compute again from roots, rather than have it kept; see `_recompute.py`.
       costly: computed again for kernels of their own too.
+      spread: made of values of at most an eighth of its size, so that reading it moves next to nothing.
     """
 
     kind: Kind
@@ -42,6 +43,7 @@ class State:
     root: bool = False
     again: bool = False
     costly: bool = False
+    spread: bool = False
 
 
 @dataclasses.dataclass(slots=True)

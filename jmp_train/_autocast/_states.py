@@ -1,0 +1,92 @@
+"""What a value is to those who read it on the far side of a dot: stored, computed again, or neither.
+
+Decides the `State` of each result of a step. Does not decide its kind, nor who is on the far side; see `_plan.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .._jaxpr import Program
+from ._flow import DOTS, Flags, Kind
+from ._recompute import is_costly, is_repeatable
+from ._steps import State, Step
+from ._table import Rule
+
+# What is at most this part of another value costs next to nothing to read beside it.
+_SMALL = 8
+
+
+def state_of_result(
+    step: Step, kinds: Sequence[Kind], program: Program, states: Sequence[Any], number: int, kind: Kind, flags: Flags
+) -> State:
+    """What result `number` of a step is.
+
+    Args:
+      step: the step, as decided.
+      kinds: what it sees of its operands.
+      program: the program that it belongs to.
+      states: what all values before it are, by number.
+      number, kind, flags: of the result.
+    """
+    sources = [states[operand] for operand in step.node.ins]
+    moves = step.entry.rule is Rule.SHAPE
+    state = State(
+        kind,
+        computed=not moves or any(s.computed for s in sources),
+        parameter=moves and any(s.parameter for s in sources),
+        spread=_is_spread(step, program, states, number),
+    )
+    if kind is Kind.FIXED:
+        # A comparison of floats: one byte, where its operands would be kept.
+        is_mask = program.avals[number].dtype == np.bool_
+        state.root = is_mask and any(k is not Kind.FIXED for k in kinds)
+    elif kind is Kind.LOW:
+        dot = step.entry.rule is Rule.LOW and step.node.name in DOTS
+        state.raw = dot or (moves and any(s.raw for s in sources))
+        state.again = not (state.raw or flags.to_dot) and _is_free(step, states)
+        state.costly = state.again and (is_costly(step) or any(s.again and s.costly for s in sources))
+        # A compiler drops the rounding of a value that it computes in float32, and would store that.
+        stored = flags.to_dot and is_costly(step)
+        state.root = not state.again and (state.raw or stored or any(s.raw or s.again for s in sources))
+    elif kind is Kind.WIDE and state.computed:
+        state.kept = state.root = flags.to_dot
+        state.again = not state.kept and is_repeatable(step) and _is_exact(sources)
+        state.costly = is_costly(step) or any(s.again and s.costly for s in sources)
+    return state
+
+
+def kept_wide(state: State) -> State:
+    """A state for rules that keep float32 values for the backward pass as they are: only narrow values are stored."""
+    narrow = state.kind is Kind.LOW
+    root = narrow and (state.root or state.again)
+    return dataclasses.replace(state, kept=False, again=False, costly=False, root=root)
+
+
+def _is_exact(sources: Sequence[State]) -> bool:
+    """Whether far readers see the very values that the step saw, some of them stored."""
+    return any(s.root or s.again for s in sources) and not any(s.kept for s in sources)
+
+
+def _is_free(step: Step, states: Sequence[Any]) -> bool:
+    """Whether computing a value in the compute dtype again takes no more memory than the value would.
+
+    So it is if all but one of its operands are small, such as a bias. What compilers would rather store, in float32, is
+    computed again in any case.
+    """
+    if not is_repeatable(step) or not _is_exact([states[number] for number in step.node.ins]):
+        return False
+    return is_costly(step) or len({number for number in step.node.ins if not states[number].spread}) == 1
+
+
+def _is_spread(step: Step, program: Program, states: Sequence[Any], number: int) -> bool:
+    size = math.prod(getattr(program.avals[number], "shape", ()))
+    return (step.entry.rule is Rule.SHAPE or is_repeatable(step)) and all(
+        states[operand].spread or _SMALL * math.prod(getattr(program.avals[operand], "shape", ())) <= size
+        for operand in step.node.ins
+    )
