@@ -18,6 +18,7 @@ from .._jaxpr import ClosedJaxpr, Node, bind, bind_with_rules, consts_of, flatte
 from . import _plan
 from ._evaluate import as_jaxpr_function, captured_arrays, cast, evaluate, recorded_dtypes
 from ._flow import DOTS, Backward, Flags, Kind, Place, is_float32
+from ._hoisted import Copies, read_by_dots, run_scan
 from ._loops import is_counted, may_be_narrow
 from ._steps import Plan, Step
 from ._table import Entry, Rule
@@ -124,8 +125,14 @@ def _scan(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: 
     out_kinds = [*carry_kinds, *plan.out_kinds[carry:]]
     out_dtypes = plan.dtypes_of(out_kinds)
 
+    weights = read_by_dots(plan, {number: place for place, number in enumerate(plan.program.inputs[:consts])})
+
     def run(args: list[Any]) -> list[Any]:
-        return bind(node.eqn, args, jaxpr=_retrace(plan, out_dtypes))
+        if not weights:
+            return bind(node.eqn, args, jaxpr=_retrace(plan, out_dtypes))
+        copies = Copies(plan, weights, args)
+        body = lambda values: evaluate(plan, values, out_dtypes, copies=copies.inside())  # noqa: E731
+        return run_scan(node.params, args, consts, carry, body)
 
     return run, plan.in_dtypes, out_kinds, (plan,)
 

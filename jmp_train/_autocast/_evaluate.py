@@ -5,7 +5,7 @@ Decides nothing. Every cast is made once per value and dtype, and a value is dro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    plan: Plan, args: Sequence[Any], out_dtypes: Sequence[np.dtype | None], captured: Sequence[Any] | None = None
+    plan: Plan,
+    args: Sequence[Any],
+    out_dtypes: Sequence[np.dtype | None],
+    captured: Sequence[Any] | None = None,
+    copies: Mapping[int, Any] | None = None,
 ) -> list[Any]:
     """Runs `plan` on `args`.
 
@@ -30,8 +34,11 @@ def evaluate(
       args: its arguments; floating ones in any width are brought to the planned one.
       out_dtypes: the dtype of each result; `None` leaves a result that was not recorded in float32 alone.
       captured: other values for the program's captured arrays, in the order of `captured_arrays(plan)`.
+      copies: copies in the compute dtype that are there already, by the number of the argument.
     """
     store = _Store(plan)
+    for number, copy in (copies or {}).items():
+        store.add_copy(number, copy)
     for number, dtype, arg in zip(plan.program.inputs, plan.in_dtypes, args, strict=True):
         store.write(number, cast(arg, dtype))
     if captured is not None:
@@ -78,6 +85,9 @@ class _Store:
 
     def write(self, number: int, value: Any) -> None:
         self._values[number] = value
+
+    def add_copy(self, number: int, copy: Any) -> None:
+        self._remember((number, self._low, False), lambda: copy)
 
     def read(self, number: int, dtype: np.dtype | None, far: bool) -> Any:
         if far:

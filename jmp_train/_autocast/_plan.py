@@ -41,7 +41,7 @@ from ._flow import (
 from ._pooling import scatter_to_windows
 from ._recompute import mark_unread, roots_of_exponents
 from ._residuals import stack_less
-from ._revised import again_steps, repeat_masks, widen_what_only_wide_steps_read
+from ._revised import again_steps, widen_what_only_wide_steps_read
 from ._rules import Rules
 from ._selection import add_one_per_row, adds_one_per_row
 from ._states import kept_wide, state_of_result
@@ -104,7 +104,6 @@ class Planner:
         for node, entry in zip(program.nodes, entries, strict=True):
             walk.step(node, entry)
         widen_what_only_wide_steps_read(program, walk.steps, walk.depths, walk.states, self.low)
-        repeat_masks(walk.steps, walk.depths, walk.states)
         fold_transposes(program, walk.steps)
         carried = {program.inputs[position] for position in roundable if self.rules.low_residuals}
         results = zip(program.outputs, out_flags, strict=True)

@@ -11,7 +11,7 @@ see `_plan.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from ._flow import Kind
 from ._steps import Plan, Step
@@ -45,18 +45,13 @@ def is_costly(step: Step) -> bool:
 
 def sources(plan: Plan, number: int, far: bool) -> Iterator[int]:
     """The values that reading `number` needs: itself, or what it is computed again from."""
-    return sources_of(plan.again, number, far)
-
-
-def sources_of(again: Mapping[int, Step], number: int, far: bool) -> Iterator[int]:
-    """`sources`, given the values that are computed again and the steps that do."""
     pending, seen = [number], {number}
     while pending:
         current = pending.pop()
-        if not far or current not in again:
+        if not far or current not in plan.again:
             yield current
             continue
-        more = [operand for operand in again[current].node.ins if operand not in seen]
+        more = [operand for operand in plan.again[current].node.ins if operand not in seen]
         seen.update(more)
         pending.extend(more)
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from .._jaxpr import scan_counts
 from ._evaluate import evaluate
 from ._flow import Kind
+from ._hoisted import Copies, read_by_dots, run_scan
 from ._recompute import mark_unread
 from ._steps import Plan, Step
 
@@ -115,20 +115,24 @@ class Loop:
         consts, carry = parts.count(CONST), self.carry
         out_dtypes = body.dtypes_of(body.out_kinds)
         place = {slot: position for position, slot in enumerate(order)}
+        whole = {
+            number: place[slot]
+            for number, slot in zip(body.program.inputs, self.inputs, strict=True)
+            if isinstance(slot, int) and self.operands[slot].part == CONST
+        }
+        weights = read_by_dots(body, whole)
 
         def run(args: list[Any]) -> list[Any]:
-            def iteration(state: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-                given = [*args[:consts], *state, *rows]
+            copies = Copies(body, weights, args)
+
+            def iteration(given: list[Any]) -> list[Any]:
                 made = [
                     evaluate(p, [given[place[s]] for s in slots], [None] * len(p.out_kinds)) for p, slots in self.remade
                 ]
                 values = [given[place[s]] if isinstance(s, int) else made[s[0]][s[1]] for s in self.inputs]
-                results = evaluate(body, values, out_dtypes)
-                return results[:carry], results[carry:]
+                return evaluate(body, values, out_dtypes, copies=copies.inside())
 
-            start, rows = args[consts : consts + carry], args[consts + carry :]
-            last, stacked = jax.lax.scan(iteration, start, rows, params["length"], params["reverse"], params["unroll"])
-            return [*last, *stacked]
+            return run_scan(params, args, consts, carry, iteration)
 
         return run
 

@@ -33,11 +33,10 @@ def adds_one_per_row(node: Node, avals: Sequence[Any]) -> bool:
     rows = numbers.operand_batching_dims
     return (
         len(rows) == operand.ndim - 1
-        and rows == tuple(sorted(rows))
+        and all(list(dims) == sorted(dims) for dims in (rows, numbers.scatter_indices_batching_dims))
         and len(numbers.inserted_window_dims) == 1
         and numbers.inserted_window_dims == numbers.scatter_dims_to_operand_dims
         and not numbers.update_window_dims
-        and numbers.scatter_indices_batching_dims == tuple(range(len(rows)))
         and math.prod(updates.shape) == math.prod(operand.shape[row] for row in rows)
         and math.prod(indices.shape) == math.prod(updates.shape)
         and _mode(node) in _MODES
@@ -49,11 +48,13 @@ def add_one_per_row(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
     operand, indices, updates = operands
     axis, rows = node.params["dimension_numbers"].inserted_window_dims[0], [*operand.shape]
     size, rows[axis] = rows[axis], 1
-    index = indices.reshape(rows).astype(jnp.promote_types(indices.dtype, np.int32))
+    index = lax.convert_element_type(lax.reshape(indices, rows), jnp.promote_types(indices.dtype, np.int32))
     if _mode(node) == "CLIP":
-        index = jnp.clip(index, 0, size - 1)
-    here = lax.broadcasted_iota(index.dtype, operand.shape, axis) == index
-    return [operand + jnp.where(here, updates.reshape(rows), jnp.zeros((), updates.dtype))]
+        index = lax.clamp(np.zeros((), index.dtype), index, np.asarray(size - 1, index.dtype))
+    every = range(operand.ndim)
+    index, update = (lax.broadcast_in_dim(x, operand.shape, every) for x in (index, lax.reshape(updates, rows)))
+    here = lax.eq(lax.broadcasted_iota(index.dtype, operand.shape, axis), index)
+    return [lax.add(operand, lax.select(here, update, lax.full_like(update, 0)))]
 
 
 def _mode(node: Node) -> str:

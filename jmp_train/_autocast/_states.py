@@ -56,7 +56,7 @@ def state_of_result(
         state.root = not state.again and (state.raw or stored or any(s.raw or s.again for s in sources))
     elif kind is Kind.WIDE and state.computed:
         state.kept = state.root = flags.to_dot
-        state.again = not state.kept and is_repeatable(step) and _is_exact(sources)
+        state.again = not state.kept and is_exactly_repeatable(step, states)
         state.costly = is_costly(step) or any(s.again and s.costly for s in sources)
     return state
 
@@ -68,9 +68,11 @@ def kept_wide(state: State) -> State:
     return dataclasses.replace(state, kept=False, again=False, costly=False, root=root)
 
 
-def _is_exact(sources: Sequence[State]) -> bool:
-    """Whether far readers see the very values that the step saw, some of them stored."""
-    return any(s.root or s.again for s in sources) and not any(s.kept for s in sources)
+def is_exactly_repeatable(step: Step, states: Sequence[Any]) -> bool:
+    """Whether a step is elementwise, and far readers see the very values that it saw, some of them stored."""
+    sources = [states[number] for number in step.node.ins]
+    exact = any(s.root or s.again for s in sources) and not any(s.kept for s in sources)
+    return exact and is_repeatable(step)
 
 
 def _is_free(step: Step, states: Sequence[Any]) -> bool:
@@ -79,7 +81,7 @@ def _is_free(step: Step, states: Sequence[Any]) -> bool:
     So it is if all but one of its operands are small, such as a bias. What compilers would rather store, in float32, is
     computed again in any case.
     """
-    if not is_repeatable(step) or not _is_exact([states[number] for number in step.node.ins]):
+    if not is_exactly_repeatable(step, states):
         return False
     return is_costly(step) or len({number for number in step.node.ins if not states[number].spread}) == 1
 
