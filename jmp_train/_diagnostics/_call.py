@@ -16,7 +16,8 @@ from jax.core import Tracer
 from .._jaxpr import trace
 from .._paths import leaf_paths
 from .._static import hide_static, reveal_static
-from ._watch import Machine, Value
+from ._watch import Machine
+from ._watcher import Value
 
 
 class Call(NamedTuple):

@@ -21,7 +21,7 @@ import numpy as np
 
 from .._autocast._tracebacks import is_asked_for
 from ._sites import is_finite_check, is_library_function
-from ._watch import Site, Value, Watcher
+from ._watcher import Site, Value, Watcher
 from ._widening import is_narrow_dtype
 
 _REMEMBERED = 8  # the first makers of a value; the culprit is the first of them
