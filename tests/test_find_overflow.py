@@ -196,6 +196,60 @@ def test_values_are_followed_element_by_element():
     assert find_overflow(divided)(x).primitive == "exp"
 
 
+def test_what_was_masked_away_is_forgotten():
+    def fn(x):
+        log = jnp.where(x > 0, jnp.log(x), 0.0)  # its infinity ends here
+        return lax.reduce_window(log, -jnp.inf, lax.max, (1, 2), (1, 2), "SAME") + jnp.exp(200 * log)
+
+    assert find_overflow(fn)(np.array([[0.0, 2.0]], np.float32)).primitive == "exp"
+
+
+def test_a_finite_result_beside_a_bad_one_remembers_nothing():
+    def fn(x):
+        def body(carry, row):
+            return carry + 1, jnp.log(row)
+
+        count, logs = lax.scan(body, jnp.zeros(()), x)
+        return jnp.exp(100 * count) + jnp.sum(jnp.where(x > 0, logs, 0))
+
+    assert find_overflow(fn)(np.array([0.0, 2.0], np.float32)).primitive == "exp"
+
+    def several(x):
+        values, places = lax.top_k(jnp.log(x), 2)
+        eigen = jnp.stack(jnp.split(values, 2))[0]
+        return 1 / (eigen - eigen) + places
+
+    assert find_overflow(several)(np.array([0.0, 2.0], np.float32)).primitive == "div"
+
+
+def test_a_cast_that_autocast_made_is_no_cast_of_the_users():
+    def loss(w, x):
+        return jnp.mean(jnp.exp(x @ w) @ w) * 1e-6
+
+    def by_hand(w, x):
+        return loss(w.astype(F16), x.astype(F16)).astype(F32)
+
+    autocast = find_overflow(jmp.value_and_grad(loss, "mixed_float16"))(W, 6 * X, loss_scale=jmp.NoOpLossScale())
+    assert autocast.verdict is Verdict.KEEP_FLOAT32 and "DEFAULT_RULES" in autocast.cure
+    users = find_overflow(jmp.value_and_grad(by_hand, "mixed_float16"))(W, 6 * X, loss_scale=jmp.NoOpLossScale())
+    assert users.verdict is Verdict.KEEP_FLOAT32 and ".astype(jnp.float32)" in users.cure
+
+
+def test_an_operation_is_blamed_before_a_mask_it_meets_later():
+    def fn(x, mask):
+        return jax.nn.softmax(x + mask, axis=1) * 0 + jnp.log(x - x)
+
+    mask = np.array([[0.0, -np.inf, 0, 0], [-np.inf] * 4], np.float32)
+    assert find_overflow(fn)(X, mask).primitive == "log"
+
+
+def test_data_is_blamed_where_its_infinities_become_nan():
+    bad = X.copy()
+    bad[0, 0] = np.inf
+    report = find_overflow(lambda x: jnp.sum(jnp.tanh(x) + (2 * x - x)))(bad)
+    assert (report.verdict, report.primitive) == (Verdict.INPUT, "sub")
+
+
 def test_a_mask_is_to_blame_where_it_makes_nan():
     def fn(q, mask):
         return jax.nn.softmax(q @ q.T + mask)

@@ -1,5 +1,6 @@
 """`find_overflow` inside `shard_map` and `pmap`: devices run apart, meet in collectives, and are named."""
 
+import contextlib
 import json
 
 import jax
@@ -105,6 +106,29 @@ def test_devices_one_by_one_give_the_programs_results(name):
         if jnp.issubdtype(right.dtype, jax.dtypes.prng_key):
             result, right = jax.random.key_data(result), jax.random.key_data(right)
         np.testing.assert_allclose(result, right, rtol=1e-5, atol=1e-6)
+
+
+def test_ppermute_numbers_devices_as_the_mesh_does():
+    @sharded(GRID, P(("data", "model")), P(("data", "model")), check_vma=False)
+    def fn(x):
+        return lax.ppermute(x, ("model", "data"), SHIFT)
+
+    # A later JAX refuses axes in another order than the mesh's, unless it is told not to.
+    allowed = getattr(jax, "raise_on_ppermute_sort_diff", lambda _: contextlib.nullcontext())
+    with allowed(False):
+        machine = Machine(trace(fn, X)[0])
+        (result,) = machine.run([Value(X)], Watcher())
+        np.testing.assert_array_equal(result.array, jax.jit(fn)(X))
+
+
+def test_groups_of_devices_that_take_different_branches():
+    @sharded(GRID, P("data", "model"), P("data"), check_vma=False)
+    def fn(x):
+        first = lax.axis_index("data") == 0
+        return lax.cond(first, lambda x: lax.pmax(x, "model"), lambda x: lax.psum(2 * x, "model"), x)
+
+    (result,) = Machine(trace(fn, X)[0]).run([Value(X)], Watcher())
+    np.testing.assert_allclose(result.array, jax.jit(fn)(X), rtol=1e-6)
 
 
 # Faults
@@ -240,7 +264,11 @@ def test_a_shard_map_that_cannot_be_entered():
     def nested(x):
         return jax.shard_map(jnp.log, in_specs=P("model"), out_specs=P("model"), axis_names={"model"})(x)
 
-    for fn in (grouped, nested):
+    @sharded(LINE, P("data"), P("data"), check_vma=False)
+    def solved(x):
+        return lax.custom_linear_solve(lambda y: y * x, x, lambda _, y: jnp.log(y) + lax.psum(y, "data"))
+
+    for fn in (grouped, nested, solved):
         report = find_overflow(fn)(np.arange(8, dtype=np.float32))
         assert (report.primitive, report.verdict, report.not_entered) == ("shard_map", "unknown", ("shard_map",))
         assert report.why == (
@@ -259,6 +287,28 @@ def test_the_cure_for_what_cannot_be_entered():
 
     report = find_overflow(jax.vmap(inside, axis_name="data"))(np.arange(8, dtype=np.float32))
     assert report.primitive == "log" and report.text == 'return lax.pmean(jnp.log(x), "data")'
+
+
+def test_devices_in_different_collectives_would_hang():
+    @sharded(LINE, P("data"), P("data"), check_vma=False)
+    def fn(x):
+        first = lax.axis_index("data") == 0
+        return lax.cond(first, lambda x: lax.psum(x, "data"), lambda x: lax.pmax(x, "data"), x)
+
+    with pytest.raises(ValueError, match=r"that they do not all reach \(pmax, psum\), and would hang"):
+        find_overflow(fn)(X)
+
+
+def test_a_device_is_judged_by_its_own_operands():
+    @sharded(LINE, P("data"), P("data"))
+    def fn(x):
+        half = (x * x).astype(jnp.float16) / (x * x).astype(jnp.float16)
+        return half.astype(jnp.float32)
+
+    x = np.ones(8, np.float32)
+    x[6] = 1e-6  # its square is zero in float16 only
+    report = find_overflow(fn)(x)
+    assert (report.primitive, report.device, report.verdict) == ("div", (("data", 6),), Verdict.KEEP_FLOAT32)
 
 
 def test_devices_that_would_hang():
