@@ -205,21 +205,20 @@ def test_what_was_masked_away_is_forgotten():
 
 
 def test_a_finite_result_beside_a_bad_one_remembers_nothing():
+    def both(a, b):
+        return [a[0] + b[0], a[1] + b[1]]
+
     def fn(x):
         def body(carry, row):
-            return carry + 1, jnp.log(row)
+            zero = np.float32(0)
+            _, other = lax.reduce((jnp.log(row), jnp.exp(100 * row)), (zero, zero), both, (0,))
+            return carry, other
 
-        count, logs = lax.scan(body, jnp.zeros(()), x)
-        return jnp.exp(100 * count) + jnp.sum(jnp.where(x > 0, logs, 0))
+        return lax.scan(body, 0, x)[1]
 
-    assert find_overflow(fn)(np.array([0.0, 2.0], np.float32)).primitive == "exp"
-
-    def several(x):
-        values, places = lax.top_k(jnp.log(x), 2)
-        eigen = jnp.stack(jnp.split(values, 2))[0]
-        return 1 / (eigen - eigen) + places
-
-    assert find_overflow(several)(np.array([0.0, 2.0], np.float32)).primitive == "div"
+    # The first row's log is infinite, and is used for nothing; the second row's exp is what is returned.
+    report = find_overflow(fn)(np.array([[0.0], [1.0]], np.float32))
+    assert (report.primitive, report.loops[0].iteration) == ("exp", 1)
 
 
 def test_a_cast_that_autocast_made_is_no_cast_of_the_users():
@@ -233,6 +232,30 @@ def test_a_cast_that_autocast_made_is_no_cast_of_the_users():
     assert autocast.verdict is Verdict.KEEP_FLOAT32 and "DEFAULT_RULES" in autocast.cure
     users = find_overflow(jmp.value_and_grad(by_hand, "mixed_float16"))(W, 6 * X, loss_scale=jmp.NoOpLossScale())
     assert users.verdict is Verdict.KEEP_FLOAT32 and ".astype(jnp.float32)" in users.cure
+
+
+def test_a_cast_that_jax_made_is_not_to_be_left_out():
+    report = find_overflow(jnp.sum)(np.full(4, 4e4, F16))  # sums in float32, and casts the sum back
+    assert (report.primitive, report.verdict) == ("convert_element_type", Verdict.KEEP_FLOAT32)
+    assert "Leave out this cast" not in report.cure and ".astype(jnp.float32)" in report.cure
+
+
+def scanned(x):
+    last, carries = lax.scan(lambda carry, _: (jnp.log(carry), carry), x, None, length=3)
+    return jnp.sum(carries), last
+
+
+def repeated(x):
+    steps, last = lax.while_loop(lambda c: c[1] > -jnp.inf, lambda c: (c[0] + 1, jnp.log(c[1])), (0.0, x))
+    return steps, last
+
+
+@pytest.mark.parametrize("forward", [scanned, repeated])
+def test_what_a_loop_carries_is_no_derivative(forward):
+    fn = jax.custom_vjp(lambda x: forward(x)[0])
+    fn.defvjp(forward, lambda last, ct: (ct * last,))  # only the backward pass reads the last carry
+    report = find_overflow(jax.value_and_grad(fn))(np.float32(1))
+    assert (report.primitive, report.backward, report.loops[0].iteration) == ("log", False, 1)
 
 
 def test_an_operation_is_blamed_before_a_mask_it_meets_later():

@@ -150,11 +150,13 @@ def _collectives(text: str) -> tuple[Collective, ...]:
 
 
 def _narrow_sums(text: str) -> tuple[NarrowSum, ...]:
-    module = parse(text)
-    return tuple(
-        NarrowSum(opcode_of(each), each.result.strip("()").split("{")[0], each.scope, module.source_of(each))
-        for each in narrow_sums(text)
-    )
+    module, found = parse(text), []
+    for each, add in narrow_sums(text):
+        # XLA rewrites running sums, and then only the addition inside knows its dtype and its line.
+        _, _, shape = each.result.strip("()").split("{")[0].partition("[")
+        result = f"{add.result.partition('[')[0]}[{shape}"
+        found.append(NarrowSum(opcode_of(each), result, each.scope, module.source_of(each) or module.source_of(add)))
+    return tuple(found)
 
 
 def _carried_sums(fn: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> tuple[NarrowSum, ...]:

@@ -148,7 +148,7 @@ class Tracker(Watcher):
             taint = taint.with_that_of(tag.taint) if is_cause else taint
         own = frozenset({self.count})
         none: frozenset[int] = frozenset()
-        return taint.with_that_of(Taint(own if made else none, own if mixed and not made else none))
+        return taint.with_that_of(Taint(own if made else none, own if mixed else none))
 
 
 def input_tag(position: int, array: Any) -> Tag:

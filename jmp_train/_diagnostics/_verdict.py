@@ -108,7 +108,7 @@ def _dtype(array: Any) -> Any:
 
 
 def _same(a: Site, b: Site) -> bool:
-    return (a.node.eqn is b.node.eqn) and (a.loops, a.device) == (b.loops, b.device)
+    return a.node.eqn is b.node.eqn and a.loops == b.loops
 
 
 def _in_float32(found: Captured) -> list[Any] | None:
