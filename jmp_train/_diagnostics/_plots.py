@@ -221,7 +221,8 @@ def plot_loss_scale(
     if losses is not None:
         _draw_loss(drawn[1], losses, skips)
     drawn[-1].set_xlabel("step")
-    drawn[-1].xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    locator: Any = drawn[-1].xaxis.get_major_locator()
+    locator.set_params(integer=True, min_n_ticks=1)
     return tuple(drawn)
 
 
