@@ -432,3 +432,128 @@ def scaled_loss_beyond_float32():
         return loss_scale.scale(loss(x))  # here 32
 
     return scaled, (X,), {"loss_scale": jmp.StaticLossScale(2.0**100)}
+
+
+# Traps that are known by name
+
+
+@fault("33", "rsqrt", MODEL)
+def batch_norm_without_epsilon():
+    class Normalised(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.BatchNorm(use_running_average=False, epsilon=0.0)(x)  # here 33
+
+    model = Normalised()
+    variables = model.init(jax.random.key(0), X)
+
+    def loss(params, x):
+        y, _ = model.apply({**variables, "params": params}, x, mutable=["batch_stats"])
+        return jnp.mean(jnp.asarray(y) ** 2)
+
+    return loss, (variables["params"], np.ones_like(X)), {}
+
+
+@fault("34", "log", MODEL)
+def log_of_a_softmax():
+    def loss(x, y):
+        p = jax.nn.softmax(x)
+        return -jnp.mean(jnp.log(p)[:, y])  # here 34
+
+    return jax.jit(loss), (400 * X, 0), {}
+
+
+@fault("35", "rsqrt", WIDE)
+def rms_norm_of_small_numbers_in_float16():
+    def loss(x):
+        h = x.astype(F16)
+        squares = jnp.mean((h * h).astype(F32), axis=1, keepdims=True)
+        return jnp.mean(h * lax.rsqrt(squares))  # here 35
+
+    return loss, (1e-5 * X,), {}
+
+
+@fault("36", "sub", MODEL, loops=(("scan", 1),), cure="-1e9")
+def attention_row_masked_in_a_scan():
+    def loss(q, masks):
+        def body(total, mask):
+            return total + jnp.sum(jax.nn.softmax(jnp.where(mask, q @ q.T, -jnp.inf))), None  # here 36
+
+        return lax.scan(body, 0.0, masks)[0]
+
+    return jax.jit(loss), (X, np.array([[[1, 1], [1, 0]], [[1, 1], [0, 0]]], bool)), {}
+
+
+@fault("37", "log", MODEL, loops=(("scan", 2),))
+def cond_in_a_scan():
+    def loss(x):
+        def body(total, row):
+            return total + lax.cond(row[0] > 1, jnp.sum, lambda row: jnp.sum(jnp.log(row)), row), None  # here 37
+
+        return lax.scan(body, 0.0, x)[0]
+
+    return loss, (np.array([[2, 0], [1, 1], [1, 0]], np.float32),), {}
+
+
+@fault("38", "div", MODEL, loops=(("scan", 1), ("while", 3)))
+def while_in_a_scan():
+    def loss(x):
+        def inner(state):
+            i, y = state
+            return i + 1, y / (3.0 - i)  # here 38
+
+        def body(total, n):
+            return total + lax.while_loop(lambda state: state[0] < n, inner, (0.0, 1.0))[1], None
+
+        return lax.scan(body, 0.0, x)[0]
+
+    return loss, (np.array([2, 5], np.float32),), {}
+
+
+@fault("39", "div", MODEL, backward=True)
+def arc_cosine_at_one():
+    def loss(x):
+        return jnp.sum(jnp.sqrt(1 - x * x))  # here 39
+
+    return jax.grad(jax.checkpoint(loss)), (np.array([0.5, 1.0], np.float32),), {}
+
+
+@fault("40", "log", MODEL)
+def cross_entropy_of_optax():
+    def loss(probabilities, y):
+        return jnp.mean(optax.losses.kl_divergence(jnp.log(probabilities), y))  # here 40
+
+    return loss, (np.array([[0.0, 1.0]], np.float32), np.array([[0.5, 0.5]], np.float32)), {}
+
+
+@fault("41", "mul", SCALE, backward=True, loops=(("scan", 0),))
+def recurrence_that_a_scale_breaks():
+    def loss(w, x):
+        def body(h, row):
+            h = h.astype(F16) * jnp.float16(30)  # here 41
+            return h.astype(F32) + row, None
+
+        return jnp.sum(lax.scan(body, 1e-4 * w, x)[0]) * 4
+
+    return mixed(loss, W[0], 0 * W[:2], scale=32.0)
+
+
+@fault("42", "dot_general", WIDE)
+def attention_scores_beyond_float16():
+    def attention(q, k):
+        return jax.nn.softmax(q @ k.T)  # here 42
+
+    def loss(x):
+        q = (100 * x).astype(F16)
+        return jnp.sum(jax.vmap(attention)(q[None], q[None]).astype(F32) ** 2)
+
+    return jax.value_and_grad(loss), (2 * X,), {}
+
+
+@fault("43", "rsqrt", MODEL)
+def layer_norm_of_a_constant():
+    def loss(x):
+        centred = x - jnp.mean(x, axis=1, keepdims=True)
+        return jnp.sum(centred * lax.rsqrt(jnp.mean(centred**2, axis=1, keepdims=True)))  # here 43
+
+    return jax.value_and_grad(loss), (np.ones_like(X),), {}

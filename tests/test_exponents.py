@@ -1,5 +1,6 @@
 """exponent_histogram against NumPy's float64 and math.frexp: every format, every kind of leaf, every transformation."""
 
+import dataclasses
 import json
 
 import flax.linen as nn
@@ -254,16 +255,27 @@ def test_in_a_training_step_with_an_injected_infinity():
 
 
 def test_sharded_arrays_and_shard_map():
-    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
     values = awkward(np.float32)[:256].reshape(8, 32)
-    sharded = jax.device_put(values, NamedSharding(mesh, PartitionSpec("data")))
-    check(HISTOGRAM(sharded), values)
+    check(HISTOGRAM(jax.device_put(values, NamedSharding(mesh, PartitionSpec("data")))), values)
+
+    def of_mine(x):
+        mine = jmp.exponent_histogram(x)
+        return jax.tree.map(lambda counts: counts[None], mine), mine.psum("data")
+
     for check_vma in (True, False):
-        inside = jax.shard_map(
-            lambda x: jax.tree.map(lambda n: jax.lax.psum(n, "data"), jmp.exponent_histogram(x)),
-            mesh=mesh,
-            in_specs=PartitionSpec("data"),
-            out_specs=PartitionSpec(),
-            check_vma=check_vma,
-        )
-        check(jax.jit(inside)(values), values)
+        specs = PartitionSpec("data"), PartitionSpec()
+        inside = jax.shard_map(of_mine, mesh=mesh, in_specs=specs[0], out_specs=specs, check_vma=check_vma)
+        each, together = jax.jit(inside)(values)
+        check(together, values)
+        for device, part in enumerate(values):
+            check(jax.tree.map(lambda counts, i=device: counts[i], each), part)
+
+
+def test_the_sum_over_devices_carries():
+    most = np.full(8, 2**32 - 1, np.uint32)
+    histogram = jmp.exponent_histogram(jnp.ones(3))
+    counts = jnp.stack([jnp.zeros_like(histogram.counts).at[0, 149].set(np.array([low, 3], np.uint32)) for low in most])
+    stacked = dataclasses.replace(histogram, counts=counts)
+    total = jax.pmap(lambda each: each.psum("i"), axis_name="i")(stacked)
+    assert int(jax.tree.map(lambda x: x[5], total).values[0, 149]) == 8 * (2**32 - 1 + (3 << 32))

@@ -25,24 +25,27 @@ def accumulate(xs, steps=10):
     return lax.scan(lambda total, x: (total + jnp.tanh(x), None), jnp.zeros_like(xs[0]), xs)[0]
 
 
+@pytest.mark.parametrize("dtype", [f16, jnp.bfloat16])
 @pytest.mark.parametrize(
     ("fn", "shapes", "kind"),
     [
         (raw_sum, [(4096, 64)], "reduce"),
         (pool, [(8, 32, 32, 16)], "reduce-window"),
+        (lambda x: lax.cumsum(x, axis=1), [(512, 64)], "reduce-window"),
         (scatter_add, [(1000, 64), None, (512, 64)], "scatter"),
         (accumulate, [(10, 64)], "scan carry"),
     ],
-    ids=["reduce", "reduce_window", "scatter-add", "loop"],
+    ids=["reduce", "reduce_window", "cumsum", "scatter-add", "loop"],
 )
-def test_sums_in_16_bits(fn, shapes, kind):
+def test_sums_in_16_bits(fn, shapes, kind, dtype):
     def args(dtype):
         return [array(512, dtype=jnp.int32) if shape is None else array(*shape, dtype=dtype) for shape in shapes]
 
-    found = report(fn, *args(f16))
+    found = report(fn, *args(dtype))
     assert {each.kind for each in found.sixteen_bit_sums} == {kind}
     assert all("test_gpu_faults.py" in each.source for each in found.sixteen_bit_sums)
     assert "\n16-bit sums:\n" in str(found)
+    assert all(each.result.startswith(("f16", "bf16", "float16", "bfloat16")) for each in found.sixteen_bit_sums)
     assert report(fn, *args(f32)).sixteen_bit_sums == ()
 
 

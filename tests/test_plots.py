@@ -152,3 +152,67 @@ def test_without_matplotlib(call, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(ImportError, match=r'draws with matplotlib: pip install "jmp-train\[plot\]"$'):
         call()
+
+
+def notes(ax):
+    return [text.get_text() for text in ax.texts]
+
+
+@pytest.mark.parametrize(
+    ("tree", "left_out"),
+    [
+        ({}, ""),
+        (np.zeros(10, np.float32), "Not drawn: 100% zero already"),
+        (np.array([np.inf, np.nan, 0], np.float32), "Not drawn: 33% zero, 33% infinite, 33% NaN already"),
+    ],
+)
+def test_a_picture_of_nothing_says_so(tree, left_out):
+    ax = jmp.plot_exponents(tree, "float16", 8.0)
+    legend = ax.get_legend()
+    assert notes(ax) == ["no finite, non-zero values"] and legend.get_title().get_text() == left_out
+    assert not any("become zero" in text.get_text() for text in legend.get_texts())
+    assert notes(jmp.plot_exponents(np.float32(3))) == []
+
+
+def test_runs_of_no_step_one_step_and_no_finite_loss():
+    assert notes(jmp.plot_loss_scale([])[0]) == ["no steps"]
+    (ax,) = jmp.plot_loss_scale([8.0], [True])
+    assert ax.lines[0].get_marker() == "o" and notes(ax) == []
+    assert all(float(tick).is_integer() for tick in ax.get_xticks())
+    assert notes(jmp.plot_loss_scale([8.0, 4.0], loss=[np.nan, np.inf])[1]) == ["no finite loss"]
+
+
+def test_the_ends_of_a_wide_format_are_seen():
+    first, last = jmp.plot_exponents(np.float32(1), "bfloat16").get_xlim()
+    assert first <= -134 - 0.03 * 262 and last >= 128 + 0.03 * 262
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            lambda: jmp.plot_loss_scale(["a"]),
+            "`loss_scale` must hold one number for each step, got ['a']; pass an array.",
+        ),
+        (
+            lambda: jmp.plot_loss_scale([1.0], loss=["a"]),
+            "`loss` must hold one number for each step, got ['a']; pass an array.",
+        ),
+        (
+            lambda: jmp.plot_loss_scale([1.0], axes=3),  # type: ignore[arg-type]
+            "`axes` must be a sequence of matplotlib's axes, got 3; pass [ax] for one.",
+        ),
+        (
+            lambda: jmp.plot_loss_scale([8.0, 0.0]),
+            "`loss_scale` must be positive, got 0; pass the scales themselves, no logarithms.",
+        ),
+        (
+            lambda: jmp.plot_exponents(VALUES, ax=3),  # type: ignore[arg-type]
+            "`ax` must be matplotlib's axes, got 3; leave it out for a new figure.",
+        ),
+    ],
+)
+def test_what_is_no_number_and_no_axes(call, sentence):
+    with pytest.raises((TypeError, ValueError)) as error:
+        call()
+    assert str(error.value) == sentence

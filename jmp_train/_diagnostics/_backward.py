@@ -15,7 +15,7 @@ from .._autocast._table import TABLE, Rule
 from .._dtypes import is_floating
 from ._call import traced_call
 from ._exponents import ExponentHistogram, exponent_histogram
-from ._watch import Site, Value, Watcher
+from ._watcher import Site, Value, Watcher
 
 
 def backward_histogram(fn: Callable[..., Any]) -> Callable[..., ExponentHistogram]:

@@ -16,7 +16,9 @@ from jax.core import Tracer
 from .._jaxpr import trace
 from .._paths import leaf_paths
 from .._static import hide_static, reveal_static
-from ._watch import Machine, Value
+from ._bits import check_readable
+from ._watch import Machine
+from ._watcher import Value
 
 
 class Call(NamedTuple):
@@ -34,13 +36,9 @@ def traced_call(caller: str, fn: Callable[..., Any], args: tuple, kwargs: dict) 
     leaves = jax.tree.leaves(hidden)
     in_paths = [path.partition("/")[2] for path in leaf_paths(hidden)]  # without the 0 of `args`, the 1 of `kwargs`
     for path, leaf in zip(in_paths, leaves, strict=True):
+        check_readable(caller, f"the argument '{path}'", leaf)
         if isinstance(leaf, Tracer):
             raise TypeError(f"the argument '{path}' is traced: {caller} needs numbers; call it outside jit, on arrays.")
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise ValueError(
-                f"the argument '{path}' was deleted, by donating it to an earlier call; keep a copy of the arguments, "
-                f"or call {caller} with fresh ones."
-            )
 
     def program(hidden: Any) -> Any:
         args, kwargs = reveal_static(hidden)

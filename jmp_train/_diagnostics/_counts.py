@@ -9,6 +9,8 @@ over a training run would not: a billion parameters pass 2^31 in the third step.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,12 +51,24 @@ def add_counts(counts: jax.Array, axis: int) -> jax.Array:
     >>> add_counts(most, 0)
     Array([0, 1], dtype=uint32)
     """
-    low, high = counts[..., 0], counts[..., 1]
-    halves = (low & np.uint32(0xFFFF), low >> 16)
-    first, second = (jnp.sum(half, axis=axis, dtype=np.uint32) for half in halves)
+    first, second, high = (jnp.sum(part, axis=axis, dtype=np.uint32) for part in _halves(counts))
+    return _carried(first, second, high)
+
+
+def psum_counts(counts: jax.Array, axis_name: Any) -> jax.Array:
+    """Sums counts, uint32 `[..., 2]`, with the carry, over the devices of a mesh axis, 2^16 of them at most."""
+    return _carried(*lax.psum(_halves(counts), axis_name))
+
+
+def _halves(counts: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The lower and the upper 16 bits of the first number, of which 2^16 can be added, and the second number."""
+    return counts[..., 0] & np.uint32(0xFFFF), counts[..., 0] >> 16, counts[..., 1]
+
+
+def _carried(first: jax.Array, second: jax.Array, high: jax.Array) -> jax.Array:
     second = second + (first >> 16)
     low = (second << 16) | (first & np.uint32(0xFFFF))
-    return jnp.stack([low, jnp.sum(high, axis=axis, dtype=np.uint32) + (second >> 16)], axis=-1)
+    return jnp.stack([low, high + (second >> 16)], axis=-1)
 
 
 def to_integers(counts: jax.Array) -> np.ndarray:

@@ -17,7 +17,7 @@ import numpy as np
 from .._autocast._text import columns
 from .._values import register
 from ._bits import DOUBLE, SINGLE, Wide, exponent_bins, floating_leaves, magnitudes
-from ._counts import add_counts, count_each, to_integers
+from ._counts import add_counts, count_each, psum_counts, to_integers
 
 # What comes after the exponents in `ExponentHistogram.counts`.
 _ZERO, _INFINITE, _NAN = range(3)
@@ -81,6 +81,16 @@ class ExponentHistogram:
     def total(self) -> ExponentHistogram:
         """The histogram of all leaves together, with one path, "total"; works inside `jit`."""
         return ExponentHistogram(jnp.expand_dims(add_counts(jnp.asarray(self.counts), -2), -3), (_TOTAL,), self.lowest)
+
+    def psum(self, axis_name: Any) -> ExponentHistogram:
+        """The histogram of what all devices along a mesh axis have, inside `shard_map` or `pmap`.
+
+        There each device counts its own part of an array. A plain `jax.lax.psum` of the tree would lose the carry.
+
+        Args:
+          axis_name: the axis, or a tuple of axes, over which the arrays are sharded; every copy counts.
+        """
+        return ExponentHistogram(psum_counts(self.counts, axis_name), self.paths, self.lowest)
 
     def __add__(self, other: Any) -> ExponentHistogram:
         if not isinstance(other, ExponentHistogram):
@@ -158,7 +168,8 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
         `_overwrite_with_gradient` statistics are left out. Python floats count as JAX takes them, in float32.
 
     Returns:
-      An `ExponentHistogram`. Inside `shard_map` it counts the device's own part; under `jit` the whole array.
+      An `ExponentHistogram`. Under `jit` it counts the whole of a sharded array; inside `shard_map` and `pmap` the
+      device's own part, and `exponent_histogram(tree).psum("data")` the parts of all devices.
 
     Raises:
       ValueError: a leaf is float64 while JAX has no 64-bit types, or has 2^32 values or more.

@@ -28,7 +28,7 @@ def sixteen_bit_sums(text: str) -> list[str]:
 
     Maxima and minima are exact and not listed. Sums that a loop carries no longer show in a module.
     """
-    return [instruction.line for instruction in narrow_sums(text)]
+    return [instruction.line for instruction, _ in narrow_sums(text)]
 
 
 def opcode_of(instruction: Instruction | Kernel) -> str:
@@ -36,17 +36,20 @@ def opcode_of(instruction: Instruction | Kernel) -> str:
     return instruction.opcode.removesuffix("-start")
 
 
-def narrow_sums(text: str) -> list[Instruction]:
-    """The instructions whose running sum is float16 or bfloat16."""
+def narrow_sums(text: str) -> list[tuple[Instruction, Instruction]]:
+    """The instructions whose running sum is float16 or bfloat16, each with the addition that it repeats.
+
+    A `reduce-window` of bfloat16 becomes one of float32 whose addition rounds to bfloat16 every time: what counts is
+    the addition.
+    """
     module = parse(text)
-    adders = {name for name, body in module.computations.items() if any(each.opcode == "add" for each in body)}
-    return [
-        each
+    adders = {name: each for name, body in module.computations.items() for each in body if each.opcode == "add"}
+    pairs = [
+        (each, adders.get(each.attribute("to_apply").lstrip("%")))
         for each in module.instructions()
         if opcode_of(each) in _SUMMING
-        and each.attribute("to_apply").lstrip("%") in adders
-        and SIXTEEN_BITS & set(dtypes_of(each.result))
     ]
+    return [(each, add) for each, add in pairs if add is not None and SIXTEEN_BITS & set(dtypes_of(add.result))]
 
 
 def collective_kernels(text: str) -> list[tuple[str, Kernel]]:

@@ -15,7 +15,7 @@ from .._autocast._text import count
 from ._sites import through, user_line
 from ._taint import is_inexact
 from ._verdict import Captured, Verdict
-from ._watch import Loop
+from ._watcher import Loop
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +59,8 @@ class Found:
       scope: its `jax.named_scope` path.
       backward: whether it belongs to a backward pass, or computes a derivative that only the backward pass reads.
       loops: the iterations of the loops around it, outermost first: `(primitive, iteration from 0, length or None)`.
-      operands, results: what it read and made.
+      device: inside `shard_map` and `pmap`, the device that it ran on: `(axis, position)` for each axis of the mesh.
+      operands, results: what it read and made; of a collective the operands of all devices along a new first axis.
       verdict: a `Verdict`.
       why, cure: the reason for it, and the line to paste.
       loss_scale: the loss scale of the call, if it had one above 1.
@@ -78,6 +79,7 @@ class Found:
     scope: str = ""
     backward: bool = False
     loops: tuple[Loop, ...] = ()
+    device: tuple[tuple[str, int], ...] = ()
     operands: tuple[ArrayRange, ...] = ()
     results: tuple[ArrayRange, ...] = ()
     verdict: Verdict | None = None
@@ -93,6 +95,7 @@ class Found:
     def as_dict(self) -> dict[str, Any]:
         """Returns everything as dictionaries, lists, strings and numbers, none of them infinite."""
         values = dataclasses.asdict(self)
+        values["device"] = {str(axis): position for axis, position in self.device}
         values["loops"] = [loop._asdict() for loop in self.loops]
         values["verdict"] = None if self.verdict is None else str(self.verdict)
         return _as_lists(values)
@@ -119,6 +122,7 @@ class Found:
 
     def _place(self) -> str:
         parts = ["the backward pass" if self.backward else "the forward pass", self.scope]
+        parts += [f"device {position} of {axis}" for axis, position in self.device]
         for loop in self.loops:
             of = "" if loop.length is None else f" of {loop.length}"
             parts.append(f"{loop.primitive} iteration {loop.iteration}{of}")
@@ -147,6 +151,7 @@ def describe(found: Captured, **others: Any) -> Found:
         scope=found.site.scope,
         backward=found.site.backward or found.site.derivative,
         loops=found.site.loops,
+        device=found.site.device,
         operands=_ranges(found.operands),
         results=_ranges(found.results),
         **others,

@@ -14,11 +14,10 @@ import jax
 
 from .._autocast import autocast
 from .._autocast._emitted import LOOPS, emitted_of
-from .._jaxpr import trace
 from .._policy import Policy, get_policy
 from ._copies import explained_copies, unused_donors
 from ._faults import collective_kernels, narrow_sums, opcode_of
-from ._gpu_compile import COMPILER_OPTIONS, gpu_mesh, is_jitted, lower_for_gpu, mesh_axes, module_text
+from ._gpu_compile import COMPILER_OPTIONS, gpu_mesh, is_jitted, lower_for_gpu, mesh_axes, module_text, program_of
 from ._gpu_products import products
 from ._gpu_report import Collective, GPUReport, Memory, NarrowSum
 from ._gpus import get_gpu
@@ -151,16 +150,18 @@ def _collectives(text: str) -> tuple[Collective, ...]:
 
 
 def _narrow_sums(text: str) -> tuple[NarrowSum, ...]:
-    module = parse(text)
-    return tuple(
-        NarrowSum(opcode_of(each), each.result.strip("()").split("{")[0], each.scope, module.source_of(each))
-        for each in narrow_sums(text)
-    )
+    module, found = parse(text), []
+    for each, add in narrow_sums(text):
+        # XLA rewrites running sums, and then only the addition inside knows its dtype and its line.
+        _, _, shape = each.result.strip("()").split("{")[0].partition("[")
+        result = f"{add.result.partition('[')[0]}[{shape}"
+        found.append(NarrowSum(opcode_of(each), result, each.scope, module.source_of(each) or module.source_of(add)))
+    return tuple(found)
 
 
 def _carried_sums(fn: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> tuple[NarrowSum, ...]:
     """Sums that a loop carries from step to step; the compiled module no longer shows them."""
-    emitted = emitted_of(trace(fn, *args, **kwargs)[0])
+    emitted = emitted_of(program_of(fn, args, kwargs))
     return tuple(
         NarrowSum(f"{each.primitive} carry", each.sums_in, each.scope, each.source)
         for each in emitted

@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from .._jaxpr import ClosedJaxpr, Jaxpr, trace
 from .._values import as_count
 from ._gpus import get_gpu
 
@@ -99,7 +100,14 @@ def lower_for_gpu(
     args, kwargs = jax.tree.map(_abstract, (args, dict(kwargs)))
     with jax.set_mesh(mesh):
         try:
-            return jitted.lower(*args, **kwargs)
+            lowered = jitted.lower(*args, **kwargs)
+        except RuntimeError as error:
+            if "Unknown backend" not in str(error):
+                raise
+            raise ValueError(
+                "`fn` calls back to Python (jax.debug.print, jax.pure_callback), which cannot be compiled for a GPU "
+                "that is not there; leave the call out for the report."
+            ) from error
         except ValueError as error:
             if "device" not in str(error) and "mesh" not in str(error) and "emory kind" not in str(error):
                 raise
@@ -109,6 +117,13 @@ def lower_for_gpu(
                 f"shard_map without `mesh`; they meet the described mesh when the report is made, and jax.set_mesh's "
                 f"when you run."
             ) from error
+    return getattr(lowered, "lowered", lowered)  # flax.nnx.jit has its own type around it
+
+
+def program_of(fn: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> ClosedJaxpr | Jaxpr:
+    """The traced program; a function that is jitted knows itself which of its arguments are static."""
+    found = getattr(fn.trace(*args, **kwargs), "jaxpr", None) if is_jitted(fn) else None  # type: ignore[attr-defined]
+    return trace(fn, *args, **kwargs)[0] if found is None else found
 
 
 def is_jitted(fn: Callable[..., Any]) -> bool:

@@ -11,14 +11,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from .._autocast import Explanation, Rules, explain
 from .._dtypes import FLOAT32
 from .._grad import grad
 from .._grad_inputs import check_loss_scale
 from .._loss_scale import LossScale, NoOpLossScale
+from .._paths import leaf_paths
 from .._policy import Policy
 from .._static import hide_static, reveal_static
+from ._bits import check_readable
 
 _STRICT = "float32"
 
@@ -44,6 +47,10 @@ class GradientErrors:
         kwargs: dict[str, Any],
     ):
         self._loss_fn, self._policy, self._argnums, self._has_aux = loss_fn, policy, argnums, has_aux
+        for path, leaf in zip(leaf_paths((args, kwargs)), jax.tree.leaves((args, kwargs)), strict=True):
+            check_readable("sensitivity", f"the argument '{path.partition('/')[2]}'", leaf)
+            if isinstance(leaf, Tracer):
+                raise TypeError("an argument is traced: sensitivity needs numbers; call it outside jit, on arrays.")
         chosen = (argnums,) if isinstance(argnums, int) else argnums
         differentiated = [args[i] for i in chosen if -len(args) <= i < len(args)]
         self._scale = check_loss_scale(loss_scale, policy, differentiated)

@@ -16,7 +16,7 @@ from ._call import Call, traced_call
 from ._found import Found, describe
 from ._taint import CLEAN, Taint, Tracker, input_tag
 from ._verdict import Verdict, capture, judge
-from ._watch import Value
+from ._watcher import Value
 
 
 def find_overflow(fn: Callable[..., Any]) -> Callable[..., Found]:
@@ -29,7 +29,9 @@ def find_overflow(fn: Callable[..., Any]) -> Callable[..., Found]:
     turned into NaN.
 
     Operations run one by one, without a compiler's freedom to keep intermediate 16-bit results in 32 bits: thousands
-    take seconds, most of it to compile each kind once. `shard_map`, kernels and solvers run as one operation each.
+    take seconds, most of it to compile each kind once. Inside `shard_map` and `pmap` they run for one device after
+    another, and the report says for which it failed. Kernels and solvers run as one operation each, and so does a
+    `shard_map` inside another; the report lists them (`not_entered`).
 
     Args:
       fn: any function of arrays, jitted or not.

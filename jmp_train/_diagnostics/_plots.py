@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _BLUE, _ORANGE, _RED, _PURPLE, _BLACK = "#0072B2", "#E69F00", "#D55E00", "#CC79A7", "#000000"
-_MARGIN = 2  # exponents left empty at both ends
+_MARGIN = 0.03  # of the range of exponents, left empty at both ends
 
 
 def plot_exponents(
@@ -50,6 +50,7 @@ def plot_exponents(
 
     Raises:
       ImportError: matplotlib is not installed.
+      TypeError: `ax` is no axes.
       ValueError: as `underflow_report`; or the histogram is a stack.
 
     Reference: Micikevicius et al., "Mixed Precision Training", ICLR 2018, figures 2 and 3.
@@ -68,22 +69,44 @@ def plot_exponents(
     whole = histogram.total()
     used = np.flatnonzero(whole.values[0])
     shift = 0.0 if loss_scale is None else math.log2(float(as_scale(loss_scale)))
+    if ax is not None and not hasattr(ax, "axvspan"):
+        raise TypeError(f"`ax` must be matplotlib's axes, got {ax!r}; leave it out for a new figure.")
     axes: Axes = _new_axes("plot_exponents", 1)[0] if ax is None else ax
     limits = _limits(whole.exponents[used], shift, target)
     _draw_regions(axes, target, limits)
-    shares = 100 * whole.values[0] / max(1, whole.values[0].sum())
-    edges = np.append(whole.exponents, whole.exponents[-1] + 1)
-    bottom = min(0.5 * shares[used].min(initial=100.0), 0.05)
-    style: dict[str, Any] = {"fill": True, "facecolor": _BLUE, "edgecolor": _BLUE, "baseline": bottom, "zorder": 2}
-    axes.stairs(shares, edges, label=_label("as they are", whole, target, 1.0), **style)
-    if loss_scale is not None:
-        label = _label(f"times {_power(shift)}", whole, target, 2.0**shift)
-        axes.stairs(shares, edges + shift, baseline=bottom, color=_BLACK, linewidth=1.6, label=label, zorder=3)
+    _draw_values(axes, whole, target, None if loss_scale is None else shift)
+    if not used.size:
+        _note(axes, "no finite, non-zero values")
     axes.set(xlabel="exponent of |x| (powers of 2)", ylabel="% of finite, non-zero values")
-    axes.set(xlim=limits, yscale="log", ylim=(bottom, 150))
+    axes.set(xlim=limits, yscale="log", ylim=(_bottom(whole), 150))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     _legend_above(axes, _left_out(whole))
     return axes
+
+
+def _shares(whole: ExponentHistogram) -> np.ndarray:
+    return 100 * whole.values[0] / max(1, whole.values[0].sum())
+
+
+def _bottom(whole: ExponentHistogram) -> float:
+    """Where the axis of shares begins: below the smallest there is."""
+    shares = _shares(whole)
+    return min(0.5 * shares[shares > 0].min(initial=100.0), 0.05)
+
+
+def _draw_values(axes: Axes, whole: ExponentHistogram, target: Format, shift: float | None) -> None:
+    shares, bottom = _shares(whole), _bottom(whole)
+    edges = np.append(whole.exponents, whole.exponents[-1] + 1)
+    style: dict[str, Any] = {"fill": True, "facecolor": _BLUE, "edgecolor": _BLUE, "baseline": bottom, "zorder": 2}
+    axes.stairs(shares, edges, label=_label("as they are", whole, target, 1.0), **style)
+    if shift is not None:
+        label = _label(f"times {_power(shift)}", whole, target, 2.0**shift)
+        axes.stairs(shares, edges + shift, baseline=bottom, color=_BLACK, linewidth=1.6, label=label, zorder=3)
+
+
+def _note(ax: Axes, text: str) -> None:
+    """Says why there is nothing to see."""
+    ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", zorder=4)
 
 
 def _limits(used: np.ndarray, shift: float, target: Format) -> tuple[float, float]:
@@ -92,7 +115,8 @@ def _limits(used: np.ndarray, shift: float, target: Format) -> tuple[float, floa
     if used.size:
         first, last = float(used[0]), float(used[-1]) + 1
         ends += [first, last, first + shift, last + shift]
-    return math.floor(min(ends)) - _MARGIN, math.ceil(max(ends)) + _MARGIN
+    margin = max(2, math.ceil(_MARGIN * (max(ends) - min(ends))))
+    return math.floor(min(ends)) - margin, math.ceil(max(ends)) + margin
 
 
 def _draw_regions(ax: Axes, target: Format, limits: tuple[float, float]) -> None:
@@ -119,6 +143,8 @@ def _power(exponent: float) -> str:
 
 def _label(what: str, whole: ExponentHistogram, target: Format, scale: float) -> str:
     row = underflow_report(whole, target.name, scale).total
+    if row.values == row.zeros + row.not_finite:
+        return ""  # which keeps it out of the legend
     lost = f"{what}: {row.becomes_zero:.1%} become zero"
     return lost + (f", {row.becomes_infinite:.2%} overflow" if row.becomes_infinite else "")
 
@@ -126,7 +152,10 @@ def _label(what: str, whole: ExponentHistogram, target: Format, scale: float) ->
 def _left_out(whole: ExponentHistogram) -> str:
     numbers = {"zero": whole.zeros[0], "infinite": whole.infinities[0], "NaN": whole.nans[0]}
     values = max(1, int(whole.values[0].sum() + sum(numbers.values())))
-    found = ", ".join(f"{100 * number / values:.2g}% {name}" for name, number in numbers.items() if number)
+    shares = {name: 100 * number / values for name, number in numbers.items() if number}
+    found = ", ".join(
+        f"{share:.0f}% {name}" if share >= 10 else f"{share:.2g}% {name}" for name, share in shares.items()
+    )
     return found and f"Not drawn: {found} already"
 
 
@@ -140,6 +169,7 @@ def _legend_above(ax: Axes, note: str) -> None:
         bbox_to_anchor=(0, 1.01),
         ncols=2,
         frameon=False,
+        fontsize="small",
         borderaxespad=0,
         title=note or None,
         alignment="left",
@@ -165,7 +195,9 @@ def plot_loss_scale(
 
     Raises:
       ImportError: matplotlib is not installed.
-      ValueError: the arrays are not of one length, `skipped` is not boolean, or there are not as many axes as panels.
+      TypeError: the arrays hold no numbers, or `axes` is no sequence.
+      ValueError: the arrays are not of one length, a scale is not positive, `skipped` is not boolean, or there are not
+        as many axes as panels.
 
     >>> import matplotlib
     >>> matplotlib.use("Agg")
@@ -173,12 +205,14 @@ def plot_loss_scale(
     >>> axes.get_ylabel()
     'loss scale'
     """
-    scales = np.asarray(loss_scale, np.float64)
+    scales = _numbers("loss_scale", loss_scale)
     skips = np.zeros(scales.shape, np.bool_) if skipped is None else np.asarray(skipped)
-    losses = None if loss is None else np.asarray(loss, np.float64)
+    losses = None if loss is None else _numbers("loss", loss)
     _check_lengths(scales, skips, losses)
     panels = 1 if losses is None else 2
     drawn: Sequence[Axes] = _new_axes("plot_loss_scale", panels) if axes is None else axes
+    if not isinstance(drawn, Sequence | np.ndarray):
+        raise TypeError(f"`axes` must be a sequence of matplotlib's axes, got {drawn!r}; pass [ax] for one.")
     if len(drawn) != panels:
         raise ValueError(
             f"`axes` must be {panels}, got {len(drawn)}: one for the scale, and one for the loss if given."
@@ -187,6 +221,8 @@ def plot_loss_scale(
     if losses is not None:
         _draw_loss(drawn[1], losses, skips)
     drawn[-1].set_xlabel("step")
+    locator: Any = drawn[-1].xaxis.get_major_locator()
+    locator.set_params(integer=True, min_n_ticks=1)
     return tuple(drawn)
 
 
@@ -197,10 +233,13 @@ def _new_axes(caller: str, panels: int) -> Sequence[Axes]:
 
 def _draw_scale(ax: Axes, scales: np.ndarray, skips: np.ndarray) -> None:
     steps = np.arange(len(scales))
-    ax.plot(steps, scales, drawstyle="steps-post", color=_BLUE, linewidth=1.8, label="loss scale", zorder=2)
+    if not steps.size:
+        _note(ax, "no steps")
+    style: dict[str, Any] = {"drawstyle": "steps-post", "color": _BLUE, "linewidth": 1.8, "label": "loss scale"}
+    ax.plot(steps, scales, marker="o" if steps.size == 1 else None, zorder=2, **style)
     if skips.any():
         label = count(int(skips.sum()), "skipped step")
-        style: dict[str, Any] = {
+        style = {
             "color": _RED,
             "marker": "v",
             "markersize": 6,
@@ -220,9 +259,18 @@ def _draw_loss(ax: Axes, losses: np.ndarray, skips: np.ndarray) -> None:
     finite = np.where(np.isfinite(losses), losses, np.nan)
     ax.plot(steps, finite, color=_BLACK, linewidth=1.4, zorder=2)
     shown = finite[np.isfinite(finite)]
+    if steps.size and not shown.size:
+        _note(ax, "no finite loss")
     if shown.size and 0 < 10 * shown.min() < shown.max():
         ax.set_yscale("log")
     ax.set_ylabel("loss")
+
+
+def _numbers(name: str, values: Any) -> np.ndarray:
+    try:
+        return np.asarray(values, np.float64)
+    except (TypeError, ValueError):
+        raise TypeError(f"`{name}` must hold one number for each step, got {values!r}; pass an array.") from None
 
 
 def _check_lengths(scales: np.ndarray, skips: np.ndarray, losses: np.ndarray | None) -> None:
@@ -232,6 +280,10 @@ def _check_lengths(scales: np.ndarray, skips: np.ndarray, losses: np.ndarray | N
     if len(scales.shape) != 1 or len(set(shapes.values())) > 1:
         found = ", ".join(f"`{name}` {shape}" for name, shape in shapes.items())
         raise ValueError(f"one number for each step is drawn, got the shapes {found}. Pass arrays of one length.")
+    if np.any(scales <= 0):
+        raise ValueError(
+            f"`loss_scale` must be positive, got {scales.min():g}; pass the scales themselves, no logarithms."
+        )
     if skips.dtype != np.bool_:
         raise ValueError(
             f"`skipped` must be true for each step that was skipped, got {skips.dtype}. Pass the negated "

@@ -47,7 +47,7 @@ def as_scale(loss_scale: Any) -> jax.Array:
 
 def outcome(bits: jax.Array | np.ndarray, wide: Wide, scale: jax.Array, target: Format) -> jax.Array:
     """The index in `OUTCOMES` of what each finite magnitude becomes, times S, in the target; int32 in their shape."""
-    limits = _limits(scale, wide, target)
+    limits = outcome_limits(scale, wide, target)
     return sum((jnp.asarray(bits > limit).astype(np.int32) for limit in limits), jnp.int32(0))
 
 
@@ -60,8 +60,8 @@ def _thresholds(target: Format) -> list[tuple[Fraction, bool]]:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _limits(scale: jax.Array, wide: Wide, target: Format) -> tuple[jax.Array, ...]:
-    """The bits of the largest magnitude of each outcome but the last."""
+def outcome_limits(scale: jax.Array, wide: Wide, target: Format) -> tuple[jax.Array, ...]:
+    """The bits of the largest magnitude of each outcome but the last, ascending."""
     found = []
     for threshold, inclusive in _thresholds(target):
         bits, exact = _quotient(threshold, scale, wide)

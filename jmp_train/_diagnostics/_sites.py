@@ -16,7 +16,7 @@ import jax
 from .._autocast import _autocast
 from .._autocast._tracebacks import frames_of, is_jax
 from .._jaxpr import Node
-from ._watch import Site
+from ._watcher import Site
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PYTHON = os.path.dirname(os.__file__) + os.sep

@@ -21,7 +21,7 @@ import numpy as np
 
 from .._autocast._tracebacks import is_asked_for
 from ._sites import is_finite_check, is_library_function
-from ._watch import Site, Value, Watcher
+from ._watcher import Site, Value, Watcher
 from ._widening import is_narrow_dtype
 
 _REMEMBERED = 8  # the first makers of a value; the culprit is the first of them
@@ -148,7 +148,7 @@ class Tracker(Watcher):
             taint = taint.with_that_of(tag.taint) if is_cause else taint
         own = frozenset({self.count})
         none: frozenset[int] = frozenset()
-        return taint.with_that_of(Taint(own if made else none, own if mixed and not made else none))
+        return taint.with_that_of(Taint(own if made else none, own if mixed else none))
 
 
 def input_tag(position: int, array: Any) -> Tag:

@@ -16,10 +16,9 @@ from .._autocast import autocast
 from .._autocast._flow import TOP
 from .._autocast._operations import Visit, visits
 from .._flops import PRODUCTS
-from .._jaxpr import trace
 from .._policy import Policy, get_policy
 from ._amdahl import estimate, other_bytes
-from ._gpu_compile import abstract_mesh
+from ._gpu_compile import abstract_mesh, program_of
 from ._gpus import get_gpu
 from ._products import products_of
 from ._tensor_core_report import TensorCoreReport
@@ -75,7 +74,7 @@ def tensor_core_report(
 
     def report(*args: Any, **kwargs: Any) -> TensorCoreReport:
         with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
-            found = list(visits(trace(program, *args, **kwargs)[0], TOP))
+            found = list(visits(program_of(program, args, kwargs), TOP))
         products = tuple(products_of(found, described))
         others = other_bytes(found)
         return TensorCoreReport(

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 from .._autocast._text import columns
 from .._dtypes import Format, facts
 from .._values import register
 from ._bits import Wide, bin_bits, floating_leaves, from_bits, magnitudes, target_format
-from ._counts import add_counts, count_each, to_integers
+from ._counts import add_counts, to_integers
 from ._exponents import ExponentHistogram
-from ._rounding import OUTCOMES, as_scale, outcome
+from ._rounding import OUTCOMES, as_scale, outcome, outcome_limits
 
 # The columns of `UnderflowReport.counts`: the outcomes of non-zero numbers, then what was no such number before.
 _ZERO = len(OUTCOMES)
@@ -148,7 +151,8 @@ def underflow_report(tree_or_histogram: Any, dtype: DTypeLike = "float16", loss_
     those within half a step below the smallest normal one, and those above the largest. `largest` is then the end of
     the highest bin in use, at most twice the truth.
 
-    Works inside `jit`, `vmap` and `scan`; the text is made outside.
+    Works inside `jit`, `vmap` and `scan`; the text is made outside. Each leaf is read once. Inside `shard_map`
+    and `pmap` it is about the device's own part; `exponent_histogram(tree).psum(axis_name)` is about all of them.
 
     Args:
       tree_or_histogram: any pytree (leaves as in `exponent_histogram`), or an `ExponentHistogram`.
@@ -186,10 +190,18 @@ def underflow_report(tree_or_histogram: Any, dtype: DTypeLike = "float16", loss_
 def _count(array: jax.Array, scale: jax.Array, wide: Wide, target: Format) -> tuple[jax.Array, jax.Array]:
     """The counts of one leaf, uint32 `[6, 2]`, and its largest finite magnitude."""
     bits = magnitudes(array)
-    special = jnp.where(bits == 0, _ZERO, _NOT_FINITE)
-    ordinary = (bits > 0) & (bits < wide.infinity)
-    kinds = jnp.where(ordinary, outcome(bits, wide, scale, target), special)
-    return count_each(kinds, _KINDS), from_bits(largest_bits(bits, wide), wide)
+    edges = np.int32(0), *outcome_limits(scale, wide, target), wide.dtype.type(wide.infinity - 1)
+    # One reduction with many results reads the leaf once, and so does a GPU, if all it needs are its bits.
+    operands = [*((bits > edge).astype(np.uint32) for edge in edges), jnp.where(bits < wide.infinity, bits, 0)]
+    starts = [*[np.uint32(0)] * len(edges), wide.dtype.type(0)]
+    *above, largest = lax.reduce(operands, starts, _sums_and_maximum, tuple(range(bits.ndim)))
+    between = [low - high for low, high in itertools.pairwise(above)]
+    low = jnp.stack([*between, np.uint32(bits.size) - above[0], above[-1]])
+    return jnp.stack([low, jnp.zeros_like(low)], axis=-1), from_bits(largest, wide)
+
+
+def _sums_and_maximum(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
+    return [*map(lax.add, a[:-1], b[:-1]), lax.max(a[-1], b[-1])]
 
 
 def largest_bits(bits: jax.Array, wide: Wide) -> jax.Array:

@@ -16,10 +16,10 @@ import numpy as np
 
 from .._autocast._tracebacks import is_asked_for
 from .._dtypes import FLOAT32, facts
-from .._jaxpr import bind
 from ._sites import is_in_autocast, user_line
 from ._taint import is_bad, is_inexact
-from ._watch import Machine, Site, Value, Watcher
+from ._watch import Machine
+from ._watcher import Site, Value, Watcher
 from ._widening import is_narrow_dtype, wide_params
 
 
@@ -79,11 +79,7 @@ def judge(
 ) -> tuple[Verdict, str, str]:
     """Returns the verdict on an operation that no loss scale cures, why, and the cure."""
     if found.site.primitive in machine.not_entered():
-        return (
-            Verdict.UNKNOWN,
-            f"{found.site.primitive} runs as one operation.",
-            "Call find_overflow on what is inside.",
-        )
+        return Verdict.UNKNOWN, *_opaque(found.site)
     narrow = next((x.dtype for x in (*found.results, *found.operands) if is_narrow_dtype(_dtype(x))), None)
     if narrow is not None and (wide := _in_float32(found)) is not None and not any(map(is_bad, wide)):
         largest = max(float(np.max(np.abs(np.asarray(x)))) for x in wide if is_inexact(x))
@@ -94,6 +90,17 @@ def judge(
         why = "Its operands were rounded in 16 bits before, to zero or too far; in float32 throughout it is finite."
         return Verdict.KEEP_FLOAT32, why, _keep_wide(found.site, by_hand, scopes)
     return Verdict.MODEL, *_fault(found, narrow)
+
+
+def _opaque(site: Site) -> tuple[str, str]:
+    why, cure = f"{site.primitive} runs as one operation.", "Call find_overflow on what is inside."
+    if site.primitive == "shard_map":
+        why = "This shard_map runs as one operation: it holds another one, or a collective that is not known here."
+        cure = (
+            "Call find_overflow on jax.vmap(fn, axis_name=...) of the function inside, on what each device gets, "
+            "stacked; or on the function inside alone."
+        )
+    return why, cure
 
 
 def _dtype(array: Any) -> Any:
@@ -108,13 +115,17 @@ def _in_float32(found: Captured) -> list[Any] | None:
     """The operation's results from the same operands in float32; `None` if it takes no such operands."""
     operands = [jnp.asarray(x, FLOAT32) if is_narrow_dtype(_dtype(x)) else x for x in found.operands]
     try:
-        return bind(found.site.node.eqn, operands, **wide_params(found.site.node))
+        return found.site.bind(operands, **wide_params(found.site.node))
     except Exception:  # whatever a primitive says of operands it was not recorded with
         return None
 
 
 def _keep_wide(site: Site, by_hand: bool, scopes: Iterable[str]) -> str:
     """The line to paste that keeps an operation in float32."""
+    if site.crosses:
+        return (
+            "Reduce in float32: a policy with reduce_dtype=jnp.float32, or .astype(jnp.float32) before the collective."
+        )
     line = user_line(site)
     where = f"{line.file}:{line.number}" if line else "this operation"
     if by_hand or not is_in_autocast(site):

@@ -1,17 +1,18 @@
 """Runs a traced program one operation at a time, on concrete values, and shows each operation to a watcher.
 
-Decides the order of operations and what an operation is told to be (primitive, source line, scope, forward or backward,
-iteration). Does not decide what is looked for; see `_taint.py` and `_activations.py`.
+Decides the order of operations, and which of them are taken apart. Does not decide what is looked for; see `_taint.py`
+and `_backward.py`.
 
 Every operation runs by itself, as outside `jit`: the numbers are those of the recorded program, without a compiler's
 freedom to keep intermediate 16-bit results in 32 bits. Calls, loops, branches, rematerialised parts and functions with
-derivative rules of their own are entered. What cannot be entered (`shard_map`, kernels, callbacks, linear solvers) runs
-as recorded, as one operation. A value is dropped after its last reader.
+derivative rules of their own are entered, and so is `shard_map`, in which every device's program runs by itself until
+it meets the others in a collective. What cannot be entered (kernels, callbacks, linear solvers, nested `shard_map`s)
+runs as recorded, as one operation. A value is dropped after its last reader.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,8 +22,11 @@ import numpy as np
 from jax import lax
 
 from .._autocast._flow import TOP, Place
-from .._jaxpr import ClosedJaxpr, Jaxpr, Node, Program, bind, context, flatten, scan_counts, sub_jaxprs
+from .._jaxpr import ClosedJaxpr, Jaxpr, Node, Program, context, flatten, scan_counts, sub_jaxprs
 from ._derivatives import Kept, kept_for_backward
+from ._lanes import Request, Steps, finished, together
+from ._shards import Device, can_enter, devices_of, shards, stack, whole
+from ._watcher import Loop, Site, Value, Watcher
 from ._widening import bind_wide, widened
 
 # Where the body of a call is that changes no value; the derivative rules beside it have been used or are not needed.
@@ -35,70 +39,7 @@ _BODY = {
     "custom_vjp_call": "call_jaxpr",
     "custom_vmap_call": "call",
 }
-
-
-class Value(NamedTuple):
-    """A concrete array, and what a watcher wants to remember of it (`None` for what no operation has made)."""
-
-    array: Any
-    tag: Any = None
-
-
-class Loop(NamedTuple):
-    """One iteration of a loop: `scan` or `while`, which iteration from 0, and of how many, if that is known before."""
-
-    primitive: str
-    iteration: int
-    length: int | None
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Site:
-    """One operation as it runs.
-
-    Attributes:
-      node: the operation.
-      place: where its program stands.
-      loops: the iterations of the loops around it, outermost first.
-      around: the loops, branches and other operations that were entered on the way, innermost first.
-      derivative: whether it is a forward operation that only the backward pass reads.
-    """
-
-    node: Node
-    place: Place
-    loops: tuple[Loop, ...]
-    around: tuple[Node, ...]
-    derivative: bool
-
-    @property
-    def primitive(self) -> str:
-        return self.node.name
-
-    @property
-    def scope(self) -> str:
-        return self.place.scope_of(self.node)
-
-    @property
-    def backward(self) -> bool:
-        return self.place.is_backward(self.node)
-
-
-class Watcher:
-    """Sees every operation of a program as it runs; the base class looks at nothing."""
-
-    def before(self, site: Site, inputs: list[Value]) -> list[Value]:
-        """Returns the operands to run with."""
-        del site
-        return inputs
-
-    def watch(self, site: Site, inputs: Sequence[Value], outputs: Sequence[Any]) -> Sequence[Any]:
-        """Is shown the results; returns what to remember of each."""
-        del site, inputs
-        return [None] * len(outputs)
-
-    def join(self, pieces: Sequence[Value]) -> Any:
-        """What to remember of the rows that a loop has put together."""
-        del pieces
+_ENTERED = frozenset({*_BODY, "scan", "while", "cond"})
 
 
 class Machine:
@@ -114,6 +55,7 @@ class Machine:
         self.jaxpr, self.wide = jaxpr, wide
         self._prepared: dict[int, tuple[Any, Program, list[list[int]]]] = {}
         self._kept: dict[tuple[int, Place, frozenset[int]], Kept] = {}
+        self._can_enter: dict[int, bool] = {}
 
     @property
     def program(self) -> Program:
@@ -135,10 +77,19 @@ class Machine:
 
     def run(self, args: Sequence[Value], watcher: Watcher) -> list[Value]:
         """Returns the results for `args`, as many as the program's inputs."""
-        return _Run(self, watcher).program(self.jaxpr, [self.widened(arg) for arg in args], _Where())
+        run = _Run(self, watcher)
+        return finished(run.program(self.jaxpr, [self.widened(arg) for arg in args], _Where()), run.execute)
 
     def widened(self, value: Value) -> Value:
         return value._replace(array=widened(value.array)) if self.wide else value
+
+    def enters(self, node: Node) -> bool:
+        """Whether an operation is taken apart."""
+        if node.name != "shard_map":
+            return node.name in _ENTERED
+        if id(node) not in self._can_enter:
+            self._can_enter[id(node)] = can_enter(node.eqn, _ENTERED.__contains__)
+        return self._can_enter[id(node)]
 
     def not_entered(self) -> list[str]:
         """The primitives that hold programs but run as one operation."""
@@ -146,30 +97,32 @@ class Machine:
 
 
 class _Where(NamedTuple):
-    """Where a program runs, and which of its outputs only the backward pass reads."""
+    """Where a program runs, which of its outputs only the backward pass reads, and on which device of a `shard_map`."""
 
     place: Place = TOP
     loops: tuple[Loop, ...] = ()
     around: tuple[Node, ...] = ()
     kept: frozenset[int] = frozenset()
+    device: Device = ()
 
     def inside(self, node: Node, kept: frozenset[int]) -> _Where:
-        return _Where(self.place.inside(node), self.loops, (node, *self.around), kept)
+        return self._replace(place=self.place.inside(node), around=(node, *self.around), kept=kept)
 
     def iteration(self, *loop: Any) -> _Where:
         return self._replace(loops=(*self.loops, Loop(*loop)))
 
 
 _NONE: frozenset[int] = frozenset()
+_NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 class _Run:
-    """One run of a machine."""
+    """One run of a machine. A program hands out one operation after another, and is handed their results."""
 
     def __init__(self, machine: Machine, watcher: Watcher):
         self._machine, self._watcher = machine, watcher
 
-    def program(self, jaxpr: ClosedJaxpr | Jaxpr, args: Sequence[Value], where: _Where) -> list[Value]:
+    def program(self, jaxpr: ClosedJaxpr | Jaxpr, args: Sequence[Value], where: _Where) -> Steps:
         program, dying = self._machine.prepared(jaxpr)
         values = dict(zip(program.inputs, args, strict=True))
 
@@ -181,33 +134,58 @@ class _Run:
         kept = self._machine.kept(jaxpr, where.place, where.kept)
         for position, (node, dead) in enumerate(zip(program.nodes, dying, strict=True)):
             inside = where.inside(node, kept.results.get(position, _NONE))
-            site = Site(node, where.place, where.loops, where.around, position in kept.nodes)
-            outputs = self._node(site, [read(number) for number in node.ins], inside)
+            site = Site(node, where.place, where.loops, where.around, position in kept.nodes, where.device)
+            outputs = yield from self._node(site, [read(number) for number in node.ins], inside)
             values.update(zip(node.outs, outputs, strict=True))
             for number in dead:
                 values.pop(number, None)
         return [read(number) for number in program.outputs]
 
-    def _node(self, site: Site, inputs: list[Value], inside: _Where) -> list[Value]:
-        node = site.node
-        if node.name in _BODY:
-            return self.program(node.params[_BODY[node.name]], inputs, inside)
-        if node.name == "cond":
-            branches = node.params["branches"]
-            chosen = min(max(int(inputs[0].array), 0), len(branches) - 1)
-            return self.program(branches[chosen], inputs[1:], inside)
-        if node.name == "scan":
-            return self._scan(node, inputs, inside)
-        if node.name == "while":
-            return self._while(node, inputs, inside)
-        inputs = self._watcher.before(site, inputs)
+    def execute(self, sites: Sequence[Site], inputs: list[Value]) -> list[list[Value]]:
+        """Runs an operation, shows it, and returns the results for each site: one, or all devices of a collective."""
+        site, inputs = sites[0], self._watcher.before(sites[0], inputs)
         arrays = [value.array for value in inputs]
-        with context(node):
-            outputs = bind_wide(node, arrays) if self._machine.wide else bind(node.eqn, arrays)
+        mesh = jax.sharding.use_abstract_mesh(_NO_MESH) if site.device else contextlib.nullcontext()
+        with context(site.node), mesh:
+            outputs = bind_wide(site, arrays) if self._machine.wide else site.bind(arrays)
+        rows = [[output[i] for output in outputs] for i in range(len(sites))] if site.crosses else [outputs]
+        return [self._shown(each, inputs, row) for each, row in zip(sites, rows, strict=True)]
+
+    def _shown(self, site: Site, inputs: Sequence[Value], outputs: Sequence[Any]) -> list[Value]:
         tags = self._watcher.watch(site, inputs, outputs)
         return [Value(output, tag) for output, tag in zip(outputs, tags, strict=True)]
 
-    def _scan(self, node: Node, inputs: list[Value], inside: _Where) -> list[Value]:
+    def _node(self, site: Site, inputs: list[Value], inside: _Where) -> Steps:
+        node = site.node
+        if not self._machine.enters(node):
+            return (yield Request(site, inputs))
+        if node.name == "scan":
+            return (yield from self._scan(node, inputs, inside))
+        if node.name == "while":
+            return (yield from self._while(node, inputs, inside))
+        if node.name == "shard_map":
+            return self._shard_map(node, inputs, inside)
+        if node.name == "cond":
+            branches = node.params["branches"]
+            chosen = min(max(int(inputs[0].array), 0), len(branches) - 1)
+            return (yield from self.program(branches[chosen], inputs[1:], inside))
+        return (yield from self.program(node.params[_BODY[node.name]], inputs, inside))
+
+    def _shard_map(self, node: Node, inputs: list[Value], inside: _Where) -> list[Value]:
+        params, devices = node.params, devices_of(node.eqn)
+        specs = zip(inputs, params["in_specs"], strict=True)
+        columns = [[Value(x, value.tag) for x in shards(value.array, spec, devices)] for value, spec in specs]
+        programs = {
+            device: self.program(params["jaxpr"], list(args), inside._replace(device=device))
+            for device, *args in zip(devices, *columns, strict=True)
+        }
+        results = zip(*together(programs, self.execute, self._watcher.join), strict=True)
+        return [
+            Value(whole([piece.array for piece in pieces], spec, devices), self._watcher.join(pieces))
+            for pieces, spec in zip(results, params["out_specs"], strict=True)
+        ]
+
+    def _scan(self, node: Node, inputs: list[Value], inside: _Where) -> Steps:
         consts, count = scan_counts(node.eqn)
         length, reverse = node.params["length"], node.params["reverse"]
         carry, xs = inputs[consts : consts + count], inputs[consts + count :]
@@ -216,7 +194,7 @@ class _Run:
         for i in reversed(range(length)) if reverse else range(length):
             row = [Value(_row(x.array, np.int32(i)), x.tag) for x in xs]
             at = inside.iteration("scan", i, length)
-            outs = self.program(node.params["jaxpr"], [*inputs[:consts], *carry, *row], at)
+            outs = yield from self.program(node.params["jaxpr"], [*inputs[:consts], *carry, *row], at)
             carry = outs[:count]
             rows.append(outs[count:])
         if not rows:
@@ -224,18 +202,18 @@ class _Run:
             empty = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
             return [*carry, *map(Value, empty)]
         columns = zip(*(reversed(rows) if reverse else rows), strict=True)
-        return [*carry, *(Value(_stack([v.array for v in col]), self._watcher.join(col)) for col in columns)]
+        return [*carry, *(Value(stack([v.array for v in col]), self._watcher.join(col)) for col in columns)]
 
-    def _while(self, node: Node, inputs: list[Value], inside: _Where) -> list[Value]:
+    def _while(self, node: Node, inputs: list[Value], inside: _Where) -> Steps:
         params, skip = node.params, node.params["cond_nconsts"]
         consts = skip + params["body_nconsts"]
         carry, i, inside = inputs[consts:], 0, inside._replace(kept=_NONE)
         while True:
             at = inside.iteration("while", i, None)
-            (more,) = self.program(params["cond_jaxpr"], [*inputs[:skip], *carry], at)
+            (more,) = yield from self.program(params["cond_jaxpr"], [*inputs[:skip], *carry], at)
             if not np.any(more.array):
                 return carry
-            new = self.program(params["body_jaxpr"], [*inputs[skip:consts], *carry], at)
+            new = yield from self.program(params["body_jaxpr"], [*inputs[skip:consts], *carry], at)
             carry = [_kept(more.array, *pair) for pair in zip(new, carry, strict=True)]
             i += 1
 
@@ -251,14 +229,6 @@ def _kept(more: Any, new: Value, old: Value) -> Value:
     return new._replace(array=jnp.where(more, new.array, old.array))
 
 
-def _stack(rows: Sequence[Any]) -> Any:
-    if jnp.issubdtype(rows[0].dtype, jax.dtypes.extended):
-        return jnp.stack(rows)
-    # On the host: a concatenation of a thousand operands would be compiled for a minute.
-    stacked = np.stack([np.asarray(row) for row in rows])
-    return stacked if stacked.dtype == jax.dtypes.float0 else jnp.asarray(stacked)
-
-
 def _concrete(value: Any, aval: Any) -> Any:
     """A literal in the dtype it was recorded with; captured arrays as they are."""
     return value if isinstance(value, jax.Array) or not hasattr(aval, "shape") else np.asarray(value, aval.dtype)
@@ -266,7 +236,7 @@ def _concrete(value: Any, aval: Any) -> Any:
 
 def _not_entered(machine: Machine, jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[str]:
     for node in machine.prepared(jaxpr)[0].nodes:
-        if node.name in _BODY or node.name in ("scan", "while", "cond"):
+        if machine.enters(node):
             for body in sub_jaxprs(node.params):
                 yield from _not_entered(machine, body)
         elif any(map(_has_many, sub_jaxprs(node.params))):

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._dtypes import FLOAT32, is_floating
-from .._jaxpr import Node, bind
+from .._jaxpr import Node
+from ._watcher import Site
 
 
 def widened(array: Any) -> Any:
@@ -33,16 +34,17 @@ def wide_params(node: Node) -> dict[str, Any]:
     return {key: FLOAT32 for key, value in params if isinstance(value, np.dtype | type) and is_narrow_dtype(value)}
 
 
-def bind_wide(node: Node, arrays: Sequence[Any]) -> list[Any]:
-    """Runs a node on operands that were widened; one that cannot (an opaque kernel, a bit pattern) as recorded."""
+def bind_wide(site: Site, arrays: Sequence[Any]) -> list[Any]:
+    """Runs an operation on operands that were widened; one that cannot (an opaque kernel, bit patterns) as recorded."""
+    node = site.node
     if node.name == "reduce_precision":
         return list(arrays)
     if node.name != "bitcast_convert_type":
         try:
-            return bind(node.eqn, arrays, **wide_params(node))
+            return site.bind(arrays, **wide_params(node))
         except Exception:  # whatever a primitive says of operands it was not recorded with
             pass
     avals: list[Any] = [var.aval for var in node.eqn.invars]
     pairs = zip(arrays, avals, strict=True)
     recorded = [jnp.asarray(x, aval.dtype) if is_floating(x) and x.dtype != aval.dtype else x for x, aval in pairs]
-    return list(map(widened, bind(node.eqn, recorded)))
+    return list(map(widened, site.bind(recorded)))

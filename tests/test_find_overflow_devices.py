@@ -1,0 +1,324 @@
+"""`find_overflow` inside `shard_map` and `pmap`: devices run apart, meet in collectives, and are named."""
+
+import contextlib
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jmp_train as jmp
+from jmp_train import Verdict, find_overflow
+from jmp_train._diagnostics._watch import Machine
+from jmp_train._diagnostics._watcher import Value, Watcher
+from jmp_train._jaxpr import trace
+
+AUTO = jax.sharding.AxisType.Auto
+LINE = jax.make_mesh((8,), ("data",), axis_types=(AUTO,))
+GRID = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AUTO,) * 2)
+W = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
+X = np.sin(np.arange(64, dtype=np.float32)).reshape(16, 4)
+SHIFT = [(i, (i + 3) % 8) for i in range(8)]
+
+
+def sharded(mesh, in_specs, out_specs, **options):
+    return lambda fn: jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
+
+
+@sharded(LINE, (P(), P("data")), (P(), P("data"), P(None, "data"), P()))
+def all_kinds(w, x):
+    h = jnp.tanh(x @ w)
+    mean, low, high = lax.pmean(h, "data"), lax.pmin(h, "data"), lax.pmax(h, "data")
+    rows = lax.all_gather(h, "data", tiled=True)
+    part = lax.psum_scatter(rows, "data", tiled=True)
+    swapped = lax.all_to_all(jnp.tile(h, (4, 1)) * lax.axis_index("data"), "data", 0, 1, tiled=True)
+    return mean + low + high, part + lax.ppermute(h, "data", SHIFT), swapped, lax.psum(1.0, "data")
+
+
+@sharded(GRID, (P(), P(("data", "model"))), (P(("model", "data")), P("data", "model"), P("model")), check_vma=False)
+def along_two_axes(w, x):
+    h = jnp.sin(x @ w)
+    rows = lax.all_gather(h, ("model", "data")) * lax.axis_index(("model", "data"))
+    both = lax.ppermute(h, ("data", "model"), SHIFT) + lax.axis_index("model")
+    scattered = lax.psum_scatter(jnp.tile(h, (8, 1)), ("model", "data"), tiled=True)
+    swapped = lax.all_to_all(jnp.tile(h, (4, 1)), ("model", "data"), 0, 0, tiled=True)
+    return jnp.sum(rows, 0), both[:, :2], scattered + lax.pmax(swapped[:2], "data")
+
+
+@sharded(GRID, (P(None, "model"), P("data")), P("data", "model"))
+def branches_and_loops(w, x):
+    index = lax.axis_index("data")
+    y = lax.cond(index > 1, lambda x: jnp.cos(x) @ w, lambda x: x @ w - 1, x)
+    y = lax.fori_loop(0, index, lambda _, y: y * 1.5, y)
+
+    def step(carry, row):
+        return carry + lax.pmean(row, "data"), carry * row
+
+    total, rows = lax.scan(step, 0 * w[0], y)
+    return rows + total
+
+
+@sharded(GRID, (P(), P("data")), P(), axis_names={"data"})
+def one_axis_of_two(w, x):
+    return lax.psum(x.T @ x @ w, "data")
+
+
+@sharded(LINE, (P("data"), P("data")), (P("data"), P("data")))
+def keys(keys, x):
+    noise = jax.vmap(lambda key: jax.random.uniform(key, (4,)))(keys)
+    return jax.vmap(jax.random.fold_in)(keys, jnp.arange(2)), x + noise
+
+
+def gradient(w, x):
+    def loss(w, x):
+        return lax.pmean(jnp.mean(jnp.tanh(x @ w) ** 2), "data")
+
+    return jax.jit(jax.grad(sharded(LINE, (P(), P("data")), P())(loss), (0, 1)))(w, x)
+
+
+PROGRAMS = {
+    "every collective": (all_kinds, (W, X)),
+    "two axes": (along_two_axes, (W, X)),
+    "branches and loops that differ": (branches_and_loops, (np.tile(W, (1, 2)), X)),
+    "one axis of two": (one_axis_of_two, (W, X)),
+    "keys": (keys, (jax.random.split(jax.random.key(0), 16), X)),
+    "a gradient": (gradient, (W, X)),
+    "pmap": (jax.pmap(lambda x: x / lax.psum(x, "i"), axis_name="i"), (X.reshape(8, 2, 4),)),
+}
+
+
+SLOW = ("two axes", "keys", "a gradient")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in PROGRAMS])
+def test_devices_one_by_one_give_the_programs_results(name):
+    fn, args = PROGRAMS[name]
+    machine = Machine(trace(fn, *args)[0])
+    results = [value.array for value in machine.run(list(map(Value, args)), Watcher())]
+    expected = jax.tree.leaves(jax.jit(fn)(*args))
+    assert not machine.not_entered() and len(results) == len(expected)
+    for result, right in zip(results, expected, strict=True):
+        assert (result.dtype, result.shape) == (right.dtype, right.shape)
+        if jnp.issubdtype(right.dtype, jax.dtypes.prng_key):
+            result, right = jax.random.key_data(result), jax.random.key_data(right)
+        np.testing.assert_allclose(result, right, rtol=1e-5, atol=1e-6)
+
+
+def test_ppermute_numbers_devices_as_the_mesh_does():
+    @sharded(GRID, P(("data", "model")), P(("data", "model")), check_vma=False)
+    def fn(x):
+        return lax.ppermute(x, ("model", "data"), SHIFT)
+
+    # A later JAX refuses axes in another order than the mesh's, unless it is told not to.
+    allowed = getattr(jax, "raise_on_ppermute_sort_diff", lambda _: contextlib.nullcontext())
+    with allowed(False):
+        machine = Machine(trace(fn, X)[0])
+        (result,) = machine.run([Value(X)], Watcher())
+        np.testing.assert_array_equal(result.array, jax.jit(fn)(X))
+
+
+def test_groups_of_devices_that_take_different_branches():
+    @sharded(GRID, P("data", "model"), P("data"), check_vma=False)
+    def fn(x):
+        first = lax.axis_index("data") == 0
+        return lax.cond(first, lambda x: lax.pmax(x, "model"), lambda x: lax.psum(2 * x, "model"), x)
+
+    (result,) = Machine(trace(fn, X)[0]).run([Value(X)], Watcher())
+    np.testing.assert_allclose(result.array, jax.jit(fn)(X), rtol=1e-6)
+
+
+# Faults
+
+
+def step_of(loss_fn, tx, mapped):
+    grad_fn = jmp.value_and_grad(loss_fn, "mixed_float16", axis_name="data")
+
+    def step(params, opt_state, x):
+        loss, grads = grad_fn(params, x, loss_scale=jmp.get_loss_scale(opt_state))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return mapped(step)
+
+
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_step_that_one_device_spoils(check_vma):
+    def loss_fn(w, x):
+        with jax.named_scope("Norm"):
+            return jnp.mean(jnp.sqrt(jnp.sum((x @ w) ** 2, axis=1)))
+
+    def mapped(step):
+        return jax.jit(sharded(LINE, (P(), P(), P("data")), (P(), P(), P()), check_vma=check_vma)(step))
+
+    tx = jmp.with_loss_scale(optax.sgd(0.1), jmp.DynamicLossScale(2.0), axis_name="data")
+    x = X.copy()
+    x[11] = 0  # the second row of the sixth device
+    report = find_overflow(step_of(loss_fn, tx, mapped))(W, tx.init(W), x)
+    assert (report.primitive, report.device, report.verdict) == ("div", (("data", 5),), Verdict.MODEL)
+    assert report.text.startswith("return jnp.mean(jnp.sqrt(") and report.scope == "Norm" and report.backward
+    assert report.operands[1].shape == (2,) and not report.not_entered
+    assert "  in      the backward pass, Norm, device 5 of data\n" in str(report)
+    assert json.loads(json.dumps(report.as_dict()))["device"] == {"data": 5}
+    assert not find_overflow(step_of(loss_fn, tx, mapped))(W, tx.init(W), X)
+
+
+def test_a_pmapped_step_with_a_scale_that_is_too_large():
+    def loss_fn(w, x):
+        return jnp.sum(x @ w)
+
+    tx = jmp.with_loss_scale(optax.sgd(0.1), jmp.StaticLossScale(2.0**17), axis_name="data")
+
+    def mapped(step):
+        return jax.pmap(step, axis_name="data", in_axes=(None, None, 0), out_axes=None)
+
+    report = find_overflow(step_of(loss_fn, tx, mapped))(W, tx.init(W), X.reshape(8, 2, 4))
+    assert (report.verdict, report.fitting_loss_scale) == (Verdict.LOWER_SCALE, 2.0**15)
+    assert report.device == (("data", 0),)
+
+
+def test_a_sum_over_devices_that_overflows():
+    @sharded(GRID, P("data", "model"), P(None, "model"))
+    def total(x):
+        return lax.psum(x.astype(jnp.float16), "data").astype(jnp.float32)
+
+    x = np.ones((4, 2), np.float32)
+    x[:, 1] = 30000
+    report = find_overflow(total)(x)
+    assert (report.primitive, report.verdict) == ("psum_invariant", Verdict.KEEP_FLOAT32)
+    assert report.device == (("data", 0), ("model", 1)) and report.operands[0].shape == (4, 1, 1)
+    assert report.results[0].shape == (1, 1) and "reduce_dtype=jnp.float32" in report.cure
+    assert "from the same operands float32 reaches 1.2e+05" in report.why
+
+
+def test_a_fault_reaches_other_devices_through_collectives():
+    @sharded(LINE, P("data"), P())
+    def fn(x):
+        moved = lax.ppermute(jnp.log(x), "data", SHIFT)
+        return lax.pmax(jnp.where(lax.axis_index("data") == 5, moved, 0.0), "data")
+
+    spoilt = np.ones(8, np.float32)
+    spoilt[2] = -1
+    report = find_overflow(fn)(spoilt)
+    assert (report.primitive, report.device) == ("log", (("data", 2),))
+    spoilt[2], spoilt[3] = 1, -1  # what the other devices hold is masked away
+    assert not find_overflow(fn)(spoilt)
+
+
+@pytest.mark.slow
+def test_masks_are_not_blamed_on_devices():
+    def attention(q, mask):
+        scores = jnp.where(mask, q @ q.T, -jnp.inf)
+        high = lax.pmax(jnp.max(scores, axis=1, keepdims=True), "data")
+        share = jnp.exp(scores - high)
+        return share / lax.psum(jnp.sum(share, axis=1, keepdims=True), "data")
+
+    fn = sharded(LINE, (P(), P(None, "data")), P(None, "data"))(attention)
+    mask = np.ones((16, 128), bool)
+    mask[:, 32:48] = False  # one device is masked altogether
+    assert not find_overflow(fn)(X, mask)
+
+
+def test_a_fault_in_a_loop_on_a_device():
+    @sharded(LINE, P("data"), P("data"))
+    def fn(x):
+        return lax.scan(lambda c, row: (c / row, None), jnp.ones_like(x[0]), x)[0][None]
+
+    x = np.ones((24, 2), np.float32)
+    x[13] = 0
+    report = find_overflow(fn)(x)
+    assert (report.device, report.loops[0][:2]) == ((("data", 4),), ("scan", 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"data", "model"}, {"data"}])
+def test_shardings_that_are_part_of_types(axes):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    columns = P(None, "model")
+    with jax.set_mesh(mesh):
+        x = jax.device_put(np.zeros((8, 4), np.float32), jax.NamedSharding(mesh, P("data")))
+        w = jax.device_put(np.ones((4, 4), np.float32), jax.NamedSharding(mesh, columns))
+        both = "model" in axes
+        out = P("data", "model") if both else P("data")
+        fn = jax.shard_map(
+            lambda w, x: jnp.sin(x @ w), in_specs=(columns if both else P(), P("data")), out_specs=out, axis_names=axes
+        )
+        report = find_overflow(jax.grad(lambda w: jnp.sqrt(jnp.sum((fn(w, x) + x @ w) ** 2))))(w)
+    assert (report.primitive, report.verdict, report.not_entered) == ("div", Verdict.MODEL, ())
+
+
+# What cannot be entered
+
+
+def test_a_shard_map_that_cannot_be_entered():
+    groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+    @sharded(LINE, P("data"), P("data"), check_vma=False)
+    def grouped(x):
+        return jnp.log(x) + lax.psum(x, "data", axis_index_groups=groups)
+
+    @sharded(GRID, P("data"), P("data"), axis_names={"data"})
+    def nested(x):
+        return jax.shard_map(jnp.log, in_specs=P("model"), out_specs=P("model"), axis_names={"model"})(x)
+
+    @sharded(LINE, P("data"), P("data"), check_vma=False)
+    def solved(x):
+        return lax.custom_linear_solve(lambda y: y * x, x, lambda _, y: jnp.log(y) + lax.psum(y, "data"))
+
+    for fn in (grouped, nested, solved):
+        report = find_overflow(fn)(np.arange(8, dtype=np.float32))
+        assert (report.primitive, report.verdict, report.not_entered) == ("shard_map", "unknown", ("shard_map",))
+        assert report.why == (
+            "This shard_map runs as one operation: it holds another one, or a collective that is not known here."
+        )
+        assert report.cure == (
+            "Call find_overflow on jax.vmap(fn, axis_name=...) of the function inside, on what each device gets, "
+            "stacked; or on the function inside alone."
+        )
+        assert str(report).endswith("Not looked into: shard_map")
+
+
+def test_the_cure_for_what_cannot_be_entered():
+    def inside(x):
+        return lax.pmean(jnp.log(x), "data")
+
+    report = find_overflow(jax.vmap(inside, axis_name="data"))(np.arange(8, dtype=np.float32))
+    assert report.primitive == "log" and report.text == 'return lax.pmean(jnp.log(x), "data")'
+
+
+def test_devices_in_different_collectives_would_hang():
+    @sharded(LINE, P("data"), P("data"), check_vma=False)
+    def fn(x):
+        first = lax.axis_index("data") == 0
+        return lax.cond(first, lambda x: lax.psum(x, "data"), lambda x: lax.pmax(x, "data"), x)
+
+    with pytest.raises(ValueError, match=r"that they do not all reach \(pmax, psum\), and would hang"):
+        find_overflow(fn)(X)
+
+
+def test_a_device_is_judged_by_its_own_operands():
+    @sharded(LINE, P("data"), P("data"))
+    def fn(x):
+        half = (x * x).astype(jnp.float16) / (x * x).astype(jnp.float16)
+        return half.astype(jnp.float32)
+
+    x = np.ones(8, np.float32)
+    x[6] = 1e-6  # its square is zero in float16 only
+    report = find_overflow(fn)(x)
+    assert (report.primitive, report.device, report.verdict) == ("div", (("data", 6),), Verdict.KEEP_FLOAT32)
+
+
+def test_devices_that_would_hang():
+    @sharded(LINE, P("data"), P("data"), check_vma=False)
+    def fn(x):
+        return lax.cond(lax.axis_index("data") == 0, lambda x: lax.psum(x, "data"), lambda x: x, x)
+
+    with pytest.raises(ValueError) as error:
+        find_overflow(fn)(X)
+    assert str(error.value) == (
+        "the devices of a shard_map wait for each other in collectives that they do not all reach (psum), and would "
+        "hang; every device must take the branches and iterations that lead to one, along all of its axes."
+    )
