@@ -136,8 +136,13 @@ class TrainState(BaseState):
 
         Raises:
           ValueError: `tx` has no `with_loss_scale`, or one inside of `optax.MultiSteps`; `ema_decay` is not in [0, 1).
-          TypeError: `tx` is no optax transformation.
+          TypeError: `tx` is no optax transformation, or `rngs` no mapping of names to keys.
         """
+        if rngs is not None and not isinstance(rngs, Mapping):
+            raise TypeError(
+                f"`rngs` must map the names that the model draws from to keys, got {type(rngs).__name__}; "
+                f"pass rngs={{'dropout': jax.random.key(0)}}."
+            )
         return cls(
             **initial_fields(params, tx, {} if model_state is None else model_state, ema_decay),
             rngs={} if rngs is None else dict(rngs),
