@@ -142,7 +142,7 @@ def test_a_scan_in_the_step_equals_the_whole_batch(policy, tolerance):
 
 
 def test_the_compiled_loop_carries_float32():
-    """Also for 16-bit parameters: what the loop sums in has their shape, and nothing in the loop's state has 16 bits."""
+    """Also for 16-bit parameters: nothing that the loop keeps from one micro-batch to the next has 16 bits."""
     step, state = make_scanned_step("O2"), start(with_loss_scale(jmp.with_master_weights(SGD)), HALVES)
     text = step.lower(state, X[0], Y[0]).compile().as_text()
     (carried,) = re.findall(r"= \((.*)\) while\(", text)

@@ -23,6 +23,7 @@ from jmp_train.flax_bridge import NNXTrainState, TrainState
 DEVICES, WHOLE, DATA = 4, PartitionSpec(), PartitionSpec("data")
 X = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32) + np.arange(16, dtype=np.float32)[:, None]
 SPOILED = np.where(np.arange(16)[:, None] == 15, np.float32(np.inf), X)
+GRADIENTS_IN_16 = jmp.get_policy("mixed_float16").replace(reduce_dtype="float16")
 ROUTES = ["shard_map", "shard_map_unchecked", "pmap"]
 
 
@@ -69,8 +70,7 @@ class Standardised(nnx.Module):
 
 @pytest.mark.parametrize("route", ["shard_map", *(pytest.param(r, marks=pytest.mark.slow) for r in ROUTES[1:])])
 def test_what_a_module_changes_in_itself_agrees(route):
-    policy = jmp.get_policy("mixed_float16").replace(reduce_dtype="float16")  # which is for gradients only
-    grad_fn = flax_bridge.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2), policy, axis_name="data")
+    grad_fn = flax_bridge.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2), GRADIENTS_IN_16, axis_name="data")
 
     def step(state, x):
         _, grads, model_state = grad_fn(state.model, x, loss_scale=jmp.get_loss_scale(state))
@@ -116,7 +116,7 @@ def linen_training():
         y, model_state = state.apply_fn({"params": params, **model_state}, x, mutable=["batch_stats"])
         return jnp.mean((y - 1) ** 2), model_state
 
-    grad_fn = jmp.value_and_grad(loss_fn, "mixed_float16", has_aux=True, axis_name="data")
+    grad_fn = jmp.value_and_grad(loss_fn, GRADIENTS_IN_16, has_aux=True, axis_name="data")
 
     def step(state, x):
         (_, model_state), grads = grad_fn(state.params, state.model_state, x, loss_scale=jmp.get_loss_scale(state))
@@ -127,7 +127,7 @@ def linen_training():
 
 def nnx_training():
     grad_fn = flax_bridge.value_and_grad(
-        lambda model, x: jnp.mean((model(x) - 1) ** 2), "mixed_float16", axis_name="data"
+        lambda model, x: jnp.mean((model(x) - 1) ** 2), GRADIENTS_IN_16, axis_name="data"
     )
 
     def step(state, x):
@@ -146,19 +146,17 @@ def nnx_training():
     ],
 )
 def test_batch_norm_over_the_devices_has_the_statistics_of_the_whole_batch(training, route):
+    """Squares of them are beyond what float16 holds, and cross in float32 whatever gradients cross in."""
     start, step = training()
-    run = parallel(step, route)
-    after = agreed(run(start, X), route)
+    run, large = parallel(step, route), 100 * X
+    after = agreed(run(start, large), route)
     mean, var = jax.tree.leaves(after.model_state)
-    np.testing.assert_allclose(mean, 0.5 * X.mean(0), rtol=1e-6)
-    np.testing.assert_allclose(var, 0.5 + 0.5 * X.var(0), rtol=1e-5)
+    np.testing.assert_allclose(mean, 0.5 * large.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(var, 0.5 + 0.5 * large.var(0), rtol=1e-5)
     skipped = agreed(run(after, SPOILED), route)
     assert jmp.get_loss_scale(skipped).loss_scale == 512 and skipped.step == 1
     assert same_bits(*map(jax.tree.leaves, (skipped.model_state, after.model_state)))
     assert same_bits(*map(jax.tree.leaves, (skipped.params, after.params)))
-    if route == "shard_map":
-        crossing = re.findall(r"all_reduce[\s\S]*?-> tensor<(\S+)>", run.lower(start, X).as_text())
-        assert crossing and not any("f16" in each for each in crossing)
 
 
 class TestStatesThatWouldPart:
