@@ -5,6 +5,7 @@
 # pyright: reportCallIssue=false, reportOperatorIssue=false
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ GRADIENTS_IN_16 = jmp.get_policy("mixed_float16").replace(reduce_dtype="float16"
 ROUTES = ["shard_map", "shard_map_unchecked", "pmap"]
 
 
-def parallel(step, route="shard_map"):
+def parallel(step, route="shard_map") -> Any:
     """The step over four devices, its state replicated: it returns the states of all devices."""
     if route == "pmap":
         mapped = jax.pmap(step, axis_name="data", in_axes=(None, 0), devices=jax.devices()[:DEVICES])
