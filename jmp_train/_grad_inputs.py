@@ -76,7 +76,8 @@ def check_differentiated(arguments: Sequence[Any]) -> None:
     """Raises for leaves that have no gradient."""
     for argument in arguments:
         for path, leaf in zip(leaf_paths(argument), jax.tree.leaves(argument), strict=True):
-            number = hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)
+            # A Linen module has a `dtype` too.
+            number = (hasattr(leaf, "dtype") and hasattr(leaf, "shape")) or isinstance(leaf, int | float | complex)
             if not number or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
                 where = f"the leaf '{path}'" if path else "the argument"
                 raise TypeError(

@@ -16,6 +16,7 @@ from ._finite import is_float0, leaves_finite, map_gradients
 from ._loss_scale import DynamicLossScale, LossScale
 from ._paths import leaf_paths
 from ._scaling import widen
+from ._sharding import axes_of, check_axes
 from ._values import check_transformation
 
 
@@ -91,7 +92,7 @@ def with_loss_scale(
 
     Returns:
       A transformation with a `LossScaleState`. Its `update` raises a ValueError if the gradients' structure differs
-      from the parameters'.
+      from the parameters', or if `axis_name` names no enclosing axis.
 
     Raises:
       TypeError: `inner` is no optax transformation, or `loss_scale` no loss scale.
@@ -111,6 +112,7 @@ def with_loss_scale(
     """
     start = DynamicLossScale() if loss_scale is None else _check_loss_scale(loss_scale)
     inner_tx = optax.with_extra_args_support(check_transformation(inner, "with_loss_scale"))
+    axes = axes_of(axis_name)
 
     def init(params: Any) -> Any:
         inner_state = jax.tree.map(_strongly_typed, inner_tx.init(params))
@@ -129,9 +131,10 @@ def with_loss_scale(
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         _check_structure(updates, state, params)
+        check_axes(axes)
         flags = leaves_finite(updates)
-        if axis_name is not None:
-            flags = jax.lax.pmin(flags.astype(np.int32), axis_name) == 1
+        if axes:
+            flags = jax.lax.pmin(flags.astype(np.int32), axes) == 1
         finite = jnp.all(flags)
         grads = map_gradients(_finite_elements, jax.tree.map(_zero_for_float0, updates))
         updates, inner_state = inner_tx.update(grads, state.inner_state, params, **extra_args)

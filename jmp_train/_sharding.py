@@ -30,8 +30,13 @@ def axes_of(axis_name: AxisName | None) -> tuple[Hashable, ...]:
 
 
 def check_axes(axes: Sequence[Hashable]) -> None:
-    """Raises unless every axis belongs to an enclosing `shard_map`, `pmap` or `vmap`."""
+    """Raises unless every axis belongs to an enclosing `shard_map`, `pmap` or `vmap`, and is named once."""
     for axis in axes:
+        if isinstance(axis, int) or axes.count(axis) > 1:
+            raise ValueError(
+                f"`axis_name` must be the name of an axis, or a tuple of different names, got {axes!r}; "
+                f"for a position pass the name that the axis has in the mesh."
+            )
         try:
             jax.lax.axis_size(axis)
         except NameError:
@@ -60,14 +65,30 @@ def varying_axes(leaf: Any) -> frozenset[Any]:
 
 def check_local(loss: jax.Array, axes: Sequence[Hashable]) -> None:
     """Raises for a loss that was averaged over one of `axes` already, where JAX can tell."""
-    checked = varying_axes(local(jnp.zeros(()), axes))
-    reduced = [axis for axis in axes if axis in checked - varying_axes(loss)]
+    reduced = [axis for axis in axes if axis in _checked(axes) - varying_axes(loss)]
     if reduced:
         raise ValueError(
             f"`loss_fn` must return the mean loss of this device's part of the batch, got one that is equal on all "
             f"devices of axis {reduced[0]!r}; leave the jax.lax.pmean or psum over {reduced[0]!r} to "
             f"value_and_grad(axis_name={reduced[0]!r}), which averages loss and gradients."
         )
+
+
+def mean_values(new: Sequence[Any], old: Sequence[Any], axes: Sequence[Hashable]) -> list[Any]:
+    """`new` values of a model's own, such as BatchNorm's statistics, equal on all devices of `axes` where `old` were.
+
+    Floating and complex ones are averaged, in at least float32. Integers and keys are returned as they are, and so is
+    what was a device's own from the start, or is known to be equal already.
+    """
+
+    def mean(after: Any, before: Any) -> Any:
+        if not jnp.issubdtype(jnp.result_type(after), jnp.inexact):
+            return after
+        known_equal = _checked(axes) - varying_axes(after)
+        over = tuple(axis for axis in axes if axis not in known_equal | varying_axes(before))
+        return _mean(after, over, jax.lax.axis_size(over), FLOAT32) if over else after
+
+    return [mean(after, before) for after, before in zip(new, old, strict=True)]
 
 
 def mean_gradients(grads: T, like: Any, axes: Sequence[Hashable], reduce_dtype: Any) -> T:
@@ -98,8 +119,13 @@ def mean_gradients(grads: T, like: Any, axes: Sequence[Hashable], reduce_dtype: 
     return jax.tree_util.tree_map_with_path(mean, grads, like)
 
 
+def _checked(axes: Sequence[Hashable]) -> frozenset[Any]:
+    """Those of `axes` for which JAX knows what varies over them."""
+    return varying_axes(local(jnp.zeros(()), axes))
+
+
 def _mean(grad: jax.Array, over: tuple[Hashable, ...], devices: int, reduce_dtype: Any) -> jax.Array:
-    """The sum over the axes `over`, divided by the number of all devices, in at least float32."""
+    """The sum over the axes `over`, divided by a number of devices in at least float32."""
     wide = jnp.promote_types(grad.dtype, FLOAT32)
     share = grad.astype(wide) / devices
     if not over:

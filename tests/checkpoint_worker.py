@@ -40,9 +40,9 @@ def restored(manager):
 
 
 def consistent_at(directory):
-    """The step of the last checkpoint, all leaves of which are of that step."""
+    """The step of the last checkpoint, all leaves of which are of that step; 0 before the first."""
     with open_manager(directory) as manager:
-        state, step = restored(manager), manager.latest_step()
+        state, step = restored(manager), manager.latest_step() or 0
     expected = w = trace = 0.0
     for _ in range(step):
         trace = 0.5 * trace + 1

@@ -4,6 +4,8 @@
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportOperatorIssue=false
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +22,7 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(3, MICRO, 8, 5)).astype(np.float32)  # three steps, four micro-batches of eight rows
 Y = RNG.normal(size=(3, MICRO, 8, 2)).astype(np.float32)
 PARAMS = {"w": RNG.normal(size=(5, 2)).astype(np.float32), "b": np.zeros(2, np.float32)}
+HALVES = jax.tree.map(lambda x: x.astype(np.float16), PARAMS)
 
 
 def loss_fn(params, x, y):
@@ -91,7 +94,7 @@ def test_an_overflow_in_one_micro_batch_is_left_out(spoil):
 
 def test_accumulators_of_16_bit_parameters_are_float32():
     """With masters, of which the steps are by hand, and without."""
-    params = jax.tree.map(lambda x: x.astype(np.float16), PARAMS)
+    params = HALVES
     tx = with_loss_scale(jmp.with_master_weights(optax.MultiSteps(SGD, MICRO)), jmp.DynamicLossScale(2.0**10))
     state, _ = accumulate(tx, "O2", params=params)
     assert state.opt_state.inner_state.inner_state.acc_grads["w"].dtype == jnp.float32
@@ -136,3 +139,11 @@ def test_a_scan_in_the_step_equals_the_whole_batch(policy, tolerance):
     state, _ = step(state, np.where(np.arange(MICRO)[:, None, None] == 1, np.float32(np.inf), X[0]), Y[0])
     assert same_bits(state.params, before.params) and state.step == 3
     assert jmp.get_loss_scale(state).loss_scale == jmp.get_loss_scale(before).loss_scale / 2
+
+
+def test_the_compiled_loop_carries_float32():
+    """Also for 16-bit parameters: nothing that the loop keeps from one micro-batch to the next has 16 bits."""
+    step, state = make_scanned_step("O2"), start(with_loss_scale(jmp.with_master_weights(SGD)), HALVES)
+    text = step.lower(state, X[0], Y[0]).compile().as_text()
+    (carried,) = re.findall(r"= \((.*)\) while\(", text)
+    assert "f32[5,2]" in carried and "f16" not in carried

@@ -250,6 +250,20 @@ class TestErrors:
         )
         self.check(TypeError, message, simple, 1e-3)
 
+    def test_rngs(self):
+        message = (
+            "`rngs` must map the names that the model draws from to keys, got list; pass "
+            "rngs={'dropout': jax.random.key(0)}."
+        )
+        self.check(TypeError, message, simple, rngs=[jax.random.key(0)])
+
+    def test_a_module_where_parameters_belong(self):
+        message = (
+            "a differentiated argument must hold floating or complex numbers only, got an object of type Dense for the "
+            "argument; pass it as an argument that `argnums` does not name."
+        )
+        self.check(TypeError, message, jmp.grad(lambda model, x: jnp.mean(x), "float32"), nn.Dense(2), jnp.ones(2))
+
     @pytest.mark.parametrize("decay", [1.0, -0.1, 2])
     def test_decay(self, decay):
         message = (

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from flax_models import NNXCNN, digits, nnx_loss, nnx_training, run, spoiled, trained
 from optimizer_tools import same_bits
@@ -227,6 +228,21 @@ class TestErrors:
             "`argnums` is not for modules: the first argument is differentiated, and `wrt` chooses among its variables."
         )
         self.check(TypeError, message, flax_bridge.value_and_grad, nnx_loss, "float32", argnums=1)
+
+    def test_a_filter_that_chooses_nothing(self):
+        message = (
+            "`wrt` (=LoRAParam) chooses no variable of Scaled, which has ['BatchStat', 'Param', 'Variable']; pass a "
+            "type of variable or another filter of nnx."
+        )
+        grad_fn = flax_bridge.value_and_grad(lambda m: m(1.0), "float32", wrt=nnx.LoRAParam)
+        self.check(ValueError, message, grad_fn, Scaled())
+        self.check(
+            ValueError, message, NNXTrainState.create, model=Scaled(), tx=with_loss_scale(ADAM), wrt=nnx.LoRAParam
+        )
+
+    def test_no_module_for_a_state(self):
+        message = "`model` must be an NNX module, got Dense; for Linen there is TrainState."
+        self.check(TypeError, message, NNXTrainState.create, model=nn.Dense(2), tx=with_loss_scale(ADAM))
 
     def test_a_second_module(self):
         message = (

@@ -118,43 +118,96 @@ def on_one_device(param, compute):
     return jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params), losses
 
 
-def check(route, devices, param, compute, reduce):
-    params, opt_state, losses = steps_by(route, devices, policy_of(param, compute, reduce))
-    want, wanted_losses = on_one_device(param, compute)
-    tolerance = max(TOLERANCE[dtype] for dtype in (param, compute, reduce))
-    assert error(params, want) < tolerance
-    np.testing.assert_allclose(losses, wanted_losses, rtol=tolerance)
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_route_gives_the_steps_of_one_device(route):
+    params, opt_state, losses = steps_by(route, 8, policy_of("float32", "float16", "float32"))
+    want, wanted_losses = on_one_device("float32", "float16")
+    assert error(params, want) < TOLERANCE["float16"]
+    np.testing.assert_allclose(losses, wanted_losses, rtol=TOLERANCE["float16"])
     assert int(opt_state.skipped_steps) == 0
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_every_route_gives_the_steps_of_one_device(route):
-    check(route, 8, "float32", "float16", "float32")
+TRIPLES = list(itertools.product(TOLERANCE, TOLERANCE, TOLERANCE))
+
+
+def spoiled(x):
+    """The batch with an infinity on the last device."""
+    return np.where(np.arange(BATCH)[:, None] == BATCH - 1, np.float32(np.inf), x)
+
+
+def all_policies(route, devices, triples):
+    """After three steps and a skipped one in between, for each (param, compute, reduce): parameters, state, losses.
+
+    One program that takes the steps of all policies, as compiling is what takes long.
+    """
+    axis = axis_of(route)
+    tx = jmp.with_loss_scale(optax.sgd(0.5, momentum=0.5), jmp.DynamicLossScale(SCALE), axis_name=axis)
+    policies = [policy_of(*triple) for triple in triples]
+    grad_fns = [jmp.value_and_grad(loss_fn, policy, axis_name=axis) for policy in policies]
+
+    def step(states, x, y):
+        results = []
+        for (params, opt_state), grad_fn in zip(states, grad_fns, strict=True):
+            loss, grads = grad_fn(params, x, y, loss_scale=jmp.get_loss_scale(opt_state))
+            updates, opt_state = tx.update(grads, opt_state, params)
+            results.append(((optax.apply_updates(params, updates), opt_state), loss))
+        return [state for state, _ in results], [loss for _, loss in results]
+
+    params, x, y = example()
+    states: Any = [(stored, tx.init(stored)) for policy in policies for stored in [policy.cast_to_param(params)]]
+    run, losses = ROUTES[route](step, devices), []
+    for batch in (x, spoiled(x), x, x):
+        before = jax.tree.map(np.asarray, states)
+        states, loss = run(states, batch, y)
+        if batch is not x:
+            for (old, old_state), (new, new_state) in zip(before, states, strict=True):
+                unchanged = (old, old_state.inner_state), (new, new_state.inner_state)
+                jax.tree.map(np.testing.assert_array_equal, *unchanged)
+        else:
+            losses.append(np.asarray(loss))
+    return [(*state, np.stack(losses)[:, i]) for i, state in enumerate(states)]
+
+
+@functools.cache
+def plain():
+    """Three steps of SGD on one device without this library, in float32."""
+    tx, (params, x, y) = optax.sgd(0.5, momentum=0.5), example()
+    state, losses = tx.init(params), []
+    for _ in range(3):
+        loss, grads = jax.jit(jax.value_and_grad(loss_fn))(params, x, y)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(loss))
+    return params, losses
+
+
+@functools.cache
+def every_pair_on_one_device():
+    pairs = list(itertools.product(TOLERANCE, TOLERANCE))
+    return dict(zip(pairs, all_policies("jit", 1, [(*pair, "float32") for pair in pairs]), strict=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2, 8])
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("policy", list(itertools.product(["float32"], TOLERANCE, TOLERANCE)), ids="-".join)
-def test_every_policy_on_every_route(policy, route, devices):
-    check(route, devices, *policy)
+def test_every_policy_on_every_route(route, devices):
+    """Each of the 27 triples, with an infinity on one device: all skip, bit for bit, and all scales are equal."""
+    for triple, (params, opt_state, losses) in zip(TRIPLES, all_policies(route, devices, TRIPLES), strict=True):
+        want, _, wanted_losses = every_pair_on_one_device()[triple[:2]]
+        tolerance = max(TOLERANCE[dtype] for dtype in triple)
+        assert error(params, jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), want)) < tolerance, triple
+        np.testing.assert_allclose(losses, wanted_losses, rtol=tolerance, err_msg=str(triple))
+        assert error(params, plain()[0]) < 3 * tolerance, triple  # the policy's own rounding on both sides
+        np.testing.assert_allclose(losses, plain()[1], rtol=3 * tolerance, err_msg=str(triple))
+        assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(triple[0])}
+        assert jmp.get_loss_scale(opt_state).loss_scale == SCALE / 2 and opt_state.skipped_steps == 1, triple
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("policy", list(itertools.product(["bfloat16", "float16"], TOLERANCE, TOLERANCE)), ids="-".join)
-def test_every_policy_with_parameters_in_16_bits(policy, route):
-    check(route, 8, *policy)
-
-
-@pytest.mark.parametrize("route", ["shard_map", *(pytest.param(r, marks=pytest.mark.slow) for r in [*ROUTES][1:])])
-def test_an_infinity_on_one_device_makes_all_skip(route):
-    def spoil(x, step):
-        return np.where((np.arange(BATCH)[:, None] == BATCH - 1) & (step == 1), np.float32(np.inf), x)
-
+def test_an_infinity_on_one_device_makes_all_skip():
     policy = policy_of("float32", "float16", "float32")
-    params, opt_state, _ = steps_by(route, 8, policy, steps=3, spoil=spoil)
-    never_saw_it, _, _ = steps_by(route, 8, policy, steps=2)
+    edit = lambda x, step: spoiled(x) if step == 1 else x  # noqa: E731
+    params, opt_state, _ = steps_by("shard_map", 8, policy, steps=3, spoil=edit)
+    never_saw_it, _, _ = steps_by("shard_map", 8, policy, steps=2)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, never_saw_it))
     assert float(jmp.get_loss_scale(opt_state).loss_scale) == SCALE / 2
     assert int(opt_state.skipped_steps) == 1
@@ -180,9 +233,8 @@ def test_a_float16_wire_carries_what_a_sum_would_overflow():
         )[1]
 
     reduces_in_16 = jmp.get_policy("float32").replace(reduce_dtype="float16")
-    mapped = jax.shard_map(
-        step, mesh=mesh_of(4), in_specs=(PartitionSpec(), PartitionSpec("data")), out_specs=PartitionSpec()
-    )
+    specs = PartitionSpec(), PartitionSpec("data")
+    mapped = jax.jit(jax.shard_map(step, mesh=mesh_of(4), in_specs=specs, out_specs=PartitionSpec()))
     assert mapped(jnp.float32(1), jnp.full(4, 40_000.0)) == 40_000
 
 
@@ -213,8 +265,9 @@ def test_two_axes_and_one_of_them():
         return jmp.value_and_grad(loss_fn, "float32", axis_name=("data", "model"))(params, x, y)[1]
 
     args = example()
-    want = jax.grad(loss_fn)(*args)
-    mapped = jax.shard_map(over_both, mesh=mesh, in_specs=(PartitionSpec(), batch, batch), out_specs=PartitionSpec())
+    want = jax.jit(jax.grad(loss_fn))(*args)
+    specs = PartitionSpec(), batch, batch
+    mapped = jax.jit(jax.shard_map(over_both, mesh=mesh, in_specs=specs, out_specs=PartitionSpec()))
     assert error(mapped(*args), want) < 1e-6
 
     def column_parallel(params, x, y):
@@ -226,7 +279,7 @@ def test_two_axes_and_one_of_them():
 
     split = {"in": PartitionSpec(None, "model"), "bias": PartitionSpec("model"), "out": PartitionSpec("model")}
     data = PartitionSpec("data")
-    mapped = jax.shard_map(column_parallel, mesh=mesh, in_specs=(split, data, data), out_specs=split)
+    mapped = jax.jit(jax.shard_map(column_parallel, mesh=mesh, in_specs=(split, data, data), out_specs=split))
     assert error(mapped(*args), want) < 1e-6
 
 
@@ -293,7 +346,7 @@ def test_aux_stays_local_and_fp8_statistics_are_the_largest():
     params = {"w": jnp.ones(()), "_overwrite_with_gradient": {"amax": jnp.zeros(1)}}
     specs = PartitionSpec(), PartitionSpec("data")
     out_specs = (PartitionSpec(), PartitionSpec("data")), PartitionSpec()
-    mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=specs, out_specs=out_specs)
+    mapped = jax.jit(jax.shard_map(step, mesh=mesh_of(4), in_specs=specs, out_specs=out_specs))
     (_, aux), grads = mapped(params, jnp.arange(4.0))
     np.testing.assert_array_equal(aux, np.arange(4.0))
     assert grads["w"] == 1.5
@@ -310,17 +363,23 @@ def test_complex_and_bfloat16_gradients_are_averaged_in_their_own_way():
 
     params = {"c": jnp.complex64(1 + 1j), "h": jnp.bfloat16(1)}
     specs = PartitionSpec(), PartitionSpec("data")
-    grads = jax.shard_map(step, mesh=mesh_of(4), in_specs=specs, out_specs=PartitionSpec())(params, jnp.arange(4.0))
+    mapped = jax.jit(jax.shard_map(step, mesh=mesh_of(4), in_specs=specs, out_specs=PartitionSpec()))
+    grads = mapped(params, jnp.arange(4.0))
     np.testing.assert_allclose(grads["c"], 7 * (1 - 1j), rtol=1e-6)
     assert grads["c"].dtype == jnp.complex64 and grads["h"] == 1.5 and grads["h"].dtype == jnp.float32
 
 
-def test_a_loss_already_averaged_is_refused():
-    def averaged(params, x, y):
-        return jax.lax.pmean(loss_fn(params, x, y), "data")
+AVERAGED = {
+    "pmean": lambda *args: jax.lax.pmean(loss_fn(*args), "data"),
+    "psum": lambda *args: jax.lax.psum(loss_fn(*args), "data") / jax.lax.axis_size("data"),
+    "all_gather": lambda *args: jnp.mean(jax.lax.all_gather(loss_fn(*args), "data")),
+}
 
+
+@pytest.mark.parametrize("averaged", ["pmean", "psum"])
+def test_a_loss_already_averaged_is_refused(averaged):
     def step(params, x, y):
-        return jmp.grad(averaged, "float32", axis_name="data")(params, x, y)
+        return jmp.grad(AVERAGED[averaged], "float32", axis_name="data")(params, x, y)
 
     with pytest.raises(ValueError) as raised:
         by_shard_map(step, 4, check_vma=True)(*example())
@@ -331,42 +390,72 @@ def test_a_loss_already_averaged_is_refused():
     )
 
 
-def test_where_jax_cannot_tell_an_averaged_loss_gives_the_mean_all_the_same():
-    """Without the check, a sum over devices is its own transpose: the gradient of the mean is each device's own."""
+# What pmap does is what an unchecked shard_map does.
+UNTOLD = [("shard_map_unchecked", "pmean"), ("shard_map_unchecked", "psum"), ("shard_map", "all_gather")]
 
-    def averaged(params, x, y):
-        return jax.lax.pmean(loss_fn(params, x, y), "data")
+
+@pytest.mark.parametrize("route, averaged", [*UNTOLD, pytest.param("pmap", "pmean", marks=pytest.mark.slow)])
+def test_where_jax_cannot_tell_an_averaged_loss_gives_the_mean_all_the_same(route, averaged):
+    """A sum over devices is then its own transpose, and a gather's is a sum: the gradient is each device's own."""
 
     def step(params, x, y):
-        return jmp.value_and_grad(averaged, "float32", axis_name="data")(params, x, y)
+        return jmp.value_and_grad(AVERAGED[averaged], "float32", axis_name="data")(params, x, y)
 
     args = example()
-    want = jax.grad(loss_fn)(*args)
-    for route in ("shard_map_unchecked", "pmap"):
-        assert error(ROUTES[route](step, 4)(*args)[1], want) < 1e-6
+    loss, grads = ROUTES[route](step, 4)(*args)
+    want_loss, want = jax.jit(jax.value_and_grad(loss_fn))(*args)
+    assert error(grads, want) < 1e-6 and abs(loss - want_loss) < 1e-6
 
 
 def test_an_axis_that_is_none():
-    with pytest.raises(ValueError) as raised:
-        jmp.grad(loss_fn, "float32", axis_name="batch")(*example())
-    assert str(raised.value) == (
+    message = (
         "`axis_name` must name an axis of an enclosing jax.shard_map, jax.pmap or jax.vmap, got 'batch', which is none "
         "here; under jax.jit over a sharded mesh leave axis_name out: the mean over the whole batch is in the loss "
         "already."
     )
+    with pytest.raises(ValueError) as raised:
+        jmp.grad(loss_fn, "float32", axis_name="batch")(*example())
+    assert str(raised.value) == message
+    tx = jmp.with_loss_scale(optax.sgd(0.1), axis_name="batch")
+    with pytest.raises(ValueError) as raised:
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+    assert str(raised.value) == message
 
 
-def test_a_sum_by_the_users_own_hand():
-    """Without `axis_name`, whoever reduces inside the loss differentiates the mean loss as JAX does."""
+@pytest.mark.parametrize("axis_name", [("data", "data"), 0])
+def test_an_axis_name_that_is_none(axis_name):
+    with pytest.raises(ValueError) as raised:
+        jmp.grad(loss_fn, "float32", axis_name=axis_name)(*example())
+    got = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    assert str(raised.value) == (
+        f"`axis_name` must be the name of an axis, or a tuple of different names, got {got}; for a position pass the "
+        f"name that the axis has in the mesh."
+    )
 
-    def averaged(params, x, y):
-        return jax.lax.pmean(loss_fn(params, x, y), "data")
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_averaged_by_the_users_own_hand(check_vma):
+    """Without `axis_name`: parameters declared varying keep each device's gradient its own, in float32, until then."""
 
     def step(params, x, y):
-        return jmp.value_and_grad(averaged, "mixed_bfloat16")(params, x, y)
+        spread = jax.lax.pcast(params, "data", to="varying")
+        return jax.lax.pmean(jmp.value_and_grad(loss_fn, "mixed_bfloat16")(spread, x, y), "data")
+
+    args = example()
+    loss, grads = by_shard_map(step, 8, check_vma=check_vma)(*args)
+    want_loss, want = jax.jit(jax.value_and_grad(loss_fn))(*args)
+    assert error(grads, want) < 2e-2
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-2)
+
+
+def test_a_loss_averaged_by_the_users_own_hand():
+    """Without `axis_name`, in a shard_map that checks: JAX sums the gradient of the mean loss over the devices."""
+
+    def step(params, x, y):
+        return jmp.value_and_grad(AVERAGED["pmean"], "mixed_bfloat16")(params, x, y)
 
     args = example()
     loss, grads = by_shard_map(step, 8, check_vma=True)(*args)
-    want_loss, want = jax.value_and_grad(loss_fn)(*args)
+    want_loss, want = jax.jit(jax.value_and_grad(loss_fn))(*args)
     assert error(grads, want) < 2e-2
     np.testing.assert_allclose(loss, want_loss, rtol=1e-2)

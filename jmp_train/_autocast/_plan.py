@@ -246,10 +246,10 @@ class _Walk:
         return self._step(node, entry, reads, params=params, casts=[FLOAT32]), [Kind.WIDE]
 
     def _collective(self, node: Node, entry: Entry, kinds: list[Kind]) -> tuple[Step, list[Kind]]:
-        avals = [self.program.avals[number] for number in node.ins]
-        wire = [self.planner.reduce if is_float32(a) or is_sixteen_bit(a) else None for a in avals]
-        casts = [self.program.avals[number].dtype for number in node.outs]
-        return self._step(node, entry, wire, casts=casts), [self._recorded_kind(number) for number in node.outs]
+        avals, wire = self.program.avals, self.planner.reduce if self.place.is_backward(node) else FLOAT32
+        reads = [wire if is_float32(avals[n]) or is_sixteen_bit(avals[n]) else None for n in node.ins]
+        casts = [avals[number].dtype for number in node.outs]
+        return self._step(node, entry, reads, casts=casts), [self._recorded_kind(number) for number in node.outs]
 
     _DECIDE = {  # noqa: RUF012
         Rule.LOW: _low,

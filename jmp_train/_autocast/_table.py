@@ -17,7 +17,7 @@ class Rule(enum.Enum):
     FOLLOW = "follow"  # as its operand comes
     SHAPE = "shape"  # moves values without computing: as its operand comes, and casts look through it
     WIDEST = "widest"  # one dtype for all operands: float32 as soon as one of them needs it
-    COLLECTIVE = "collective"  # the policy's reduce_dtype on the wire
+    COLLECTIVE = "collective"  # gradients in the policy's reduce_dtype on the wire; statistics, forward, in float32
     ENTER = "enter"  # has a program inside, which is planned too
     RECORDED = "recorded"  # exactly as written
 

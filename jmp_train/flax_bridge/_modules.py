@@ -12,10 +12,12 @@ import optax
 from flax import nnx, struct
 
 from .. import _grad
+from .._autocast import full_precision
 from .._grad_inputs import split_result
 from .._optimizer import step_metrics
 from .._paths import leaf_paths
 from .._policy import Policy
+from .._sharding import axes_of, mean_values
 from ._skip import keep_unless, optimizer_step
 from ._train_state import BaseState, initial_fields
 
@@ -36,18 +38,22 @@ def value_and_grad(
       policy: a `Policy`, or a name for `get_policy`.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       wrt: a filter for the variables to differentiate with respect to; under autocast, these are the parameters.
-      **options: the other keywords of `jmp_train.value_and_grad`, such as `autocast` and `rules`; not `argnums`.
+      **options: the other keywords of `jmp_train.value_and_grad`, such as `autocast` and `axis_name`; not `argnums`.
 
     Returns:
       A function of `loss_fn`'s arguments and keywords, the module first, and of `loss_scale`. It returns
       `(loss, grads, model_state)` or `((loss, aux), grads, model_state)`:
       loss, aux: as in `jmp_train.value_and_grad`.
       grads: an `nnx.State` of the variables `wrt`, unscaled, float32: what `nnx.Optimizer.update` takes.
-      model_state: an `nnx.State` of all the module's other variables, after the call.
+      model_state: an `nnx.State` of all the module's other variables, after the call. With `axis_name`, what the call
+        changed is averaged over the devices in float32, so that they keep equal modules: a variance is then the mean of
+        the devices' own; `nnx.BatchNorm(..., axis_name=...)` takes that of the whole batch. Counters and keys are not
+        averaged: devices with the same keys drop the same units of their parts.
 
     Raises:
       TypeError: the first argument is no module, or another one holds a module; and as `jmp_train.value_and_grad`.
-      ValueError: `loss_fn` assigns to a variable `wrt`, or adds variables and leaves them in the module.
+      ValueError: `loss_fn` assigns to a variable `wrt`, or adds variables and leaves them in the module; `wrt` chooses
+        no variable.
 
     Example:
       >>> import jax.numpy as jnp
@@ -63,13 +69,15 @@ def value_and_grad(
             "`argnums` is not for modules: the first argument is differentiated, and `wrt` chooses among its variables."
         )
 
+    axes = axes_of(options.get("axis_name"))
+
     def functional(params: Any, rest: Any, graphdef: Any, args: Any, kwargs: Any) -> Any:
         # A copy: merging shares the variables, and the caller's would change.
         model = nnx.merge(graphdef, params, rest, copy=True)
         loss, aux = split_result(loss_fn(model, *args, **kwargs), has_aux)
         _, after, model_state = nnx.split(model, wrt, ...)
         _check_variables(params, after, rest, model_state)
-        return loss, (aux, model_state)
+        return loss, (aux, _agreed(model_state, rest, axes))
 
     grad_fn = _grad.value_and_grad(functional, policy, has_aux=True, **options)
 
@@ -79,7 +87,7 @@ def value_and_grad(
                 f"the first argument must be an NNX module, got {type(module).__name__}; for trees of parameters use "
                 f"jmp_train.value_and_grad."
             )
-        graphdef, params, rest = nnx.split(module, wrt, ...)
+        graphdef, params, rest = _split(module, wrt)
         (loss, (aux, model_state)), grads = grad_fn(params, rest, graphdef, args, kwargs, loss_scale=loss_scale)
         return ((loss, aux) if has_aux else loss), grads, model_state
 
@@ -169,10 +177,15 @@ class NNXTrainState(BaseState):
         """The state before the first step; `model` may be used and changed afterwards, unless the state is donated.
 
         Raises:
-          ValueError: `tx` has no `with_loss_scale`, or one inside of `optax.MultiSteps`; `ema_decay` is not in [0, 1).
-          TypeError: `tx` is no optax transformation.
+          ValueError: `tx` has no `with_loss_scale`, or one inside of `optax.MultiSteps`; `ema_decay` is not in [0, 1);
+            `wrt` chooses no variable.
+          TypeError: `tx` is no optax transformation, or `model` no NNX module.
         """
-        graphdef, params, rest = nnx.split(model, wrt, ...)
+        if not isinstance(model, nnx.Module):
+            raise TypeError(
+                f"`model` must be an NNX module, got {type(model).__name__}; for Linen there is TrainState."
+            )
+        graphdef, params, rest = _split(model, wrt)
         return cls(**initial_fields(_frozen(params), tx, _frozen(rest), ema_decay), graphdef=graphdef, **fields)
 
     @property
@@ -192,9 +205,36 @@ class NNXTrainState(BaseState):
         return nnx.merge(self.graphdef, self.ema_params, self.model_state, copy=True)
 
 
+def _split(module: nnx.Module, wrt: Any) -> tuple[Any, Any, Any]:
+    """The module's graph, its variables `wrt`, and all others."""
+    graphdef, params, rest = nnx.split(module, wrt, ...)
+    if not jax.tree.leaves(params):
+        found = sorted({type(variable).__name__ for _, variable in nnx.to_flat_state(rest)})
+        raise ValueError(
+            f"`wrt` (={getattr(wrt, '__name__', wrt)}) chooses no variable of {type(module).__name__}, which has "
+            f"{found}; pass a type of variable or another filter of nnx."
+        )
+    return graphdef, params, rest
+
+
 def _frozen(state: Any) -> Any:
     """The state with variables of its own, so that a module's assignments do not reach it."""
     return jax.tree.map(lambda x: x, state)
+
+
+def _agreed(model_state: Any, rest: Any, axes: Any) -> Any:
+    """The state with the values that differ from those in `rest` averaged over the devices; the others cost nothing."""
+    if not axes:
+        return model_state
+    before = dict(zip(leaf_paths(rest), jax.tree.leaves(rest), strict=True))
+    leaves, treedef = jax.tree.flatten(model_state)
+    old = [before[path] for path in leaf_paths(model_state)]
+    changed = [i for i, leaf in enumerate(leaves) if leaf is not old[i]]
+    # Outside of autocast, whose policy may reduce gradients in 16 bits.
+    means = full_precision(mean_values)([leaves[i] for i in changed], [old[i] for i in changed], axes)
+    for i, mean in zip(changed, means, strict=True):
+        leaves[i] = mean
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def _check_variables(params: Any, after: Any, rest: Any, model_state: Any) -> None:

@@ -14,6 +14,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from .._finite import is_float0, select_tree
 from .._optimizer import LossScaleState, get_loss_scale, step_metrics
 from .._paths import leaf_paths
+from .._sharding import varying_axes
 
 T = TypeVar("T")
 
@@ -46,9 +47,20 @@ def init_optimizer(tx: optax.GradientTransformation, params: Any) -> Any:
 
 
 def optimizer_step(tx: Any, grads: Any, opt_state: Any, params: Any, **extra_args: Any) -> tuple[jax.Array, Any, Any]:
-    """Whether the step was applied, the parameters, and the optimizer's state: both the old ones if it was not."""
+    """Whether the step was applied, the parameters, and the optimizer's state: both the old ones if it was not.
+
+    Raises:
+      ValueError: JAX can tell that devices with the same state would take different steps.
+    """
     updates, new_state = tx.update(trainable(grads), opt_state, trainable(params), **extra_args)
     finite = step_metrics(new_state)["grads_finite"]
+    for new, old in ((finite, step_metrics(opt_state)["grads_finite"]), *_pairs(updates, trainable(params))):
+        for axis in _drifting(new, old):
+            raise ValueError(
+                f"`grads` differ between the devices of axis {axis!r}, whose states are equal and would drift apart: "
+                f"average them with value_and_grad(..., axis_name={axis!r}), and let all devices skip together with "
+                f"with_loss_scale(..., axis_name={axis!r})."
+            )
     moved = optax.apply_updates(trainable(params), updates)
     if _has_statistics(params):
         # Flax replaces these by their "gradient", and so does a step that is applied.
@@ -74,7 +86,8 @@ def keep_unless(finite: jax.Array, new: T, old: T, name: str) -> T:
     """`new` where the step was applied, else `old`; each leaf in the dtype that it had, so that nothing is retraced.
 
     Raises:
-      ValueError: `new` has leaves at other paths, or of other shapes.
+      ValueError: `new` has leaves at other paths, or of other shapes, or ones that JAX knows to differ between devices
+        where those of `old` are equal.
     """
     found, expected = leaf_paths(new), leaf_paths(old)
     if found != expected:
@@ -86,8 +99,22 @@ def keep_unless(finite: jax.Array, new: T, old: T, name: str) -> T:
     for path, a, b in zip(found, jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
         if jnp.shape(a) != jnp.shape(b):
             raise ValueError(f"`{name}`: {path!r} has the shape {jnp.shape(a)}, and the state's is {jnp.shape(b)}.")
-    leaves = [_select(finite, a, b) for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)]
+        for axis in _drifting(a, b):
+            raise ValueError(
+                f"`{name}`: {path!r} differs between the devices of axis {axis!r}, and the state's is equal on all of "
+                f"them; pass jax.lax.pmean({name}, {axis!r}), or give the layer that computes it axis_name={axis!r}."
+            )
+    leaves = [_select(finite, a, b) for a, b in _pairs(new, old)]
     return jax.tree.unflatten(jax.tree.structure(old), leaves)
+
+
+def _pairs(new: Any, old: Any) -> Any:
+    return zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+
+
+def _drifting(new: Any, old: Any) -> list[Any]:
+    """The mesh axes over which JAX knows `new` to differ and `old` not to."""
+    return [] if is_float0(old) else sorted(varying_axes(new) - varying_axes(old), key=str)
 
 
 def _select(finite: jax.Array, new: Any, old: Any) -> Any:

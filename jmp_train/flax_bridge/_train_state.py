@@ -44,7 +44,8 @@ class BaseState(struct.PyTreeNode):
           After a skipped step every leaf but those of `LossScaleState` has the bits that it had.
 
         Raises:
-          ValueError: a change has another structure or other shapes than the field holds.
+          ValueError: a change has another structure or other shapes than the field holds; or, where JAX can tell (in a
+            `shard_map` that checks), devices whose states are equal would not agree on the new one.
           TypeError: a change is no field, or one that only this method may change.
         """
         own = {"step", "params", "opt_state", "ema_params", "tx", "ema_decay"}
@@ -91,7 +92,9 @@ class TrainState(BaseState):
       params: what is differentiated. It may be `{"params": ..., "_overwrite_with_gradient": ...}`, as fp8 layers want
         it: then the optimizer sees the first, and the second is replaced by its gradient.
       opt_state: the optimizer's state, with the loss scale in it; `jmp_train.get_loss_scale(state)` finds it.
-      model_state: the other variable collections, such as `{"batch_stats": ...}`; `{}` if there are none.
+      model_state: the other variable collections, such as `{"batch_stats": ...}`; `{}` if there are none. On several
+        devices pass `apply_gradients` what agrees: `jax.lax.pmean(model_state, axis_name)`, or statistics of a
+        `BatchNorm(axis_name=...)`.
       ema_params: an exponential average of the parameters, float32 where they have 16 bits, or `None`. It starts at
         the initial parameters: m <- m + (1 - ema_decay) (p - m).
       tx: the optax transformation; static.
@@ -136,8 +139,13 @@ class TrainState(BaseState):
 
         Raises:
           ValueError: `tx` has no `with_loss_scale`, or one inside of `optax.MultiSteps`; `ema_decay` is not in [0, 1).
-          TypeError: `tx` is no optax transformation.
+          TypeError: `tx` is no optax transformation, or `rngs` no mapping of names to keys.
         """
+        if rngs is not None and not isinstance(rngs, Mapping):
+            raise TypeError(
+                f"`rngs` must map the names that the model draws from to keys, got {type(rngs).__name__}; "
+                f"pass rngs={{'dropout': jax.random.key(0)}}."
+            )
         return cls(
             **initial_fields(params, tx, {} if model_state is None else model_state, ema_decay),
             rngs={} if rngs is None else dict(rngs),
@@ -149,7 +157,8 @@ class TrainState(BaseState):
     def step_rngs(self) -> dict[str, jax.Array]:
         """The keys of this step, for `apply_fn(..., rngs=state.step_rngs)`: each of `rngs` folded with `step`.
 
-        They change with the steps that are applied, so a skipped step draws nothing.
+        They change with the steps that are applied, so a skipped step draws nothing. They are equal on all devices: in
+        a `shard_map` fold `jax.lax.axis_index` into them for a dropout of its own on each.
         """
         return {name: jax.random.fold_in(key, self.step) for name, key in self.rngs.items()}
 
