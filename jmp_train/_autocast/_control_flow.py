@@ -155,7 +155,10 @@ def _plan_loop(
     recorded = _recorded_kinds([program.avals[number] for number in program.inputs[consts : consts + carry]])
     low = [kind is Kind.LOW for kind in kinds[consts : consts + carry]]
     whole = flatten(body, also=("remat2",)) if any(low) else program
-    low = [is_low and may_be_narrow(whole, inside, consts, carry, i) for i, is_low in enumerate(low)]
+    rows = zip(whole.inputs[consts + carry :], kinds[consts + carry :], strict=True)
+    weights = [number for number, kind in rows if kind is Kind.SOFT]
+    ends = zip(whole.inputs[consts : consts + carry], whole.outputs[:carry], strict=True)
+    low = [i and may_be_narrow(whole, inside, weights, *end) for i, end in zip(low, ends, strict=True)]
     while True:
         carry_kinds = [Kind.LOW if is_low else kind for is_low, kind in zip(low, recorded, strict=True)]
         in_kinds = [*kinds[:consts], *carry_kinds, *kinds[consts + carry :]]
