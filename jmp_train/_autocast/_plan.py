@@ -38,6 +38,7 @@ from ._flow import (
     is_sixteen_bit,
     kind_of_known,
 )
+from ._magnitudes import range_of, range_through
 from ._pooling import scatter_to_windows
 from ._recompute import is_costly, is_repeatable, mark_unread, roots_of_exponents
 from ._residuals import stack_less
@@ -130,7 +131,8 @@ class _Walk:
             self.states[number] = State(kind, parameter=kind is Kind.SOFT)
         self.weights = [program.avals[number].shape for number in program.inputs if self.states[number].parameter]
         for number, value in program.known.items():
-            self.states[number] = State(kind_of_known(value, program.avals[number], self.low))
+            kind = kind_of_known(value, program.avals[number], self.low)
+            self.states[number] = State(kind, range=range_of(value) if kind is Kind.SOFT else None)
 
     def seen(self, number: int, depth: int, wait: Wait) -> Kind:
         """What a reader at `depth` sees of a value."""
@@ -165,8 +167,11 @@ class _Walk:
         states = [self.states[operand] for operand in step.node.ins]
         flags, rounding = self.flow[number], self.planner.rules.low_residuals
         moves = step.entry.rule is Rule.SHAPE
-        parameter = moves and any(s.parameter for s in states)
-        state = State(kind, computed=not moves or any(s.computed for s in states), parameter=parameter)
+        found = range_through(step.node, [s.range for s in states if s.kind is not Kind.FIXED])
+        if kind is Kind.SOFT and found is not None and not found.fits(self.low):
+            kind = Kind.WIDE
+        state = State(kind, parameter=moves and any(s.parameter for s in states), range=found)
+        state.computed = not moves or any(s.computed for s in states)
         if kind is Kind.FIXED:
             # A comparison of floats: one byte, where its operands would be kept.
             is_mask = self.program.avals[number].dtype == np.bool_
@@ -285,16 +290,11 @@ class _Walk:
         blocked = set(self.program.outputs)
         blocked.update(number for step in self.again_steps().values() for number in step.node.ins)
         for step, depth in zip(reversed(self.steps), reversed(self.depths), strict=True):
-            outs = step.node.outs
-            narrow = step.node.name in ROUNDS and any(s is Kind.LOW for s in self._kinds(outs))
-            if narrow and not any(number in blocked for number in outs) and self.low in step.reads:
+            narrow = [self.states[number] for number in step.node.outs if self.states[number].kind is Kind.LOW]
+            if narrow and step.node.name in ROUNDS and self.low in step.reads and blocked.isdisjoint(step.node.outs):
                 step.reads = [None if read is None else FLOAT32 for read in step.reads]
-                for number in outs:
-                    if self.states[number].kind is Kind.LOW:
-                        self.states[number].kind = Kind.WIDE
+                for state in narrow:
+                    state.kind = Kind.WIDE
             for number, read in zip(step.node.ins, step.reads, strict=True):
                 if read != FLOAT32 or depth > self.states[number].depth:
                     blocked.add(number)
-
-    def _kinds(self, numbers: Sequence[int]) -> list[Kind]:
-        return [self.states[number].kind for number in numbers]

@@ -14,6 +14,7 @@ import numpy as np
 from .._dtypes import FLOAT32
 from .._jaxpr import Node, Program
 from ._flow import Kind, Place
+from ._magnitudes import Range
 from ._table import Entry
 
 
@@ -31,6 +32,7 @@ class State:
       root: what far readers start from: they read it behind a barrier, so that the compiler stores it once, in 16 bits.
       again: float32 that far readers compute again from roots, rather than have it kept; see `_recompute.py`.
       costly: computed again for kernels of their own too.
+      range: of the numbers that it can be, if it is made of literals and booleans alone.
     """
 
     kind: Kind
@@ -42,6 +44,7 @@ class State:
     root: bool = False
     again: bool = False
     costly: bool = False
+    range: Range | None = None
 
 
 @dataclasses.dataclass(slots=True)
