@@ -80,6 +80,30 @@ def test_what_float16_cannot_hold_stays_wide(masked):
         np.testing.assert_allclose(got, want, rtol=1e-3)
 
 
+MADE_OF_LITERALS = {
+    "a mask times ten": lambda h, mask: h + jnp.where(mask, 0.0, -1e4) * 10.0,
+    "a mask of booleans": lambda h, mask: h + (1 - mask.astype(jnp.float32)) * -3e4 * 3,
+    "a product": lambda h, mask: h + jnp.full(8, 300.0) * 300.0,
+    "a small product": lambda h, mask: h * (jnp.full(8, 1e-4) * 1e-4),
+    "a quotient": lambda h, mask: h * (jnp.ones(8) / 1e-3 / 1e-3),
+    "a sum": lambda h, mask: h + (jnp.full(8, 6e4) + 6e4),
+}
+
+
+@pytest.mark.parametrize("name", MADE_OF_LITERALS)
+def test_what_literals_make_together_stays_wide_too(name):
+    """Each fits into float16 and what is computed from them does not."""
+    fn = MADE_OF_LITERALS[name]
+    got = autocast(lambda w, x, mask: fn(x @ w, mask), "mixed_float16")(W, X, np.arange(8) < 3)
+    np.testing.assert_allclose(got, fn(X @ W, np.arange(8) < 3), rtol=2e-3)
+
+
+def test_a_mask_and_a_literal_that_fit_widen_nothing():
+    drop = lambda w, x, mask: jnp.where(mask, (x @ w) / 0.9, 0.0) * (mask / 0.9) @ w  # noqa: E731
+    operations = explain(drop, "mixed_float16")(W, X, np.arange(8) < 3).operations
+    assert [op.dtype for op in operations if op.primitive == "mul"] == ["float16"]
+
+
 def test_a_solver_takes_the_iterations_of_float32():
     def solve(w, b):
         def step(state):

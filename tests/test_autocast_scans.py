@@ -11,6 +11,7 @@ import pytest
 from battery_tools import leaves, quick_jit, relative_error, tracing_calls
 from flax import linen as nn
 from jax import lax
+from loop_carries import sixteen_bit_carries
 
 from jmp_train import DEFAULT_RULES, autocast, explain, get_policy
 from jmp_train._jaxpr import scan_counts
@@ -362,6 +363,48 @@ def test_a_16_bit_carry_that_is_no_sum_stays():
     np.testing.assert_array_equal(autocast(difference, "mixed_float16")(x), difference(x))
 
 
+ONES = jnp.ones((4096, 4), jnp.float16)
+ZERO = jnp.zeros(4, jnp.float16)
+INDICES = jnp.array([0, 0, 1, 2])
+SUMS_IN_16_BITS = {
+    "masked": lambda x: lax.scan(lambda c, row: (jnp.where(row > 0, c + row, c), None), ZERO, x)[0],
+    "branch": lambda x: lax.scan(lambda c, row: (lax.cond(row[0] > 0, jnp.add, lambda c, _: c, c, row), None), ZERO, x)[
+        0
+    ],
+    "scatter": lambda x: lax.scan(lambda c, row: (c.at[INDICES].add(row), None), ZERO, x)[0],
+    "rearranged": lambda x: lax.scan(lambda c, row: ((c[::1].reshape(2, 2) + row[0]).ravel(), None), ZERO, x)[0],
+    "counted": lambda x: lax.fori_loop(0, x.shape[0] + jnp.int32(x[0, 0]) - 1, lambda i, c: c + x[i], ZERO),
+    "nested": lambda x: lax.scan(
+        lambda c, block: lax.scan(lambda c, row: (c + row, None), c, block), ZERO, x.reshape(4096, 1, 4)
+    )[0],
+    "rematerialised": lambda x: lax.scan(
+        lambda c, row: (jax.checkpoint(lambda c, row: c + jnp.sin(row) / jnp.sin(row))(c, row), None), ZERO, x
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", SUMS_IN_16_BITS)
+def test_a_16_bit_sum_may_pass_through_anything_that_hands_it_on(name):
+    total = SUMS_IN_16_BITS[name]
+    assert float(total(ONES)[0]) == 2048
+    cast = autocast(total, "mixed_float16")
+    assert sixteen_bit_carries(cast)(ONES) == []
+    assert float(cast(ONES)[0]) == (8192 if name == "scatter" else 4096)
+    assert cast(ONES).dtype == jnp.float16
+
+
+def test_what_reads_a_running_sum_reads_the_sum():
+    def cumulative(x):
+        def step(carry, row):
+            total, largest = carry
+            return (total + row, jnp.maximum(largest, total)), (total * 2, total + row)
+
+        return lax.scan(step, (ZERO, ZERO), x)
+
+    x = jnp.arange(32, dtype=jnp.float16).reshape(8, 4)
+    jax.tree.map(np.testing.assert_array_equal, autocast(cumulative, "mixed_float16")(x), cumulative(x))
+
+
 def narrow_carries(fn, *args, argnums=0):
     return [dtype for dtypes in carried_by(fn, *args, argnums=argnums) for dtype in dtypes if dtype == "float16"]
 
@@ -397,7 +440,17 @@ def inner_loop(w, x):
     return lax.scan(lambda v, _: (v - 0.01 * inner(v), None), w["in"] @ w["f"], None, length=200)[0]
 
 
-@pytest.mark.parametrize("fn", [euler, forward_algorithm, moving_average, inner_loop])
+def meta_learning(w, x):
+    """A network's weights, trained by gradient descent inside: the gradient comes back through every update."""
+
+    def inner_loss(v):
+        return jnp.mean((jnp.tanh(x @ v["in"]) @ v["f"] - 1) ** 2)
+
+    step = lambda v, _: (jax.tree.map(lambda a, g: a - 2e-3 * g, v, jax.grad(inner_loss)(v)), None)  # noqa: E731
+    return 300 * inner_loss(lax.scan(step, w, None, length=400)[0])
+
+
+@pytest.mark.parametrize("fn", [euler, forward_algorithm, moving_average, inner_loop, meta_learning])
 def test_what_a_loop_builds_up_is_carried_in_float32(fn):
     """Also where it starts as the result of a dot: a thousand roundings are not those of a stack of layers."""
     weights = {"in": normal(WIDTH, WIDTH) / 3, "f": normal(WIDTH, WIDTH) / 3}

@@ -124,15 +124,12 @@ def _scan(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: 
     plan, carry_kinds = _plan_loop(planner, node.params["jaxpr"], inside, kinds, outs, consts, carry)
     out_kinds = [*carry_kinds, *plan.out_kinds[carry:]]
     out_dtypes = plan.dtypes_of(out_kinds)
-
     weights = read_by_dots(plan, {number: place for place, number in enumerate(plan.program.inputs[:consts])})
 
     def run(args: list[Any]) -> list[Any]:
         if not weights:
             return bind(node.eqn, args, jaxpr=_retrace(plan, out_dtypes))
-        copies = Copies(plan, weights, args)
-        body = lambda values: evaluate(plan, values, out_dtypes, copies=copies.inside())  # noqa: E731
-        return run_scan(node.params, args, consts, carry, body)
+        return run_scan(node.params, args, consts, carry, Copies(plan, weights, args).body(out_dtypes))
 
     return run, plan.in_dtypes, out_kinds, (plan,)
 
@@ -162,7 +159,10 @@ def _plan_loop(
     recorded = _recorded_kinds([program.avals[number] for number in program.inputs[consts : consts + carry]])
     low = [kind is Kind.LOW for kind in kinds[consts : consts + carry]]
     whole = flatten(body, also=("remat2",)) if any(low) else program
-    low = [is_low and may_be_narrow(whole, inside, consts, carry, i) for i, is_low in enumerate(low)]
+    rows = zip(whole.inputs[consts + carry :], kinds[consts + carry :], strict=True)
+    weights = [number for number, kind in rows if kind is Kind.SOFT]
+    ends = zip(whole.inputs[consts : consts + carry], whole.outputs[:carry], strict=True)
+    low = [i and may_be_narrow(whole, inside, weights, *end) for i, end in zip(low, ends, strict=True)]
     while True:
         carry_kinds = [Kind.LOW if is_low else kind for is_low, kind in zip(low, recorded, strict=True)]
         in_kinds = [*kinds[:consts], *carry_kinds, *kinds[consts + carry :]]
@@ -199,7 +199,6 @@ def _custom_jvp(planner: Planner, node: Node, inside: Place, kinds: list[Kind], 
 def _custom_vjp(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: list[Flags]) -> Entered:
     """Keeps float32 at the boundary, since a rule's residuals may be the operands themselves; the inside is planned."""
     plan = planner.plan(node.params["call_jaxpr"], kinds, outs, inside)
-    recorded = recorded_dtypes(plan)
 
     def wrap(_: Callable, fwd: Callable, bwd: Callable) -> tuple[Callable, Callable, Callable]:
         def forward(*args: Any) -> Any:
@@ -216,7 +215,7 @@ def _custom_vjp(planner: Planner, node: Node, inside: Place, kinds: list[Kind], 
             kinds_of_args = _recorded_kinds(list(map(jax.typeof, args)))
             return replan(planner, bwd, args, kinds_of_args, inside._replace(backward=True))
 
-        return (lambda *args: evaluate(plan, args, recorded)), forward, backward
+        return (lambda *args: evaluate(plan, args, recorded_dtypes(plan))), forward, backward
 
     def run(args: list[Any]) -> list[Any]:
         results = bind_with_rules(node.eqn, args, wrap)

@@ -100,8 +100,9 @@ def _carried_sums(visit: Visit) -> Iterator[Any]:
         body, consts = flatten(params["body_jaxpr"]), params["body_nconsts"]
         carry = len(body.outputs)
     for position in range(carry):
-        dtype = getattr(body.avals[body.inputs[consts + position]], "dtype", None)
-        if dtype is not None and is_floating_dtype(dtype) and accumulates(body, consts + position, position):
+        start = body.inputs[consts + position]
+        dtype = getattr(body.avals[start], "dtype", None)
+        if dtype is not None and is_floating_dtype(dtype) and accumulates(body, start, body.outputs[position]):
             yield dtype
 
 

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.core import Tracer
 
-from .._dtypes import BFLOAT16, FLOAT16, FLOAT32, facts
+from .._dtypes import BFLOAT16, FLOAT16, FLOAT32
 from .._jaxpr import FULL_PRECISION_MARK, Node, Program, is_backward, is_recomputed, region_mark, scope_of
+from ._magnitudes import range_of
 from ._pooling import windows_are_small
 from ._rules import Rules
 from ._table import Entry, Rule
@@ -86,10 +87,7 @@ def kind_of_known(value: Any, aval: Any, low: np.dtype) -> Kind:
         return Kind.FIXED
     if isinstance(value, Tracer) or np.size(value) != 1:
         return Kind.WIDE
-    magnitude = abs(float(np.asarray(value).reshape(())))
-    limits = facts(low)
-    exact = magnitude == 0 or not np.isfinite(magnitude)
-    return Kind.SOFT if exact or limits.smallest_normal <= magnitude <= limits.max else Kind.WIDE
+    return Kind.SOFT if range_of(value).fits(low) else Kind.WIDE
 
 
 def entries_of(program: Program, rules: Rules, place: Place) -> list[Entry]:

@@ -13,9 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from .._dtypes import FLOAT32
+from ._evaluate import evaluate
 from ._flow import DOTS
 from ._steps import Plan
 
@@ -48,11 +50,16 @@ class Copies:
     """
 
     def __init__(self, plan: Plan, weights: Mapping[int, int], operands: Sequence[Any]):
+        self._plan = plan
         self._values = {number: operands[position] for number, position in weights.items()}
         self._copies = {
             number: lax.stop_gradient(lax.convert_element_type(value, plan.low))
             for number, value in self._values.items()
         }
+
+    def body(self, out_dtypes: Sequence[np.dtype | None]) -> Callable[[list[Any]], list[Any]]:
+        """The body as a function of its arguments, reading the copies."""
+        return lambda values: evaluate(self._plan, values, out_dtypes, copies=self.inside())
 
     def inside(self) -> dict[int, jax.Array]:
         """The copies, by number of the argument, for one trace of the body."""

@@ -5,17 +5,21 @@ Decides them by following dependencies through the body. Does not decide dtypes;
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
 
-from .._jaxpr import Program, flatten
-from ._flow import DOTS, Place
+from .._jaxpr import Node, Program, flatten, scan_counts
+from ._flow import DOTS, Place, is_float32, is_sixteen_bit
 
-_ADDS = frozenset({"add", "add_any", "sub"})
-_CASTS = frozenset({"convert_element_type", "copy", "optimization_barrier"})
-_PASSES = frozenset({"convert_element_type", "select_n", "reshape", "copy", "optimization_barrier", "transpose"})
+_COMMUTES = frozenset({"add", "add_any"})
+_ADDS = _COMMUTES | {"sub", "scatter-add", "scatter-sub"}
+_STREAMS = frozenset(
+    "add add_any sub convert_element_type select_n reshape copy optimization_barrier transpose".split()
+)
+_PASSES = frozenset("convert_element_type reshape squeeze broadcast_in_dim transpose copy optimization_barrier".split())
 
 
 def dependents(program: Program, numbers: Iterable[int], around: frozenset[str] = frozenset()) -> set[int]:
@@ -27,80 +31,126 @@ def dependents(program: Program, numbers: Iterable[int], around: frozenset[str] 
     return found
 
 
-def may_be_narrow(body: Program, place: Place, consts: int, carry: int, position: int) -> bool:
+def may_be_narrow(body: Program, place: Place, weights: Iterable[int], start: int, result: int) -> bool:
     """Whether a carry in the compute dtype loses no more than the same layers do outside of a loop.
 
     Either the body rounds all that it makes of the carry for a dot anyway, as a plain recurrent network does, or the
     carry is the residual stream of a stack of layers, whose weights come in row by row. The state of an integrator, a
-    recursion or an average is neither: it is built up of many small terms; nor are weights that a loop updates.
+    recursion or an average is neither: it is built up of many small terms; nor are weights that a loop updates, nor the
+    gradient that comes back through such updates, which meets rows of activations only.
+
+    Args:
+      body: the loop's body, whatever it rematerialises written out.
+      place: where it stands.
+      weights: the arguments of `body` that are rows of parameters.
+      start, result: the carry, as `body` is given it and as `body` returns it.
     """
-    start, result = body.inputs[consts + position], body.outputs[position]
     if result not in dependents(body, [start], DOTS):
         return True
     if not place.backward and any(map(place.is_backward, body.nodes)):
         return False
-    rows = {*body.known, *body.inputs[consts + carry :]}
+    rows = set(weights)
     for node in body.nodes:
-        if rows.issuperset(node.ins):
+        if not rows.isdisjoint(node.ins) and all(n in rows or n in body.known for n in node.ins):
             rows.update(node.outs)
     ours = dependents(body, [start])
     dots = (node for node in body.nodes if node.name in DOTS and not ours.isdisjoint(node.ins))
     by_layers = any(not rows.isdisjoint(node.ins) for node in dots)
-    return by_layers and is_stream(body, consts + position, position)
+    return by_layers and is_stream(body, start, result)
 
 
-def accumulates(program: Program, position: int, result: int) -> bool:
-    """Whether the carry at input `position`, returned as output `result`, is a running sum.
+class Relation(enum.IntEnum):
+    """What a value in a loop's body has to do with one carry."""
+
+    NOTHING = 0
+    CARRY = 1  # it is the carry, perhaps rearranged, cast to another width or masked
+    SUM = 2  # it is the carry with terms added that do not depend on it
+    OTHER = 3
+
+
+HANDED_ON = (Relation.CARRY, Relation.SUM)
+HOLDS_SUMS = frozenset({"scan", "while", "cond", "remat2"})
+
+
+def accumulates(program: Program, start: int, result: int) -> bool:
+    """Whether the carry that the body is given as `start` and returns as `result` is a running sum.
 
     It is one if the body adds terms to it that do not depend on it, as a gradient accumulator does. A residual stream
     is none: what it adds is a function of itself.
     """
-    start, number = program.inputs[position], program.outputs[result]
-    ours = dependents(program, [start])
-    producer = {out: node for node in program.nodes for out in node.outs}
-    added = False
-    while number != start:
-        node = producer.get(number)
-        if node is None or node.name not in _ADDS | _PASSES:
-            return False
-        through = [operand for operand in node.ins if operand in ours]
-        if len(through) != 1:
-            return False
-        added |= node.name in _ADDS
-        number = through[0]
-    return added
+    return relations(program, start).get(result) is Relation.SUM
 
 
-def adds_terms(program: Program, position: int, result: int) -> bool:
-    """Whether the carry is a running sum to which the body adds what it would return if given zero."""
-    start, number = program.inputs[position], program.outputs[result]
-    producer = {out: node for node in program.nodes for out in node.outs}
-    if not accumulates(program, position, result):
-        return False
-    ours = dependents(program, [start])
-    while number != start:
-        node = producer[number]
-        first = node.ins[0]
-        if node.name not in _ADDS | _CASTS or (node.name == "sub" and first not in ours):
-            return False
-        number = next(operand for operand in node.ins if operand in ours)
-    return True
+def relations(program: Program, start: int) -> dict[int, Relation]:
+    """What the values that depend on `start` have to do with it."""
+    found = {start: Relation.CARRY}
+    for node in program.nodes:
+        operands = [found.get(number, Relation.NOTHING) for number in node.ins]
+        if any(operands):
+            found.update(zip(node.outs, _results(program, node, operands), strict=True))
+    return {number: relation for number, relation in found.items() if relation}
 
 
-def is_stream(program: Program, position: int, result: int) -> bool:
+def _results(program: Program, node: Node, operands: list[Relation]) -> list[Relation]:
+    """What the results of a node are, given its operands, of which one at least is related to the carry."""
+    related = [relation for relation in operands if relation]
+    other = [Relation.OTHER] * len(node.outs)
+    if Relation.OTHER in related:
+        return other
+    if node.name == "select_n":
+        return other if operands[0] else [max(related)]
+    if len(related) > 1:
+        return other
+    position = next(i for i, relation in enumerate(operands) if relation)
+    if node.name in HOLDS_SUMS:
+        inside = relations_through(node, position)
+        return [max(relation, related[0]) if relation else relation for relation in inside]
+    if node.name in _PASSES:
+        aval = program.avals[node.outs[0]]
+        return related if is_float32(aval) or is_sixteen_bit(aval) else other
+    if node.name in _ADDS and (node.name in _COMMUTES or position == 0):
+        return [Relation.SUM]
+    return other
+
+
+def relations_through(node: Node, position: int) -> list[Relation]:
+    """What the results of a loop, a branch or a rematerialised call have to do with one of its operands."""
+    params, count = node.params, len(node.outs)
+    if node.name in ("cond", "remat2"):
+        skip, bodies = (1, params["branches"]) if node.name == "cond" else (0, [params["jaxpr"]])
+        if position < skip:
+            return [Relation.OTHER] * count
+        programs = list(map(flatten, bodies))
+        found = [(program, relations(program, program.inputs[position - skip])) for program in programs]
+        each = [[inner.get(number, Relation.NOTHING) for number in program.outputs] for program, inner in found]
+        return list(map(max, zip(*each, strict=True)))
+    if node.name == "scan":
+        body, (first, carry), skip = params["jaxpr"], scan_counts(node.eqn), 0
+    else:
+        body, first, carry, skip = params["body_jaxpr"], params["body_nconsts"], count, params["cond_nconsts"]
+    carried = position - skip - first
+    if not 0 <= carried < carry:
+        return [Relation.OTHER] * count
+    program = flatten(body)
+    inner = relations(program, program.inputs[first + carried])
+    found = [Relation.OTHER if inner.get(number) else Relation.NOTHING for number in program.outputs]
+    found[carried] = inner.get(program.outputs[carried], Relation.NOTHING)
+    return found
+
+
+def is_stream(program: Program, start: int, result: int) -> bool:
     """Whether a carry is a residual stream: the body returns it with functions of itself added, and nothing else done.
 
     The state of an LSTM or a moving average is none: it is scaled on the way, and small terms have to last.
     """
-    start, pending = program.inputs[position], [program.outputs[result]]
     producer = {out: node for node in program.nodes for out in node.outs}
-    seen = set(pending)
+    pending, seen = [result], {result}
     while pending:
         number = pending.pop()
         if number == start:
-            return not accumulates(program, position, result)
+            return not accumulates(program, start, result)
         node = producer.get(number)
-        if node is not None and node.name in _ADDS | _PASSES:
+        if node is not None and node.name in _STREAMS:
             pending.extend(operand for operand in node.ins if operand not in seen)
             seen.update(node.ins)
     return False

@@ -38,6 +38,7 @@ from ._flow import (
     is_sixteen_bit,
     kind_of_known,
 )
+from ._magnitudes import range_of
 from ._pooling import scatter_to_windows
 from ._recompute import mark_unread, roots_of_exponents
 from ._residuals import stack_less
@@ -133,9 +134,9 @@ class _Walk:
             self.states[number] = State(kind, parameter=kind is Kind.SOFT)
         self.weights = [program.avals[number].shape for number in program.inputs if self.states[number].parameter]
         for number, value in program.known.items():
-            self.states[number] = State(
-                kind_of_known(value, program.avals[number], self.low), spread=np.size(value) == 1
-            )
+            kind = kind_of_known(value, program.avals[number], self.low)
+            values = range_of(value) if kind is Kind.SOFT else None
+            self.states[number] = State(kind, spread=np.size(value) == 1, range=values)
 
     def seen(self, number: int, depth: int, wait: Wait) -> Kind:
         """What a reader at `depth` sees of a value."""
@@ -168,6 +169,8 @@ class _Walk:
     def _made(self, step: Step, kinds: Sequence[Kind], number: int, kind: Kind) -> State:
         """What a result of a step is, for its readers."""
         state = state_of_result(step, kinds, self.program, self.states, number, kind, self.flow[number])
+        if state.kind is Kind.SOFT and state.range is not None and not state.range.fits(self.low):
+            state.kind = Kind.WIDE
         return state if self.planner.rules.low_residuals else kept_wide(state)
 
     def _far(self, number: int, state: State, read: np.dtype | None, wait: Wait, depth: int) -> bool:

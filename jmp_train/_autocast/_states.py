@@ -14,6 +14,7 @@ import numpy as np
 
 from .._jaxpr import Program
 from ._flow import DOTS, Flags, Kind
+from ._magnitudes import range_through
 from ._recompute import is_costly, is_repeatable
 from ._steps import State, Step
 from ._table import Rule
@@ -41,6 +42,7 @@ def state_of_result(
         computed=not moves or any(s.computed for s in sources),
         parameter=moves and any(s.parameter for s in sources),
         spread=_is_spread(step, program, states, number),
+        range=range_through(step.node, [s.range for s in sources if s.kind is not Kind.FIXED]),
     )
     if kind is Kind.FIXED:
         # A comparison of floats: one byte, where its operands would be kept.

@@ -14,6 +14,7 @@ import numpy as np
 from .._dtypes import FLOAT32
 from .._jaxpr import Node, Program
 from ._flow import Kind, Place
+from ._magnitudes import Range
 from ._table import Entry
 
 
@@ -32,6 +33,7 @@ class State:
       again: what far readers compute again from roots, rather than have it kept; see `_recompute.py`.
       costly: computed again for kernels of their own too.
       spread: made of values of at most an eighth of its size, so that reading it moves next to nothing.
+      range: of the numbers that it can be, if it is made of literals and booleans alone.
     """
 
     kind: Kind
@@ -44,6 +46,7 @@ class State:
     again: bool = False
     costly: bool = False
     spread: bool = False
+    range: Range | None = None
 
 
 @dataclasses.dataclass(slots=True)

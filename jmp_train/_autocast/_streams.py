@@ -63,7 +63,10 @@ class Waits:
         if inside.backward:
             shapes = self._narrow_shapes(node, states)
             candidates = {p for p in candidates if self._program.avals[carry[p]].shape in shapes}
-        streams = {p for p in candidates if may_be_narrow(body, inside, consts, len(carry), p)}
+        rows = zip(body.inputs, node.ins, strict=True)
+        weights = [inner for inner, number in [*rows][consts + len(carry) :] if states[number].kind is Kind.SOFT]
+        ends = list(zip(body.inputs[consts:], body.outputs[: len(carry)], strict=False))
+        streams = {p for p in candidates if may_be_narrow(body, inside, weights, *ends[p])}
         return [Wait.NARROW if position in streams else Wait.CARRIED for position in range(len(carry))]
 
     def _narrow_shapes(self, node: Node, states: Sequence[State]) -> set[tuple[int, ...]]:
