@@ -22,7 +22,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here runs on a GPU
 import jax
 import jax.numpy as jnp
 from _cases import Case, of_battery, workload
-from _peers import Loss, Step, flax_scaling, jmp_scaling, ours, ours_without_scale, plain, selected
+from _peers import Loss, Step, flax_scaling, ours, ours_without_scale, plain, selected
 from _results import Results, arguments, show
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
@@ -37,13 +37,12 @@ GIGA = 1e9
 POLICIES: dict[str, Callable[[Callable[..., Loss]], Step]] = {
     "float32": lambda loss: plain(loss()),
     "Flax float16, DynamicScale": lambda loss: selected(loss(jnp.float16), flax_scaling()),
-    "jmp float16": lambda loss: selected(loss(), jmp_scaling(jnp.float16)),
     "mixed_float16": lambda loss: ours(loss(), "mixed_float16"),
     "mixed_bfloat16": lambda loss: ours_without_scale(loss(), "mixed_bfloat16"),
 }
 MODELS: dict[str, Callable[[int], Case]] = {
     "transformer": lambda batch: workload(
-        "gpt2", "transformer", "GPT-2's width and vocabulary, 4 layers, length 1024", layers=4, batch_size=batch
+        "gpt2", "transformer", "GPT-2's width and vocabulary, 2 layers, length 1024", layers=2, batch_size=batch
     ),
     "cnn": lambda batch: of_battery(
         "cnn_groupnorm", "cnn", "two convolutions with group norm, 32x32", dataclasses.replace(FILLING, batch=batch)
@@ -174,7 +173,7 @@ def draw(results: Results) -> None:
 def main() -> None:
     options = arguments(
         __doc__,
-        models={"nargs": "*", "choices": list(MODELS), "default": ["transformer", "cnn", "lstm"]},
+        models={"nargs": "*", "choices": list(MODELS), "default": ["transformer", "cnn"]},
         budget={"type": float, "default": 80.0, "help": "in GB (10^9 bytes)"},
     )
     results = Results(

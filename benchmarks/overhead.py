@@ -1,6 +1,6 @@
 """What does the library cost in time, on the host: per step, and while a program is traced and compiled?
 
-    python benchmarks/overhead.py [--rounds 200] [--small]
+    python benchmarks/overhead.py [--rounds 100] [--small]
 
 On a CPU, everything in float32, so that what is timed is the work around the products. Steps: every way takes its turn
 in every round, in an order drawn anew, and is set against the bare step of the same round; medians over rounds, of wall
@@ -255,7 +255,7 @@ def draw(results: Results) -> None:
 
 
 def main() -> None:
-    options = arguments(__doc__, rounds={"type": int, "default": 200})
+    options = arguments(__doc__, rounds={"type": int, "default": 100})
     small = options.small
     results = Results(
         "overhead", "wall and processor seconds on this CPU, in float32", seeds=(SEED,), small=small, out=options.out

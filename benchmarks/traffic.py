@@ -8,7 +8,6 @@ read from modules compiled for an H200 (`.[gpu-report]`). Deterministic; nothing
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from collections.abc import Callable, Collection
@@ -19,6 +18,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here runs on a GPU
 import jax
 import jax.numpy as jnp
 import optax
+from _behind import behind, by_model
 from _cases import CASES, Case, given_gradients
 from _peers import (
     Loss,
@@ -134,6 +134,10 @@ def mega(value: float) -> str:
     return f"{value / 1e6:.1f}"
 
 
+def count(value: float) -> str:
+    return f"{value / 1e6:.1f} MB" if value > 1e6 else str(value)
+
+
 def arithmetic(shares: dict[str, float]) -> str:
     """Where the FLOPs of products run, the larger shares first."""
     ranked = sorted(shares.items(), key=lambda item: -item[1])
@@ -155,10 +159,16 @@ def print_tables(results: Results) -> None:
         for name, rows in by_model(results, table).items():
             show(f"{table}, {name}", columns, rows)
 
-
-def by_model(results: Results, table: str) -> dict[str, list[dict[str, Any]]]:
-    rows = sorted(results.tables.get(table, []), key=lambda row: list(CASES).index(row["model"]))
-    return {name: list(group) for name, group in itertools.groupby(rows, lambda row: row["model"])}
+    columns = {
+        "model": "",
+        "how": "",
+        "figure": "",
+        "ours": count,
+        "peer as the best peer": "",
+        "theirs": count,
+        "why": "",
+    }
+    show("where a peer needs less, by more than 1 %", columns, behind(results))
 
 
 def colour(how: str) -> str:

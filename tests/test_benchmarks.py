@@ -3,6 +3,7 @@
 No test asserts a time.
 """
 
+import functools
 import importlib
 import json
 import os
@@ -10,6 +11,9 @@ import pathlib
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
@@ -128,6 +132,27 @@ def test_the_results_keep_the_bounds():
     deep = by(checked(RESULTS / "memory.json")["tables"]["12-layer transformer, gradients"], "policy")
     assert deep["mixed_float16",]["activations"] <= 0.60 * deep["float32",]["activations"]
     assert all(row["calls_ratio"] <= 2 for row in checked(RESULTS / "overhead.json")["tables"]["tracing models"])
+
+
+@pytest.mark.slow
+def test_every_way_takes_the_same_step(load):
+    """And, but for the bare one, none on a batch that overflows."""
+    overhead = load("overhead")
+    loss, params, batch = overhead.dense_layers(2, 8, 16)
+    reached = {}
+    for how, make in overhead.WAYS.items():
+        way = make(loss)
+        state, step = way.init(params, {}), jax.jit(way.step)
+        for _ in range(3):
+            state, value = step(state, batch)
+        reached[how] = jax.tree.map(np.asarray, state[0])
+        assert value == pytest.approx(float(loss(params, {}, batch)[0]), rel=0.1)
+        skipped, _ = step(state, jnp.full_like(batch, jnp.nan))
+        unchanged = jax.tree.map(lambda a, b: bool(jnp.all(a == b)), skipped[0], state[0])
+        assert all(jax.tree.leaves(unchanged)) == (how != overhead.BARE), how
+    for how, found in reached.items():
+        check = functools.partial(np.testing.assert_allclose, atol=2e-6, err_msg=how)
+        jax.tree.map(check, found, reached[overhead.BARE])
 
 
 @pytest.mark.parametrize("limit", [0, 5, 8, 47, 48, 49, 1000, 4001])
