@@ -25,6 +25,7 @@ BOOKKEEPING = "which leaf overflowed is kept for `overflow_report`: a few kernel
 FLOAT32_GRADIENTS = "weights' gradients leave their products in float32 (`reduce_dtype`); with float16 it is less"
 SOFTMAX = "autocast computes the softmax again in the backward pass; XLA makes one kernel only of one that is kept"
 CASTS_IN_LOOP = "autocast casts the weights inside the time loop, and XLA leaves that in every step"
+BATCH_NORM = "autocast keeps a second 16-bit copy inside each batch norm and relu's mask as bytes; Flax keeps neither"
 WHY = {
     ("mlp optimizer", "kernels"): BOOKKEEPING,
     ("mlp", "kernels"): BOOKKEEPING,
@@ -35,6 +36,8 @@ WHY = {
     ("transformer", "copies"): "one layer norm's scale, 6 kB, which is updated in place while it is still to be read",
     ("lstm", "bytes"): f"{CASTS_IN_LOOP}; {FLOAT32_GRADIENTS.partition(';')[0]}",
     ("lstm", "kernels"): CASTS_IN_LOOP,
+    ("resnet50", "bytes"): BATCH_NORM,
+    ("resnet50", "temporary"): BATCH_NORM,
 }
 
 

@@ -181,7 +181,7 @@ def bars(axes: Any, rows: list[dict[str, Any]], values: list[float], title: str,
     axes.bar_label(axes.containers[0], labels, padding=3, fontsize=8)
     axes.set_title(title, fontsize=10, loc="left")
     axes.invert_yaxis()
-    axes.margins(x=0.22)
+    axes.margins(x=0.35)
     axes.tick_params(labelsize=8)
 
 
