@@ -136,15 +136,15 @@ def cast_gradient(loss: Callable[..., Any]) -> Callable[..., Any]:
     return autocast(gradient(loss), get_policy("mixed_float16"))
 
 
-def trace_seconds(make: Callable[[], Callable[..., Any]], args: tuple[Any, ...], repeats: int) -> float:
-    """Processor seconds of the best of several traces, each of a new function."""
-    seconds = []
+def trace_seconds(make: Callable[[], Callable[..., Any]], args: tuple[Any, ...], repeats: int) -> tuple[float, int]:
+    """Processor seconds of the best of several traces, each of a new function; and how many equations they have."""
+    seconds, size = [], 0
     for _ in range(repeats):
         fn = make()
         start = time.process_time()
-        jax.make_jaxpr(fn)(*args)
+        size = len(jax.make_jaxpr(fn)(*args).eqns)
         seconds.append(time.process_time() - start)
-    return min(seconds)
+    return min(seconds), size
 
 
 def compile_seconds(fn: Callable[..., Any], *args: Any) -> float:
@@ -159,12 +159,13 @@ def growth(results: Results, kind: str, counts: list[int], compiled_up_to: int) 
     """Tracing and compiling, plain and under autocast, of models of growing size."""
     for count in counts:
         loss, args = growing(kind, count)
-        size = len(jax.make_jaxpr(gradient(loss))(*args).eqns)
-        row: dict[str, Any] = {"growing": kind, "count": count, "equations": size}
+        row: dict[str, Any] = {"growing": kind, "count": count, "equations": 0}
         for name, made in (("plain", gradient), ("autocast", cast_gradient)):
-            seconds = trace_seconds(lambda loss=loss, made=made: made(loss), args, repeats=5 if size < 5000 else 2)
-            row |= {f"{name}_seconds": seconds, f"{name}_microseconds_each": 1e6 * seconds / size}
-            row[f"{name}_compile_seconds"] = compile_seconds(made(loss), *args) if count <= compiled_up_to else None
+            make = functools.partial(made, loss)
+            seconds, size = trace_seconds(make, args, repeats=5 if count <= 1000 else 1)
+            row["equations"] = row["equations"] or size  # of the plain gradient
+            row |= {f"{name}_seconds": seconds, f"{name}_microseconds_each": 1e6 * seconds / row["equations"]}
+            row[f"{name}_compile_seconds"] = compile_seconds(make(), *args) if count <= compiled_up_to else None
         results.add("growing models", row | {"ratio": row["autocast_seconds"] / row["plain_seconds"]})
 
 
@@ -176,7 +177,7 @@ def real_models(results: Results, names: list[str]) -> None:
         for kind, how in (("plain", "float32"), ("autocast", "mixed_float16")):
             make = functools.partial(gradient_function, model, how)
             row[f"{kind}_calls"] = tracing_calls(make, *args)
-            row[f"{kind}_seconds"] = trace_seconds(make, args, repeats=5)
+            row[f"{kind}_seconds"], _ = trace_seconds(make, args, repeats=5)
         row["ratio"] = row["autocast_seconds"] / row["plain_seconds"]
         results.add("tracing models", row | {"calls_ratio": row["autocast_calls"] / row["plain_calls"]})
 
@@ -264,7 +265,7 @@ def main() -> None:
         step_times(results, "8 leaves", dense_layers(4, 64, 32), rounds=10, steps=2)
     else:
         step_times(results, "12 leaves", dense_layers(6, 256, 128), options.rounds, steps=5)
-        step_times(results, "200 leaves", dense_layers(100, 32, 32), options.rounds, steps=5)
+        step_times(results, "40 leaves", dense_layers(20, 32, 32), options.rounds, steps=5)
     for kind in ("equations", "leaves"):
         growth(results, kind, [10, 100] if small else [10, 100, 1000, 10_000], compiled_up_to=10 if small else 1000)
     real_models(results, ["mlp"] if small else ["mlp", "cnn_groupnorm", "transformer", "transformer_scan", "lstm"])
