@@ -173,7 +173,7 @@ def draw(results: Results) -> None:
 def main() -> None:
     options = arguments(
         __doc__,
-        models={"nargs": "*", "choices": list(MODELS), "default": ["transformer", "cnn"]},
+        models={"nargs": "*", "choices": list(MODELS), "default": ["transformer"]},
         budget={"type": float, "default": 80.0, "help": "in GB (10^9 bytes)"},
     )
     results = Results(

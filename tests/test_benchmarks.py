@@ -40,8 +40,7 @@ def small_run(name, out):
     results = checked(out / f"{name}-small.json")
     assert results["small"]
     assert sorted(out.glob("*.png"))
-    for table in results["tables"]:
-        assert table.split(",")[0].split()[-1] in ran.stdout  # it was printed
+    assert ran.stdout.count("| -") >= len(results["tables"])  # each was printed
     return results["tables"]
 
 
