@@ -1,0 +1,61 @@
+"""A decoder of GPT-2's smallest size (Radford et al., Language Models are Unsupervised Multitask Learners, 2019)."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+
+from .workload import Workload, adamw, cross_entropy, tokens
+
+
+class Block(nn.Module):
+    """`[batch, length, width]` to the same: causal self-attention and a feed-forward network on normalised inputs."""
+
+    heads: int
+    dropout: float
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x, mask, train):
+        attention = nn.MultiHeadDotProductAttention(
+            self.heads, dtype=self.dtype, dropout_rate=self.dropout, deterministic=not train
+        )
+        y = attention(nn.LayerNorm(1e-5, dtype=self.dtype)(x), mask=mask)
+        x = x + nn.Dropout(self.dropout, deterministic=not train)(y)
+        y = nn.Dense(4 * x.shape[-1], dtype=self.dtype)(nn.LayerNorm(1e-5, dtype=self.dtype)(x))
+        y = nn.Dense(x.shape[-1], dtype=self.dtype)(nn.gelu(y))
+        return x + nn.Dropout(self.dropout, deterministic=not train)(y)
+
+
+class GPT2(nn.Module):
+    """`[batch, length]` tokens to `[batch, length, vocabulary]` logits; the output layer is the embedding's."""
+
+    vocabulary: int = 50304
+    layers: int = 12
+    width: int = 768
+    heads: int = 12
+    length: int = 1024
+    dropout: float = 0.0
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, tokens, train):
+        embedding = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
+        positions = nn.Embed(self.length, self.width, dtype=self.dtype)(jnp.arange(tokens.shape[1]))
+        x = nn.Dropout(self.dropout, deterministic=not train)(embedding(tokens) + positions)
+        mask = nn.make_causal_mask(tokens)
+        for _ in range(self.layers):
+            x = Block(self.heads, self.dropout, self.dtype)(x, mask, train)
+        return embedding.attend(nn.LayerNorm(1e-5, dtype=self.dtype)(x))
+
+
+def gpt2(vocabulary=50304, layers=12, width=768, heads=12, length=1024, dropout=0.0, batch_size=16) -> Workload:
+    """The published vocabulary of 50,257 padded to a multiple of 64."""
+    return Workload(
+        "gpt2",
+        lambda dtype: GPT2(vocabulary, layers, width, heads, length, dropout, dtype),
+        tokens(length, vocabulary),
+        cross_entropy,
+        adamw,
+        batch_size,
+    )
