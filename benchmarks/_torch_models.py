@@ -1,4 +1,4 @@
-"""The models of `models/` in torch, for the comparison: torchvision's convolutional nets, the rest as torch users write.
+"""The models of `models/` in torch, to compare with: torchvision's convolutional nets, the rest as torch users write.
 
 Decides their layers, which are those of `models/`. Does not decide the arithmetic; see `_torch_steps.py`. Only imported
 where torch is installed.

@@ -3,10 +3,10 @@
     python benchmarks/loss_scaling.py [--parameters gpt2 resnet50] [--out results]
     python benchmarks/loss_scaling.py --small              # tiny, on a CPU too, to see that it works
 
-One Adam step over the parameters of a model, gradients given: unscale, check, update, adjust the scale. GPT-2's are few
-and large, so bytes decide; ResNet-50's are many and small, so kernel launches do. Every row is timed with finite
-gradients and with an infinity in the first one. `bare` scales and checks nothing. torch's gradients are scaled by 1, for
-it unscales them where they lie.
+One Adam step over the parameters of a model, gradients given: unscale, check, update, adjust the scale. GPT-2's are
+large, so bytes decide; ResNet-50's are many and small, so kernel launches do. Every row is timed with finite gradients
+and with an infinity in the first one. `bare` scales and checks nothing. torch's gradients are scaled by 1, for it
+unscales them where they lie.
 """
 
 from __future__ import annotations

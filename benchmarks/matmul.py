@@ -4,10 +4,10 @@
     python benchmarks/matmul.py --small                    # tiny, on a CPU too, to see that it works
 
 Three tables. `dots`: products of aligned and misaligned sizes, float32 in and out, through the library, in plain jnp
-with casts by hand, and in torch, in strict float32, TF32, bfloat16 and float16. `predictions`: what `tensor_core_report`
-says of each size beside what it does: a product is called fast if it reaches 80 % of the rate of the same one padded as
-the report asks. `programs`: the bytes `gpu_report` counts, and the least time it derives from them, beside the measured
-time.
+with casts by hand, and in torch, in strict float32, TF32, bfloat16 and float16. `predictions`: what
+`tensor_core_report` says of each size beside the truth: a product is called fast if it reaches 80 % of the rate of the
+same one padded as the report asks. `programs`: the bytes `gpu_report` counts, and the least time it derives from them,
+beside the measured time.
 """
 
 from __future__ import annotations
@@ -185,7 +185,8 @@ def micro(value: float) -> str:
 
 Columns = dict[str, str | Callable[[Any], str]]
 DOTS: Columns = {
-    "size as M x K x N": "", "precision": "", "ours as ours, TFLOP/s": tera, "jnp": tera, "torch": tera, "ours_spread as spread": ".1%",
+    "size as M x K x N": "", "precision": "", "ours as ours, TFLOP/s": tera, "jnp": tera, "torch": tera,
+    "ours_spread as spread": ".1%",
 }  # fmt: skip
 PREDICTIONS: Columns = {
     "size as M x K x N": "", "predicted as predicted fast": str, "measured as measured fast": str, "right": str,

@@ -4,7 +4,7 @@
     python benchmarks/throughput.py --small                # tiny models, on a CPU too, to see that it works
 
 Whole training steps on one GPU: forward, backward, loss scale, optimizer; synthetic data that is on the device, state
-donated. Convolutional nets are NHWC here and channels last in torch. Every case is compiled, warmed up and run for a few
+donated. Convolutional nets are NHWC here and channels last in torch. Every case is compiled, warmed up and run for some
 seconds in several repetitions; rows are written as they come, and a case for which no time is left is said to be left
 out. Share of peak: FLOPs of all dots and convolutions over the time, relative to the rate of an 8192x8192 float16
 product on the same card. Where torch is not installed, its cases are left out, and that is said.
