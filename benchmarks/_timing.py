@@ -108,3 +108,10 @@ def matmul_peak(size: int = 8192, seconds: float = 2.0) -> float:
     """FLOP per second of a float16 product of two random square matrices: what the card at hand can do."""
     left, right = jax.random.normal(jax.random.key(0), (2, size, size), jnp.float16)
     return 2 * size**3 / time_steps(caller(jnp.matmul, left, right), seconds).seconds
+
+
+@functools.cache
+def copy_bandwidth(side: int = 32768, seconds: float = 1.0) -> float:
+    """Bytes per second, read and written, of the negation of a large float32 matrix."""
+    x = jax.random.normal(jax.random.key(0), (side, side))
+    return 2 * x.nbytes / time_steps(caller(jnp.negative, x), min(seconds, side / 32768)).seconds
