@@ -4,7 +4,8 @@ Decides the form of `benchmarks/results/NAME.json` and of the printed tables. Do
 
 The file: `benchmark`, `command`, `date` (UTC), `measured` (what was measured, and where), `device`, `versions`,
 `commit`, `seeds`, `small`, `complete`, and `tables`, which maps a table's name to its rows, each a dictionary. It is
-written anew at every row, so that a run that is cut short leaves what it had; `complete` tells whether it was not.
+written anew at every row, so that a run that is cut short leaves what it had; `complete` tells whether it was not. A
+run of some models alone keeps the rows of the others: `kept` then says what made those.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Results:
         self, name: str, measured: str, *, seeds: Sequence[int] = (0,), small: bool = False, out: pathlib.Path = RESULTS
     ) -> None:
         self.stem = out / (f"{name}-small" if small else name)
+        self.path = self.stem.with_name(self.stem.name + ".json")
         self.tables: dict[str, list[Row]] = {}
         self._about = {
             "benchmark": name,
@@ -70,14 +72,26 @@ class Results:
         self.write(complete=False)
         return row
 
+    def keep(self, wanted: Callable[[str, Row], bool]) -> None:
+        """Takes over the rows `(table, row)` of the file there is, if the same versions of everything made it."""
+        if not self.path.exists():
+            return
+        before = json.loads(self.path.read_text())
+        if before["versions"] != self._about["versions"]:
+            return
+        for table, rows in before["tables"].items():
+            if kept := [row for row in rows if wanted(table, row)]:
+                self.tables[table] = kept
+        if self.tables:
+            self._about["kept"] = {name: before[name] for name in ("command", "date", "commit")}
+
     def write(self, complete: bool = True) -> pathlib.Path:
         """Writes the file, whole at every moment, and returns its path."""
-        path = self.stem.with_name(self.stem.name + ".json")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_name(self.path.name + ".partial")
         partial.write_text(json.dumps(self._about | {"complete": complete, "tables": self.tables}, indent=1) + "\n")
-        partial.replace(path)
-        return path
+        partial.replace(self.path)
+        return self.path
 
     def picture(self, table: str, draw: Callable[[Any], None], size: tuple[float, float] = (9.0, 4.5)) -> None:
         """Saves what `draw(figure)` makes of a table as `NAME-TABLE.png`, if matplotlib is there."""

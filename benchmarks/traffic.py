@@ -8,13 +8,17 @@ read from modules compiled for an H200 (`.[gpu-report]`). Deterministic; nothing
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here runs on a GPU
+
 import jax
 import jax.numpy as jnp
 import optax
+from _behind import behind, by_model
 from _cases import CASES, Case, given_gradients
 from _peers import (
     Loss,
@@ -70,7 +74,8 @@ TRAINING_STEPS: dict[str, Callable[[Callable[..., Loss]], Step]] = {
 }
 
 
-SMALL_WAYS = (
+# What a large model is compiled for, half a minute each; the ways left out move the bytes of one that is here.
+FEW_WAYS = (
     "TF32",
     "Flax float16, DynamicScale",
     "jmp float16",
@@ -112,7 +117,7 @@ def optimizer_steps(results: Results, case: Case) -> None:
         grads = jax.tree.map(lambda p, dtype=dtype: jax.ShapeDtypeStruct(p.shape, dtype), params)
         for how, make in OPTIMIZER_STEPS.items():
             made = measure(make(given_gradients), params, {}, grads)
-            about = {"parameters of": case.name, "gradients": jnp.dtype(dtype).name, "how": how}
+            about = {"model": case.name, "gradients": jnp.dtype(dtype).name, "how": how}
             results.add("optimizer step", about | {"bytes_per_parameter": made["bytes"] / size} | made)
 
 
@@ -127,6 +132,10 @@ def training_steps(results: Results, case: Case, ways: Collection[str]) -> None:
 
 def mega(value: float) -> str:
     return f"{value / 1e6:.1f}"
+
+
+def count(value: float) -> str:
+    return f"{value / 1e6:.1f} MB" if value > 1e6 else str(value)
 
 
 def arithmetic(shares: dict[str, float]) -> str:
@@ -146,17 +155,25 @@ FIGURES = {
 def print_tables(results: Results) -> None:
     optimizer = {"gradients": "", "how": "", "bytes_per_parameter as bytes a parameter": ".2f"} | FIGURES
     training = {"how": "", "bytes as MB": mega} | FIGURES | {"arithmetic as products in": arithmetic}
-    for title, key, columns in (("optimizer step", "parameters of", optimizer), ("training step", "model", training)):
-        rows = results.tables.get(title, [])
-        for name in dict.fromkeys(row[key] for row in rows):
-            show(f"{title}, {name}", columns, [row for row in rows if row[key] == name])
+    for table, columns in (("optimizer step", optimizer), ("training step", training)):
+        for name, rows in by_model(results, table).items():
+            show(f"{table}, {name}", columns, rows)
 
-
-COLOURS = {"ours": "tab:orange", "float32": "tab:grey", "TF32": "tab:grey", "bare": "tab:grey"}
+    columns = {
+        "model": "",
+        "how": "",
+        "figure": "",
+        "ours": count,
+        "peer as the best peer": "",
+        "theirs": count,
+        "why": "",
+    }
+    show("where a peer needs less, by more than 1 %", columns, behind(results))
 
 
 def colour(how: str) -> str:
-    return next((colour for start, colour in COLOURS.items() if start in how), "tab:blue")
+    wide = how.startswith(("float32", "TF32", "bare", "clipping, bare"))
+    return "tab:orange" if "ours" in how else "tab:grey" if wide else "tab:blue"
 
 
 def bars(axes: Any, rows: list[dict[str, Any]], values: list[float], title: str, labels: list[str]) -> None:
@@ -164,35 +181,31 @@ def bars(axes: Any, rows: list[dict[str, Any]], values: list[float], title: str,
     axes.bar_label(axes.containers[0], labels, padding=3, fontsize=8)
     axes.set_title(title, fontsize=10, loc="left")
     axes.invert_yaxis()
-    axes.margins(x=0.22)
+    axes.margins(x=0.35)
     axes.tick_params(labelsize=8)
 
 
 def draw(results: Results) -> None:
     """One plot of the training steps and one of the optimizer steps."""
-    for table, key in (("training step", "model"), ("optimizer step", "parameters of")):
-        rows = results.tables.get(table, [])
-        names = list(dict.fromkeys(row[key] for row in rows))
+    for table, panels, columns in (("training step", panel_of_training, 1), ("optimizer step", panels_of_optimizer, 2)):
+        models = by_model(results, table)
 
-        def picture(figure: Any, rows=rows, names=names, key=key, table=table) -> None:
+        def picture(figure: Any, table=table, panels=panels, columns=columns, models=models) -> None:
             figure.suptitle(f"{table}: memory traffic, compiled for an H200 (orange: jmp_train)", fontsize=11)
-            grid = figure.subplots(len(names), 2 if table == "optimizer step" else 1, squeeze=False)
-            for panels, name in zip(grid, names, strict=True):
-                chosen = [row for row in rows if row[key] == name]
-                if table == "training step":
-                    panels_of_training(panels[0], chosen, name)
-                else:
-                    panels_of_optimizer(panels, chosen, name)
+            heights = [len(rows) + 2 for rows in models.values()]
+            grid = figure.subplots(len(models), columns, squeeze=False, height_ratios=heights)
+            for axes, (name, rows) in zip(grid, models.items(), strict=True):
+                panels(axes, rows, name)
 
-        if rows:
-            longest = max(sum(row[key] == name for row in rows) for name in names)
-            results.picture(table, picture, (10.0, 0.6 + len(names) * (0.4 + 0.19 * longest)))
+        if models:
+            lines = sum(len(rows) + 2 for rows in models.values())
+            results.picture(table, picture, (10.0, 0.6 + 0.21 * lines))
 
 
-def panels_of_training(axes: Any, rows: list[dict[str, Any]], name: str) -> None:
+def panel_of_training(panels: Any, rows: list[dict[str, Any]], name: str) -> None:
     sums = [f", {row['sixteen_bit_sums']} sums in 16 bits" if row["sixteen_bit_sums"] else "" for row in rows]
     labels = [f"{mega(row['bytes'])} MB{each}" for row, each in zip(rows, sums, strict=True)]
-    bars(axes, rows, [row["bytes"] / 1e6 for row in rows], name, labels)
+    bars(panels[0], rows, [row["bytes"] / 1e6 for row in rows], name, labels)
 
 
 def panels_of_optimizer(panels: Any, rows: list[dict[str, Any]], name: str) -> None:
@@ -210,11 +223,14 @@ def main() -> None:
         "traffic", "compiled for an NVIDIA H200, which need not be there; not run", small=options.small, out=options.out
     )
     names = ["mlp"] if options.small else options.models
+    if not options.small and set(names) < set(CASES):
+        results.keep(lambda table, row: row["model"] not in names)
     for name in names:
         if name in ("mlp", "resnet50"):
             optimizer_steps(results, CASES[name]())
     for name in names:
-        training_steps(results, CASES[name](), SMALL_WAYS if options.small else TRAINING_STEPS)
+        few = options.small or name == "resnet50"
+        training_steps(results, CASES[name](), FEW_WAYS if few else TRAINING_STEPS)
     print_tables(results)
     draw(results)
     results.write()

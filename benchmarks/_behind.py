@@ -1,0 +1,75 @@
+"""Where a peer's compiled step needs less than this library's, and why.
+
+Decides what is compared with what, and says what was read from the compiled modules. The rows are those of
+`traffic.py`: which of them are behind is found, not written.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from _cases import CASES
+from _results import Results, Row
+
+# What does the same work as which of our rows.
+SCALED = ("by hand", "Flax float16, DynamicScale", "Flax float16, apply_if_finite", "jmp", "mpx")
+PEERS = {
+    "ours": (*SCALED, "Flax DynamicScale", "optax"),
+    "clipping, ours": ("clipping, Flax",),
+    "ours, mixed_bfloat16, no scale": ("Flax bfloat16",),
+}
+FIGURES = ("bytes", "kernels", "copies", "temporary")
+
+BOOKKEEPING = "which leaf overflowed is kept for `overflow_report`: a few kernels in all, none a leaf"
+FLOAT32_GRADIENTS = "weights' gradients leave their products in float32 (`reduce_dtype`); with float16 it is less"
+SOFTMAX = "autocast computes the softmax again in the backward pass; XLA makes one kernel only of one that is kept"
+CASTS_IN_LOOP = "autocast casts the weights inside the time loop, and XLA leaves that in every step"
+BATCH_NORM = "autocast keeps a second 16-bit copy inside each batch norm and relu's mask as bytes; Flax keeps neither"
+WHY = {
+    ("mlp optimizer", "kernels"): BOOKKEEPING,
+    ("mlp", "kernels"): BOOKKEEPING,
+    ("cnn", "kernels"): BOOKKEEPING,
+    ("mlp", "bytes"): FLOAT32_GRADIENTS,
+    ("transformer", "bytes"): SOFTMAX,
+    ("transformer", "kernels"): SOFTMAX,
+    ("transformer", "copies"): "one layer norm's scale, 6 kB, which is updated in place while it is still to be read",
+    ("lstm", "bytes"): f"{CASTS_IN_LOOP}; {FLOAT32_GRADIENTS.partition(';')[0]}",
+    ("lstm", "kernels"): CASTS_IN_LOOP,
+    ("resnet50", "bytes"): BATCH_NORM,
+    ("resnet50", "temporary"): BATCH_NORM,
+}
+
+
+def by_model(results: Results, table: str) -> dict[str, list[Row]]:
+    """The rows of a table, by model in the order of `CASES`."""
+    rows = sorted(results.tables.get(table, []), key=lambda row: list(CASES).index(row["model"]))
+    return {name: list(group) for name, group in itertools.groupby(rows, lambda row: row["model"])}
+
+
+def behind(results: Results) -> list[Row]:
+    """For each of our rows and each figure the best peer, where it is better by more than 1 %."""
+    found = []
+    for table, suffix in (("optimizer step", " optimizer"), ("training step", "")):
+        for name, rows in by_model(results, table).items():
+            for mine, peers in _compared(rows):
+                for figure in FIGURES:
+                    best = min(peers, key=lambda row: row[figure])
+                    if mine[figure] > 1.01 * best[figure] and _counts(mine, figure):
+                        how = ", ".join([mine["how"], *([mine["gradients"]] if "gradients" in mine else [])])
+                        found.append({"model": name + suffix, "how": how, "figure": figure, "ours": mine[figure]})
+                        found[-1] |= {"peer": best["how"], "theirs": best[figure], "sums": best["sixteen_bit_sums"]}
+                        found[-1]["why"] = WHY.get((name + suffix, figure), "not explained")
+    return found
+
+
+def _compared(rows: list[Row]) -> Iterator[tuple[Row, list[Row]]]:
+    for mine in (row for row in rows if row["how"] in PEERS):
+        same = (row for row in rows if row.get("gradients") == mine.get("gradients"))
+        if peers := [row for row in same if row["how"].startswith(PEERS[mine["how"]])]:
+            yield mine, peers
+
+
+def _counts(row: Row, figure: str) -> bool:
+    """Temporary memory below 1 % of the peak is nobody's concern."""
+    return figure != "temporary" or row[figure] > 0.01 * row["peak"]
