@@ -26,11 +26,11 @@ MAKERS: dict[str, Callable[..., Workload]] = {
 }
 
 _IMAGES = {"classes": 16, "image": 32, "batch_size": 4}
-_TEXT = {"vocabulary": 64, "layers": 2, "width": 32, "length": 16, "batch_size": 4}
+_TEXT = {"vocabulary": 64, "layers": 1, "width": 32, "length": 16, "batch_size": 4}
 TINY: dict[str, dict[str, Any]] = {
     "resnet50": _IMAGES | {"blocks": (1, 1), "width": 8},
     "vgg19": _IMAGES | {"layers": (8, POOL, 16, POOL), "hidden": 32},
-    "densenet121": _IMAGES | {"blocks": (2, 2), "growth": 8},
+    "densenet121": _IMAGES | {"blocks": (1, 1), "growth": 8},
     "bert_base": _TEXT | {"heads": 2},
     "lstm": _TEXT,
     "gpt2": _TEXT | {"heads": 2},

@@ -1,0 +1,117 @@
+"""How long a step takes on the device at hand, whatever library it is written in.
+
+Decides when the clock runs: after a warm-up, over repetitions of many steps each, every one waited for at its end; the
+median counts. Does not decide what a step is.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Tree = Any
+
+
+class Timing(NamedTuple):
+    """Seconds of one step: the median of the repetitions, the least and the most; how many steps each had."""
+
+    seconds: float
+    least: float
+    most: float
+    repetitions: int
+    steps: int
+
+    @property
+    def spread(self) -> float:
+        """The distance between the least and the most, relative to the median."""
+        return (self.most - self.least) / self.seconds
+
+
+def time_steps(run: Callable[[int], None], seconds: float, repetitions: int = 9) -> Timing:
+    """Times `run(steps)`, which runs so many steps and returns when the device is done.
+
+    Args:
+      run: the compiled program; its first calls are the warm-up.
+      seconds: how long all repetitions together should take.
+      repetitions: each of at least two steps.
+    """
+    run(2)
+    one = max(_clocked(run, 3), 1e-7)
+    steps = max(2, round(seconds / repetitions / one))
+    run(min(steps, max(1, round(0.2 * seconds / one))))  # at the clock rate that the load settles at
+    measured = [_clocked(run, steps) for _ in range(repetitions)]
+    return Timing(statistics.median(measured), min(measured), max(measured), repetitions, steps)
+
+
+def _clocked(run: Callable[[int], None], steps: int) -> float:
+    start = time.perf_counter()
+    run(steps)
+    return (time.perf_counter() - start) / steps
+
+
+class Stepper:
+    """A compiled JAX step with its state donated, to be run many times over the same batch.
+
+    Args:
+      step: `(state, batch) -> (state, loss)`.
+      state, batch: on the device. `state` must not be used afterwards.
+
+    Attributes:
+      compile_seconds: tracing included.
+      peak_bytes: what one step holds at most: state, batch and everything between, as the compiler laid it out.
+      losses: the first step's, and the last one's.
+    """
+
+    def __init__(self, step: Callable[[Tree, Tree], tuple[Tree, jax.Array]], state: Tree, batch: Tree) -> None:
+        start = time.perf_counter()
+        self._compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
+        self.compile_seconds = time.perf_counter() - start
+        self.peak_bytes = peak_bytes(self._compiled)
+        self.state, self._batch = state, batch
+        self.losses: list[float] = []
+        self(1)
+
+    def __call__(self, steps: int) -> None:
+        for _ in range(steps):
+            self.state, loss = self._compiled(self.state, self._batch)
+        jax.block_until_ready((self.state, loss))
+        self.losses[1:] = [float(loss)]
+
+
+def peak_bytes(compiled: jax.stages.Compiled) -> int:
+    """Arguments, results and temporary memory of one call, what is donated counted once."""
+    memory: Any = compiled.memory_analysis()
+    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return kept + memory.temp_size_in_bytes
+
+
+def caller(fn: Callable[..., Any], *args: Any) -> Callable[[int], None]:
+    """`run` of `time_steps` for a function of arrays: `fn` jitted and called again and again."""
+    compiled = jax.jit(fn).lower(*args).compile()
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            out = compiled(*args)
+        jax.block_until_ready(out)
+
+    return run
+
+
+@functools.cache
+def matmul_peak(size: int = 8192, seconds: float = 2.0) -> float:
+    """FLOP per second of a float16 product of two random square matrices: what the card at hand can do."""
+    left, right = jax.random.normal(jax.random.key(0), (2, size, size), jnp.float16)
+    return 2 * size**3 / time_steps(caller(jnp.matmul, left, right), seconds).seconds
+
+
+@functools.cache
+def copy_bandwidth(side: int = 32768, seconds: float = 1.0) -> float:
+    """Bytes per second, read and written, of the negation of a large float32 matrix."""
+    x = jax.random.normal(jax.random.key(0), (side, side))
+    return 2 * x.nbytes / time_steps(caller(jnp.negative, x), min(seconds, side / 32768)).seconds

@@ -1,0 +1,121 @@
+"""The benchmarks that need a GPU: their models are the published ones, and the scripts run, here at tiny sizes."""
+
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import models
+
+BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
+
+# As torchvision, Hugging Face (BertForMaskedLM of bert-base-uncased, gpt2) and Zaremba et al. (66 million) have them.
+PUBLISHED = {
+    "resnet50": ({}, 25_557_032),
+    "vgg19": ({}, 143_667_240),
+    "densenet121": ({}, 7_978_856),
+    "bert_base": ({"vocabulary": 30522}, 109_514_298),
+    "lstm": ({"width": 1500}, 66_022_000),
+    "gpt2": ({"vocabulary": 50257}, 124_439_808),
+}
+
+
+@pytest.mark.parametrize("name", models.MAKERS)
+def test_models_have_the_published_number_of_parameters(name):
+    sizes, published = PUBLISHED[name]
+    params, _ = jax.eval_shape(models.make(name, **sizes).init, jax.random.key(0))
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) == published
+
+
+@pytest.mark.parametrize("name", ["vgg19", "bert_base", "gpt2", "lstm"])
+def test_dimensions_are_multiples_of_8(name):
+    """All of every weight's, but for the three colours of an image."""
+    params, _ = jax.eval_shape(models.make(name).init, jax.random.key(0))
+    wide = [leaf.shape for leaf in jax.tree.leaves(params) if len(leaf.shape) > 1]
+    odd = {dim for shape in wide for dim in shape[-2:] if dim % 8}
+    assert odd <= ({3} if name == "vgg19" else {2, 12})  # segments, heads
+
+
+def test_the_masked_loss_counts_only_what_is_to_be_guessed():
+    workload = models.make("bert_base", tiny=True)
+    batch = workload.batch()
+    outputs = np.random.default_rng(1).normal(size=(4, 16, 64)).astype(np.float32)
+    logs = np.log(np.exp(outputs.astype(np.float64)).sum(-1))
+    chosen = np.take_along_axis(outputs, batch["labels"][..., None], -1)[..., 0]
+    masked = batch["weights"] > 0
+    assert 0 < masked.sum() < masked.size
+    np.testing.assert_allclose(workload.loss(jnp.asarray(outputs), batch), (logs - chosen)[masked].mean(), rtol=1e-5)
+
+
+def run(script, out, *options):
+    """The tables of a script's small run."""
+    env = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), "--small", "--out", str(out), *options]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((out / f"{script}-small.json").read_text())
+    assert found["complete"] and found["small"]
+    return found["tables"], done.stdout
+
+
+def left_out(rows):
+    return {row["left_out"] for row in rows if row.get("left_out")} - {"torch is not installed"}
+
+
+@pytest.mark.slow
+def test_throughput_runs(tmp_path):
+    cases = ["mixed_float16", "torch bfloat16"]  # torch on a CPU has no float16 LSTM
+    tables, shown = run("throughput", tmp_path, "--models", *models.MAKERS, "--cases", *cases, "--seconds", "0.01")
+    rows = tables["throughput"]
+    assert not left_out(rows) and len(rows) == len(cases) * len(models.MAKERS)
+    ours = [row for row in rows if row["case"] == "mixed_float16"]
+    assert all(row["samples_per_second"] > 0 and row["peak_bytes"] > 0 for row in ours)
+    assert all(math.isfinite(row["last_loss"]) and row["first_loss"] > 0 for row in ours)
+    assert "densenet121" in shown and (tmp_path / "throughput-small-throughput.png").exists()
+
+
+@pytest.mark.slow
+def test_throughput_knows_every_case(tmp_path):
+    tables, _ = run("throughput", tmp_path, "--models", "gpt2", "--cases", "[!t]*", "tensor*", "--seconds", "0.01")
+    rows = {row["case"]: row for row in tables["throughput"]}
+    assert not left_out(rows.values())
+    assert set(rows) == {
+        "float32", "tensorfloat32", "mixed_bfloat16", "mixed_float16", "flax bfloat16", "flax float16"
+    }  # fmt: skip
+    assert rows["float32"]["speedup"] == 1 and rows["flax float16"]["speedup"] > 0
+    first = [row["first_loss"] for row in rows.values()]
+    assert max(first) - min(first) < 2e-3 * min(first)  # one model, one batch
+
+
+@pytest.mark.slow
+def test_throughput_stops_in_time_and_says_so(tmp_path):
+    tables, _ = run("throughput", tmp_path, "--models", "lstm", "--minutes", "0")
+    assert left_out(tables["throughput"]) == {"no time is left"}
+
+
+@pytest.mark.slow
+def test_loss_scaling_runs(tmp_path):
+    tables, _ = run("loss_scaling", tmp_path, "--parameters", "lstm", "--seconds", "0.01")
+    rows = tables["loss scaling"]
+    assert not left_out(rows)
+    here = {row["case"]: row for row in rows if "step_seconds" in row}
+    assert {"bare", "ours", "flax DynamicScale", "by hand, lax.cond"} <= set(here)
+    assert all(row["skipped_seconds"] > 0 for case, row in here.items() if not case.endswith("bare"))
+    assert (tmp_path / "loss_scaling-small-loss-scaling.png").exists()
+
+
+@pytest.mark.slow
+def test_matmul_runs(tmp_path):
+    tables, _ = run("matmul", tmp_path)
+    assert not left_out(tables["programs"]) and all(row["bytes"] > 0 for row in tables["programs"])
+    assert all("ours" in row for row in tables["dots"])
+    assert [row["predicted"] for row in tables["predictions"]] == [True, False]
