@@ -18,7 +18,7 @@ class Store:
     """Runs by application, precision and seed.
 
     The file has `about` (device, versions and commit of the last run) and `applications`: for each its `source` (a
-    hash), `metric`, `steps`, `gradients_lost` (see `_training.gradients_lost`) and `runs`, by precision, a list by seed.
+    hash), `metric`, `steps`, `gradients_lost` (see `_training.gradients_lost`) and `runs`: by precision, by seed.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
