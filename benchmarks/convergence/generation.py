@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from scipy.linalg import sqrtm

@@ -1,7 +1,7 @@
 """Segmentation: a U-Net says of each pixel which digit it belongs to, or that it is background.
 
-Real: the digits, the photographs behind them, the network. Made: where the digits stand. Smaller: width, depth, 48 by 48
-pixels. Stands for medical and industrial segmentation (Ronneberger et al., 2015; NVIDIA's U-Net).
+Real: the digits, the photographs behind them, the network. Made: where the digits stand. Smaller: width, depth, 48 by
+48 pixels. Stands for medical and industrial segmentation (Ronneberger et al., 2015; NVIDIA's U-Net).
 """
 
 from collections.abc import Sequence

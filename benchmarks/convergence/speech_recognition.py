@@ -1,7 +1,7 @@
 """Speech recognition: bidirectional recurrent layers over convolved spectrograms, trained with CTC.
 
-Real: the words, the network (two convolutions, two bidirectional GRUs), the loss, greedy decoding, the metric. Made: the
-speech (see `_speech.py`). Stands for Deep Speech 2 (Amodei et al., 2016), on which the paper reports the character
+Real: the words, the network (two convolutions, two bidirectional GRUs), the loss, greedy decoding, the metric. Made:
+the speech (see `_speech.py`). Stands for Deep Speech 2 (Amodei et al., 2016), on which the paper reports the character
 error rates of English and Mandarin, and the loss of 80 % relative accuracy with 16-bit weights.
 """
 
