@@ -1,0 +1,33 @@
+"""The applications of the suite, in the order of the table."""
+
+from . import (
+    detection,
+    generation,
+    image_classification,
+    language_modelling,
+    masked_language_modelling,
+    recommendation,
+    segmentation,
+    speech_recognition,
+    speech_synthesis,
+    translation,
+)
+from ._application import Application
+
+MODULES = (
+    image_classification,
+    detection,
+    segmentation,
+    speech_recognition,
+    translation,
+    language_modelling,
+    masked_language_modelling,
+    recommendation,
+    generation,
+    speech_synthesis,
+)
+
+
+def applications() -> list[Application]:
+    """Every application; building one makes or loads its data."""
+    return [application for module in MODULES for application in module.applications()]

@@ -1,0 +1,76 @@
+"""The file of results, `convergence.json`: written whole after each run, so that a suite cut short goes on from there.
+
+Decides when a run may be kept: the same application, precision and seed, and the same source of the application.
+"""
+
+import hashlib
+import inspect
+import json
+import pathlib
+import sys
+from typing import Any
+
+from .._results import commit, device, versions
+from ._application import Application, Precision
+
+
+class Store:
+    """Runs by application, precision and seed.
+
+    The file has `about` (device, versions and commit of the last run) and `applications`: for each its `source` (a
+    hash), `metric`, `steps`, `gradients_lost` (see `_training.gradients_lost`) and `runs`: by precision, by seed.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+        self.content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"applications": {}}
+
+    def has(self, application: Application, precision: Precision, seed: int) -> bool:
+        """Whether this run is here, of the application as it is now."""
+        return seed < len(self.runs(application, precision))
+
+    def runs(self, application: Application, precision: Precision) -> list[Any]:
+        """The runs of one row, by seed."""
+        kept = self.content["applications"].get(application.name, {})
+        return kept["runs"].get(precision.name, []) if kept.get("source") == source(application) else []
+
+    def lost(self, application: Application) -> list[dict[str, float]]:
+        """What `gradients_lost` found, a player each."""
+        return self.content["applications"].get(application.name, {}).get("gradients_lost", [])
+
+    def add(self, application: Application, precision: Precision, seed: int, record: dict[str, Any]) -> None:
+        """Keeps a run, the next of its row."""
+        runs = self._of(application)["runs"].setdefault(precision.name, [])
+        assert len(runs) == seed
+        runs.append(record)
+        self._write()
+
+    def add_lost(self, application: Application, lost: list[dict[str, float]]) -> None:
+        """Keeps what `gradients_lost` found."""
+        self._of(application)["gradients_lost"] = lost
+        self._write()
+
+    def _of(self, application: Application) -> dict[str, Any]:
+        kept = self.content["applications"].get(application.name)
+        if kept is None or kept["source"] != source(application):
+            kept = {
+                "source": source(application),
+                "metric": application.metric,
+                "steps": application.steps,
+                "gradients_lost": [],
+                "runs": {},
+            }
+            self.content["applications"][application.name] = kept
+        return kept
+
+    def _write(self) -> None:
+        self.content["about"] = {"device": device(), "versions": versions(), "commit": commit()}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.content, indent=1) + "\n")
+        partial.replace(self.path)
+
+
+def source(application: Application) -> str:
+    """A hash of the file that defines the application."""
+    return hashlib.sha256(inspect.getsource(sys.modules[application.evaluate.__module__]).encode()).hexdigest()[:12]
