@@ -104,6 +104,40 @@ def test_a_mask_and_a_literal_that_fit_widen_nothing():
     assert [op.dtype for op in operations if op.primitive == "mul"] == ["float16"]
 
 
+def entropy_of_attention(w, x):
+    weights = jax.nn.softmax(x @ w @ x.T * 0.7)
+    return jnp.mean((weights @ x @ w) ** 2) - jnp.sum(weights * jnp.log(weights))
+
+
+def rates_cut_off(w, x):
+    """`rates`, up to 1e6, are bounded before they meet a dot and read again after it."""
+    rates = jnp.exp(x @ w * 0.6)
+    out = jnp.minimum(rates, 50.0) @ w
+    return jnp.mean(out**2) * 1e-3 + 1e-6 * jnp.mean(rates * (1 + out))
+
+
+def log_of_gates(w, x):
+    gates = jax.nn.sigmoid(x @ w)
+    return jnp.mean((gates @ w) ** 2) + jnp.mean(jnp.log(gates))
+
+
+def divided_by_a_bell(w, x):
+    bell = jnp.exp(-jnp.square(x @ w) * 0.05)
+    out = bell @ w
+    return jnp.mean(out**2) + 1e-9 * jnp.mean(out / bell)
+
+
+@pytest.mark.parametrize("fn", [entropy_of_attention, rates_cut_off, log_of_gates, divided_by_a_bell])
+def test_a_float32_value_that_a_dot_rounds_is_finite_for_its_other_readers(fn):
+    """Softmaxes and exponentials that float16 holds as zero or infinity, in the forward and in the backward pass."""
+    rng = np.random.default_rng(0)
+    w, x = (3 * rng.standard_normal((8, 8))).astype(np.float32), rng.standard_normal((16, 8)).astype(np.float32)
+    got = jax.jit(autocast(jax.value_and_grad(fn), "mixed_float16"))(w, x)
+    want = jax.value_and_grad(fn)(w, x)
+    for one, other in zip(got, want, strict=True):
+        assert np.linalg.norm(one - other) < 2e-2 * np.linalg.norm(other)
+
+
 def test_a_solver_takes_the_iterations_of_float32():
     def solve(w, b):
         def step(state):

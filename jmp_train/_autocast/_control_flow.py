@@ -51,13 +51,13 @@ def flags(planner: Planner, node: Node, inside: Place, outs: list[Flags]) -> lis
 def _loop_flags(planner: Planner, body: Any, inside: Place, outs: list[Flags], consts: int, carry: int) -> list[Flags]:
     first = planner.in_flags(body, inside, outs)
     pairs = zip(outs[:carry], first[consts : consts + carry], strict=True)
-    fed_back = [Flags(a.reaches_dot or b.reaches_dot, a.to_dot or b.to_dot) for a, b in pairs]
+    fed_back = [_merge(a, b)._replace(only_wide=False) for a, b in pairs]
     return planner.in_flags(body, inside, [*fed_back, *outs[carry:]])
 
 
 def _merge(*all_flags: Flags) -> Flags:
-    reaches, to_dot, only_wide = zip(*all_flags, strict=True)
-    return Flags(any(reaches), any(to_dot), all(only_wide))
+    reaches, to_dot, only_wide, exact = zip(*all_flags, strict=True)
+    return Flags(any(reaches), any(to_dot), all(only_wide), any(exact))
 
 
 def enter(
@@ -69,7 +69,7 @@ def enter(
     run, reads, out_kinds, bodies = handler(planner, node, place.inside(node), kinds, out_flags)
     if run is None:
         entry = Entry(Rule.RECORDED, "its condition depends on a float that the loop computes")
-    step = Step(node, entry, reads, [False] * len(reads), run=run, bodies=bodies)
+    step = Step(node, entry, reads, run=run, bodies=bodies)
     return step, out_kinds, any(map(_has_dot, bodies))
 
 

@@ -23,6 +23,12 @@ from ._table import Entry, Rule
 
 # Rounding before these is rounding after them: they pass values on, some of them, or their negatives.
 _EXACT = frozenset("max min neg abs select_n clamp concatenate pad stack dynamic_update_slice scatter".split())
+# The operands of which a rounding to zero, to one or to infinity is no small change.
+_DELICATE = {
+    **dict.fromkeys("log log2 log1p sqrt rsqrt cbrt reciprocal pow digamma lgamma".split(), 0),
+    **dict.fromkeys("erf_inv asin acos atanh acosh".split(), 0),
+    **dict.fromkeys(("div", "rem", "clamp"), 1),
+}
 # What follows its operands and yet rounds: worth running in float32 where that costs nothing.
 ROUNDS = frozenset("add sub add_any mul div rem atan2 tanh logistic erf erfc".split())
 POOLS = frozenset({"reduce_window_max", "reduce_window_min"})
@@ -45,11 +51,14 @@ class Flags(NamedTuple):
       reaches_dot: some dot depends on it.
       to_dot: a dot consumes it, directly or through operations that pass values on as they are.
       only_wide: only operations that run in float32 consume it.
+      exact: what is finite for it may not be for its copy in the compute dtype: something divides by it, takes its
+        logarithm, or bounds it first.
     """
 
     reaches_dot: bool = False
     to_dot: bool = False
     only_wide: bool = False
+    exact: bool = False
 
 
 class Place(NamedTuple):
@@ -139,7 +148,7 @@ class Backward:
     def __init__(self, program: Program, out_flags: Sequence[Flags]):
         count = len(program.avals)
         self._reaches, self._to_dot = [False] * count, [False] * count
-        self._used, self._not_wide = [False] * count, [False] * count
+        self._used, self._not_wide, self._exact = [False] * count, [False] * count, [False] * count
         self._handed_out, self._avals = set(program.outputs), program.avals
         self.readers = [0] * count
         for number, flags in zip(program.outputs, out_flags, strict=True):
@@ -151,10 +160,11 @@ class Backward:
         self._used[number] = True
         self.readers[number] += 1
         self._not_wide[number] |= not flags.only_wide
+        self._exact[number] |= flags.exact
 
     def __getitem__(self, number: int) -> Flags:
         only_wide = self._used[number] and not self._not_wide[number]
-        return Flags(self._reaches[number], self._to_dot[number], only_wide)
+        return Flags(self._reaches[number], self._to_dot[number], only_wide, self._exact[number])
 
     def is_for_one_dot(self, number: int) -> bool:
         return self._to_dot[number] and self.readers[number] == 1
@@ -189,8 +199,16 @@ class Backward:
             flags = Flags(reaches or node.name in DOTS, to_dot, False)
         if (entry.rule is Rule.SHAPE or node.name == "add_any") and not self._handed_out.isdisjoint(node.outs):
             self._handed_out.update(node.ins)
-        for number in node.ins:
-            self.add(number, flags)
+        passes = entry.rule is Rule.SHAPE or node.name in _EXACT
+        exact = entry.rule is Rule.RECORDED or (passes and any(out.exact for out in outs))
+        for position, number in enumerate(node.ins):
+            self.add(number, flags._replace(exact=exact or _is_delicate(node, position)))
+
+
+def _is_delicate(node: Node, position: int) -> bool:
+    if node.name == "integer_pow":
+        return node.params["y"] < 0
+    return node.name == "min" or _DELICATE.get(node.name) == position
 
 
 EnterFlags = Callable[[Node, Place, list[Flags]], list[Flags]]

@@ -180,14 +180,11 @@ class _Walk:
         shared = state.kept or (state.costly and self.flow.readers[number] > 1)
         return depth > state.depth or (shared and read is not None and wait is not Wait.FUSED)
 
-    def _step(self, node: Node, entry: Entry, reads: Sequence[np.dtype | None], **rest: Any) -> Step:
-        return Step(node, entry, list(reads), [False] * len(reads), **rest)
-
     def _recorded_kind(self, number: int) -> Kind:
         return Kind.WIDE if is_float32(self.program.avals[number]) else Kind.FIXED
 
     def _recorded(self, node: Node, entry: Entry, kinds: list[Kind]) -> tuple[Step, list[Kind]]:
-        reads = [None if kind is Kind.FIXED else FLOAT32 for kind in kinds]
+        reads: list[np.dtype | None] = [None if kind is Kind.FIXED else FLOAT32 for kind in kinds]
         outs = [self._recorded_kind(number) for number in node.outs]
         if node.name == "convert_element_type" and kinds[0] is Kind.LOW and node.params["new_dtype"] == self.low:
             reads = [self.low]  # the user asks for what the value already is
@@ -195,7 +192,7 @@ class _Walk:
             outs = [kind_of_known(self.program.known[node.ins[0]], self.program.avals[node.outs[0]], self.low)]
         elif node.name == "convert_element_type" and self.program.avals[node.ins[0]].dtype == np.bool_:
             outs = [Kind.SOFT if kind is Kind.WIDE else kind for kind in outs]  # zeros and ones fit anywhere
-        return self._step(node, entry, reads), outs
+        return Step(node, entry, reads), outs
 
     def _high(self, node: Node, entry: Entry, kinds: list[Kind]) -> tuple[Step, list[Kind]]:
         avals = [self.program.avals[number] for number in node.ins]
@@ -204,7 +201,7 @@ class _Walk:
         casts = [aval.dtype if is_sixteen_bit(aval) else None for aval in out_avals]
         one = node.name == "scatter-add" and adds_one_per_row(node, avals)
         run = functools.partial(add_one_per_row, node) if one else None
-        return self._step(node, entry, reads, casts=casts, run=run), [self._recorded_kind(n) for n in node.outs]
+        return Step(node, entry, reads, casts=casts, run=run), [self._recorded_kind(n) for n in node.outs]
 
     def _follow(self, node: Node, entry: Entry, kinds: list[Kind]) -> tuple[Step, list[Kind]]:
         floating = [kind for kind in kinds if kind is not Kind.FIXED]
@@ -212,13 +209,15 @@ class _Walk:
             return self._widest(node, entry, kinds)  # an edit: its operands still need one dtype
         if node.name == "rev" and kinds == [Kind.SOFT] and self.flow.is_for_one_dot(node.outs[0]):
             return self._pairwise(node, entry, kinds, Kind.LOW)  # a cast after it would hide cuDNN's data gradient
+        if node.name in ROUNDS and self.flow[node.outs[0]].exact:
+            return self._pairwise(node, entry, kinds, Kind.WIDE)
         first = next(iter(floating), Kind.FIXED)
         sources = kinds if len(node.outs) == len(node.ins) else [first] * len(node.outs)
         outs = [
             kind if is_float32(self.program.avals[number]) else Kind.FIXED
             for number, kind in zip(node.outs, sources, strict=True)
         ]
-        return self._step(node, entry, [dtype_of(kind, self.low) for kind in kinds]), outs
+        return Step(node, entry, [dtype_of(kind, self.low) for kind in kinds]), outs
 
     def _widest(self, node: Node, entry: Entry, kinds: list[Kind]) -> tuple[Step, list[Kind]]:
         only_wide = node.name in ROUNDS and all(self.flow[number].only_wide for number in node.outs)
@@ -230,7 +229,7 @@ class _Walk:
         reads = [None if k is Kind.FIXED else dtype_of(kind, self.low) for k in kinds]
         outs = [kind if is_float32(self.program.avals[number]) else Kind.FIXED for number in node.outs]
         run = functools.partial(scatter_to_windows, node) if node.name == "select_and_scatter_add" else None
-        return self._step(node, entry, reads, run=run), outs
+        return Step(node, entry, reads, run=run), outs
 
     def _low(self, node: Node, entry: Entry, kinds: list[Kind]) -> tuple[Step, list[Kind]]:
         if node.name not in DOTS:
@@ -239,20 +238,20 @@ class _Walk:
         low = next((aval.dtype for aval in avals if is_sixteen_bit(aval)), self.low)
         reads = [None if kind is Kind.FIXED else low for kind in kinds]
         if not is_float32(self.program.avals[node.outs[0]]):
-            return self._step(node, entry, reads), [Kind.FIXED]
+            return Step(node, entry, reads), [Kind.FIXED]
         gradient = node.name != "conv_general_dilated" and self.place.is_backward(node)
         weights = self.weights if any(self.states[number].parameter for number in node.ins) else None
         leaves = self.planner.reduce if gradient and self.flow.ends_at(node.outs[0], weights) else low
         params = {"preferred_element_type": leaves}
         if leaves == self.low:
-            return self._step(node, entry, reads, params=params), [Kind.LOW]
-        return self._step(node, entry, reads, params=params, casts=[FLOAT32]), [Kind.WIDE]
+            return Step(node, entry, reads, params=params), [Kind.LOW]
+        return Step(node, entry, reads, params=params, casts=[FLOAT32]), [Kind.WIDE]
 
     def _collective(self, node: Node, entry: Entry, kinds: list[Kind]) -> tuple[Step, list[Kind]]:
         avals, wire = self.program.avals, self.planner.reduce if self.place.is_backward(node) else FLOAT32
         reads = [wire if is_float32(avals[n]) or is_sixteen_bit(avals[n]) else None for n in node.ins]
         casts = [avals[number].dtype for number in node.outs]
-        return self._step(node, entry, reads, casts=casts), [self._recorded_kind(number) for number in node.outs]
+        return Step(node, entry, reads, casts=casts), [self._recorded_kind(number) for number in node.outs]
 
     _DECIDE = {  # noqa: RUF012
         Rule.LOW: _low,
@@ -267,5 +266,5 @@ class _Walk:
     def out_kind(self, number: int, flags: Flags, carried: bool) -> Kind:
         """What a result is for those who read it outside: rounded, if a dot out there consumes it."""
         state = self.states[number]
-        rounded = flags.to_dot and state.kind is Kind.WIDE and (state.kept or carried)
+        rounded = flags.to_dot and not flags.exact and state.kind is Kind.WIDE and (state.kept or carried)
         return Kind.LOW if rounded else state.kind

@@ -57,7 +57,7 @@ def state_of_result(
         stored = flags.to_dot and is_costly(step)
         state.root = not state.again and (state.raw or stored or any(s.raw or s.again for s in sources))
     elif kind is Kind.WIDE and state.computed:
-        state.kept = state.root = flags.to_dot
+        state.kept = state.root = flags.to_dot and not flags.exact
         state.again = not state.kept and is_exactly_repeatable(step, states)
         state.costly = is_costly(step) or any(s.again and s.costly for s in sources)
     return state

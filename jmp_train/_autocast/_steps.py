@@ -55,7 +55,7 @@ class Step:
 
     Attributes:
       reads: the dtype to read each operand in; `None` for operands that were not recorded in float32.
-      far: whether each operand is read through its stored copy in the compute dtype.
+      far: whether each operand is read through its stored copy in the compute dtype; filled in by the walk.
       params: parameters of the primitive that change.
       casts: the dtype each result is cast to after the operation; `None` leaves it.
       run: runs a node that has a program inside, given its operands; `None` for every other.
@@ -66,7 +66,7 @@ class Step:
     node: Node
     entry: Entry
     reads: list[np.dtype | None]
-    far: list[bool]
+    far: list[bool] = dataclasses.field(default_factory=list)
     params: dict[str, Any] = dataclasses.field(default_factory=dict)
     casts: list[np.dtype | None] = dataclasses.field(default_factory=list)
     run: Callable[..., list[Any]] | None = None
