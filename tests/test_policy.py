@@ -123,8 +123,10 @@ def test_what_a_name_means(name, text):
 
 @pytest.mark.parametrize(
     "alias, name",
-    dict(O0="float32", O1="mixed_float16", O3="float16", full="float32", f32="float32", half="float16").items()
-    | dict(f16="float16", bf16="bfloat16", f64="float64").items(),
+    [
+        *dict(O0="float32", O1="mixed_float16", O3="float16", full="float32", f32="float32", half="float16").items(),
+        *dict(f16="float16", bf16="bfloat16", f64="float64").items(),
+    ],
 )
 def test_aliases(alias, name):
     assert get_policy(alias) == get_policy(name)

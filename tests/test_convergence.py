@@ -1,0 +1,107 @@
+"""The convergence suite: its statistical rule, its file of results, and its short form.
+
+The rule is tested on numbers whose verdict is known; the short form trains.
+"""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from benchmarks.convergence._application import PRECISIONS, REFERENCE, Application
+from benchmarks.convergence._store import Store
+from benchmarks.convergence._verdicts import STUDENT, Verdict, margin_of, summarise
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def evaluate(variables):
+    return 0.0
+
+
+APPLICATION = Application("made up", "accuracy, %", True, 0.5, 100, (), lambda seed: iter(()), evaluate)
+
+
+def run(metric, final=0.1, skipped=0):
+    return {"metric": metric, "losses": [[1.0, final]], "skipped": [skipped], "loss_scale": [1.0], "seconds": 1.0}
+
+
+FLOAT32 = [run(90.0), run(91.0), run(92.0)]
+
+
+@pytest.mark.parametrize("n", range(2, 11))
+def test_the_quantiles_are_students(n):
+    assert STUDENT[n - 2] == pytest.approx(stats.t.ppf(0.975, 2 * n - 2), abs=6e-4)
+
+
+def test_the_margin_is_half_the_confidence_interval_of_a_difference():
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=5), rng.normal(size=5)
+    interval = stats.ttest_ind(a, b).confidence_interval(0.95)
+    assert margin_of(a, b) == pytest.approx((interval.high - interval.low) / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "runs, verdict",
+    [
+        (FLOAT32, Verdict.MATCHES),
+        ([run(95.0), run(96.0), run(97.0)], Verdict.MATCHES),  # better is no fault
+        ([run(89.0), run(90.0), run(91.0)], Verdict.MATCHES),  # a point, where seeds differ by one
+        ([run(80.0), run(81.0), run(82.0)], Verdict.WORSE),
+        ([run(90.0), run(91.0), run(None)], Verdict.FAILS),
+        ([run(90.0, final=None)] * 3, Verdict.FAILS),
+        ([run(90.0, final=0.9)] * 3, Verdict.FAILS),  # a tenth of what float32 learned
+        ([run(90.0, skipped=100)] * 3, Verdict.FAILS),
+    ],
+)
+def test_verdicts(runs, verdict):
+    assert summarise(APPLICATION, runs, FLOAT32).verdict is verdict
+
+
+def test_where_lower_is_better_more_is_worse():
+    lower = Application("made up", "errors", False, 0.5, 100, (), lambda seed: iter(()), evaluate)
+    assert summarise(lower, [run(97.0), run(98.0), run(99.0)], FLOAT32).verdict is Verdict.WORSE
+    assert summarise(lower, [run(70.0), run(71.0), run(72.0)], FLOAT32).verdict is Verdict.MATCHES
+
+
+def test_equal_seeds_leave_the_resolution_as_margin():
+    same = [run(90.0)] * 3
+    assert summarise(APPLICATION, [run(89.6)] * 3, same).verdict is Verdict.MATCHES
+    assert summarise(APPLICATION, [run(89.4)] * 3, same).verdict is Verdict.WORSE
+
+
+def test_a_suite_goes_on_where_it_was_cut_short(tmp_path):
+    store = Store(tmp_path / "results.json")
+    store.add(APPLICATION, REFERENCE, 0, run(90.0))
+    again = Store(tmp_path / "results.json")
+    assert again.has(APPLICATION, REFERENCE, 0) and not again.has(APPLICATION, REFERENCE, 1)
+    assert not again.has(APPLICATION, PRECISIONS[1], 0)
+    assert again.runs(APPLICATION, REFERENCE) == [run(90.0)]
+
+
+def test_runs_of_an_application_that_has_changed_are_not_kept(tmp_path):
+    store = Store(tmp_path / "results.json")
+    store.add(APPLICATION, REFERENCE, 0, run(90.0))
+    store.content["applications"]["made up"]["source"] = "another"
+    assert not store.has(APPLICATION, REFERENCE, 0)
+    store.add(APPLICATION, REFERENCE, 0, run(80.0))
+    assert store.runs(APPLICATION, REFERENCE) == [run(80.0)]
+
+
+@pytest.mark.slow
+def test_the_short_form_matches_float32(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.convergence", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads((tmp_path / "convergence-quick.json").read_text())["applications"]
+    assert len(results) == 3 and (tmp_path / "convergence-quick.png").exists()
+    assert done.stdout.count("| mixed_float16 ") == 3
+    for line in done.stdout.splitlines():
+        if line.startswith(("| mixed_bfloat16 ", "| mixed_float16 ")):
+            assert "| matches |" in line.replace("  ", " "), done.stdout
