@@ -152,7 +152,7 @@ def test_every_way_takes_the_same_step(load):
     reached = {}
     for how, make in overhead.WAYS.items():
         way = make(loss)
-        state, step = way.init(params, {}), jax.jit(way.step)
+        state, value, step = way.init(params, {}), None, jax.jit(way.step)
         for _ in range(3):
             state, value = step(state, batch)
         reached[how] = jax.tree.map(np.asarray, state[0])
