@@ -28,7 +28,7 @@ def evaluate(variables):
 APPLICATION = Application("made up", "accuracy, %", True, 0.5, 100, (), lambda seed: iter(()), evaluate)
 
 
-def run(metric, final=0.1, skipped=0):
+def run(metric: float | None, final: float | None = 0.1, skipped: int = 0):
     return {"metric": metric, "losses": [[1.0, final]], "skipped": [skipped], "loss_scale": [1.0], "seconds": 1.0}
 
 
