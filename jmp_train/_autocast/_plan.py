@@ -136,7 +136,7 @@ class _Walk:
         for number, value in program.known.items():
             kind = kind_of_known(value, program.avals[number], self.low)
             values = range_of(value) if kind is Kind.SOFT else None
-            self.states[number] = State(kind, spread=np.size(value) == 1, range=values)
+            self.states[number] = State(kind, range=values)
 
     def seen(self, number: int, depth: int, wait: Wait) -> Kind:
         """What a reader at `depth` sees of a value."""

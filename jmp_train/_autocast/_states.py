@@ -6,7 +6,6 @@ Decides the `State` of each result of a step. Does not decide its kind, nor who 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +17,6 @@ from ._magnitudes import range_through
 from ._recompute import is_costly, is_repeatable
 from ._steps import State, Step
 from ._table import Rule
-
-# What is at most this part of another value costs next to nothing to read beside it.
-_SMALL = 8
 
 
 def state_of_result(
@@ -41,7 +37,6 @@ def state_of_result(
         kind,
         computed=not moves or any(s.computed for s in sources),
         parameter=moves and any(s.parameter for s in sources),
-        spread=_is_spread(step, program, states, number),
         range=range_through(step.node, [s.range for s in sources if s.kind is not Kind.FIXED]),
     )
     if kind is Kind.FIXED:
@@ -51,11 +46,12 @@ def state_of_result(
     elif kind is Kind.LOW:
         dot = step.entry.rule is Rule.LOW and step.node.name in DOTS
         state.raw = dot or (moves and any(s.raw for s in sources))
-        state.again = not (state.raw or flags.to_dot) and _is_free(step, states)
-        state.costly = state.again and (is_costly(step) or any(s.again and s.costly for s in sources))
-        # A compiler drops the rounding of a value that it computes in float32, and would store that.
-        stored = flags.to_dot and is_costly(step)
-        state.root = not state.again and (state.raw or stored or any(s.raw or s.again for s in sources))
+        state.origin = None if state.raw or flags.to_dot else _common_origin(step, sources)
+        state.again = state.origin is not None
+        # What a compiler would rather store than compute twice it would store in float32, its rounding dropped.
+        stored = state.raw or (is_costly(step) and not flags.to_dot) or any(s.raw for s in sources)
+        state.root = stored and not state.again
+        state.origin = number if state.root else state.origin
     elif kind is Kind.WIDE and state.computed:
         state.kept = state.root = flags.to_dot and not flags.exact
         state.again = not state.kept and is_exactly_repeatable(step, states)
@@ -77,20 +73,11 @@ def is_exactly_repeatable(step: Step, states: Sequence[Any]) -> bool:
     return exact and is_repeatable(step)
 
 
-def _is_free(step: Step, states: Sequence[Any]) -> bool:
-    """Whether computing a value in the compute dtype again takes no more memory than the value would.
+def _common_origin(step: Step, sources: Sequence[State]) -> int | None:
+    """The one stored value that a step in the compute dtype is elementwise in, literals aside, if it is one.
 
-    So it is if all but one of its operands are small, such as a bias. What compilers would rather store, in float32, is
-    computed again in any case.
+    The result is no larger and need not be stored beside that: the derivative `2 * x` of a square, the sigmoid of a
+    SiLU and its derivative, the error function of a GELU.
     """
-    if not is_exactly_repeatable(step, states):
-        return False
-    return is_costly(step) or len({number for number in step.node.ins if not states[number].spread}) == 1
-
-
-def _is_spread(step: Step, program: Program, states: Sequence[Any], number: int) -> bool:
-    size = math.prod(getattr(program.avals[number], "shape", ()))
-    return (step.entry.rule is Rule.SHAPE or is_repeatable(step)) and all(
-        states[operand].spread or _SMALL * math.prod(getattr(program.avals[operand], "shape", ())) <= size
-        for operand in step.node.ins
-    )
+    found = {state.origin for state in sources if state.kind is not Kind.SOFT or state.parameter}
+    return found.pop() if len(found) == 1 and is_repeatable(step) else None

@@ -32,7 +32,7 @@ class State:
       root: what far readers start from: they read it behind a barrier, so that the compiler stores it once, in 16 bits.
       again: what far readers compute again from roots, rather than have it kept; see `_recompute.py`.
       costly: computed again for kernels of their own too.
-      spread: made of values of at most an eighth of its size, so that reading it moves next to nothing.
+      origin: the one root that a value in the compute dtype is, or is computed again from, if it is one.
       range: of the numbers that it can be, if it is made of literals and booleans alone.
     """
 
@@ -45,7 +45,7 @@ class State:
     root: bool = False
     again: bool = False
     costly: bool = False
-    spread: bool = False
+    origin: int | None = None
     range: Range | None = None
 
 
