@@ -24,8 +24,9 @@ FIGURES = ("bytes", "kernels", "copies", "temporary")
 BOOKKEEPING = "which leaf overflowed is kept for `overflow_report`: a few kernels in all, none a leaf"
 FLOAT32_GRADIENTS = "weights' gradients leave their products in float32 (`reduce_dtype`); with float16 it is less"
 SOFTMAX = "autocast computes the softmax again in the backward pass; XLA makes one kernel only of one that is kept"
-CASTS_IN_LOOP = "autocast casts the weights inside the time loop, and XLA leaves that in every step"
-BATCH_NORM = "autocast keeps a second 16-bit copy inside each batch norm and relu's mask as bytes; Flax keeps neither"
+OVER_STEPS = "a weight's gradient is summed over the steps in float32, by hand in float16"
+STATE = "the state that a cell hands on stays in float32; each step casts it for its product in a kernel of its own"
+MASK = "autocast keeps relu's mask, a byte a value; XLA computes Flax's again"
 WHY = {
     ("mlp optimizer", "kernels"): BOOKKEEPING,
     ("mlp", "kernels"): BOOKKEEPING,
@@ -34,10 +35,10 @@ WHY = {
     ("transformer", "bytes"): SOFTMAX,
     ("transformer", "kernels"): SOFTMAX,
     ("transformer", "copies"): "one layer norm's scale, 6 kB, which is updated in place while it is still to be read",
-    ("lstm", "bytes"): f"{CASTS_IN_LOOP}; {FLOAT32_GRADIENTS.partition(';')[0]}",
-    ("lstm", "kernels"): CASTS_IN_LOOP,
-    ("resnet50", "bytes"): BATCH_NORM,
-    ("resnet50", "temporary"): BATCH_NORM,
+    ("lstm", "bytes"): OVER_STEPS,
+    ("lstm", "kernels"): STATE,
+    ("resnet50", "bytes"): MASK,
+    ("resnet50", "temporary"): MASK,
 }
 
 

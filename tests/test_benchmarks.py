@@ -130,15 +130,7 @@ def test_the_results_keep_the_bounds():
     assert all(row["calls_ratio"] <= 2 for row in checked(RESULTS / "overhead.json")["tables"]["tracing models"])
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        "cnn",
-        "transformer",
-        pytest.param("resnet50", marks=pytest.mark.xfail(strict=True, reason="batch norm keeps a second copy: 1.07")),
-        pytest.param("lstm", marks=pytest.mark.xfail(strict=True, reason="weights are cast inside the loop: 1.29")),
-    ],
-)
+@pytest.mark.parametrize("model", ["cnn", "transformer", "resnet50", "lstm"])
 def test_the_results_move_the_bytes_of_flax(model):
     rows = by(checked(RESULTS / "traffic.json")["tables"]["training step"], "model", "how")
     assert rows[model, "ours"]["bytes"] <= 1.05 * rows[model, "Flax float16, DynamicScale"]["bytes"]

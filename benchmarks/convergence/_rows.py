@@ -27,6 +27,9 @@ MODULES = (
     speech_synthesis,
 )
 
+# Those of the short form: a convolutional network, one of embeddings, and two that train each other.
+QUICK = ("classification, VGG", "recommendation, NeuMF", "generation, DCGAN")
+
 
 def applications() -> list[Application]:
     """Every application; building one makes or loads its data."""
