@@ -47,7 +47,7 @@ class Recurrent(nn.Module):
     dtype: Any = None
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: Any):
         for _ in range(2):
             x = nn.RNN(nn.OptimizedLSTMCell(1024, dtype=self.dtype))(x)
         return x
@@ -95,7 +95,6 @@ def test_no_more_bytes_than_flax_in_float16(name):
     args = variables["params"], {"batch_stats": variables.get("batch_stats", {})}, x
     ours = figures(autocast(gradients(None), get_policy("mixed_float16")), *args)
     flax = figures(gradients(jnp.float16), *args)
-    print(f"{name}: {ours.bytes / flax.bytes:.3f} of the bytes, {ours.temporary / flax.temporary:.3f} of the memory")
     assert ours.bytes <= bound * flax.bytes
     assert ours.temporary <= 1.2 * flax.temporary
     assert not ours.wide_products and not ours.sixteen_bit_sums
