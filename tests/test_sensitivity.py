@@ -15,7 +15,7 @@ from flax import nnx
 import jmp_train as jmp
 from jmp_train import DEFAULT_RULES, StaticLossScale, sensitivity
 from jmp_train._diagnostics._parts import Part
-from jmp_train._diagnostics._sensitivity import _Search
+from jmp_train._diagnostics._sensitivity import _Measured, _Search, _shares
 
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(8, 8)).astype(np.float32)
@@ -397,3 +397,17 @@ def test_arguments_are_those_of_value_and_grad():
 def test_bad_input(call, error, message):
     with pytest.raises(error, match="^" + re.escape(message) + "$"):
         call()
+
+
+@pytest.mark.parametrize(
+    "alone, without, shares",
+    [
+        (0.3, 0.5, (0.0, 0.0)),  # alone it errs no more than nothing in 16 bits does
+        (0.5, 0.3, (0.64, 0.64)),  # all but what is there anyway
+        (0.3, 0.4, (0.0, 0.36)),  # it matters together with others only
+        (9.0, 0.5, (1.0, 1.0)),  # others cancel it
+    ],
+)
+def test_a_parts_share_leaves_out_the_error_that_is_there_anyway(alone, without, shares):
+    row = _Measured(Part("part", 1), alone, without)
+    assert _shares(row, error=0.5, floor=0.3, noise=0.0) == pytest.approx(shares)
