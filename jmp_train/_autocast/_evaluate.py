@@ -119,7 +119,8 @@ class _Store:
 
     def _compute_again(self, step: Step) -> Any:
         far = [number in self._plan.roots or number in self._plan.again for number in step.node.ins]
-        return bind(step.node.eqn, list(map(self.read, step.node.ins, step.reads, far)), **step.params)[0]
+        operands = list(map(self.read, step.node.ins, step.reads, far))
+        return (step.run(operands) if step.run else bind(step.node.eqn, operands, **step.params))[0]
 
     def _remember(self, key: tuple[int, np.dtype | None, bool], make: Callable[[], Any]) -> Any:
         if key not in self._copies:

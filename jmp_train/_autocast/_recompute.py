@@ -24,12 +24,16 @@ _CHEAP = frozenset(
     "add sub mul div max min neg abs sign select_n clamp integer_pow square one_minus_square "
     "broadcast_in_dim reshape squeeze convert_element_type add_any copy".split()
 )
+# What functions that JAX writes out, such as erfc's derivative, are made of besides.
+_BITS = frozenset({"and", "or", "bitcast_convert_type", "polynomial"})
 _EXPONENTIALS = frozenset({"exp", "exp2", "expm1"})
 _RULES = (Rule.HIGH, Rule.WIDEST, Rule.FOLLOW, Rule.SHAPE)
 
 
 def is_repeatable(step: Step) -> bool:
     """Whether a step is elementwise, so that a compiler fuses it with whatever reads it."""
+    if step.node.name == "custom_jvp_call" and len(step.node.outs) == 1:
+        return all(inner.node.name in _COSTLY | _CHEAP | _BITS for inner in step.bodies[0].steps)
     return step.entry.rule in _RULES and step.node.name in _COSTLY | _CHEAP
 
 
@@ -40,7 +44,8 @@ def is_elementwise(step: Step) -> bool:
 
 def is_costly(step: Step) -> bool:
     """Whether a compiler would rather store the result than compute it twice."""
-    return step.node.name in _COSTLY
+    inside = (inner for body in step.bodies for inner in body.steps) if step.node.name == "custom_jvp_call" else ()
+    return step.node.name in _COSTLY or any(inner.node.name in _COSTLY for inner in inside)
 
 
 def sources(plan: Plan, number: int, far: bool) -> Iterator[int]:
