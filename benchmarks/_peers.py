@@ -55,12 +55,12 @@ def peer(name: str) -> Any:
         return importlib.import_module(name)
 
 
-def plain(loss: Loss, tx: optax.GradientTransformation = ADAM) -> Step:
+def plain(loss: Loss, tx: optax.GradientTransformation = ADAM, value_and_grad: Any = jax.value_and_grad) -> Step:
     """No loss scale and no check."""
 
     def step(state, batch):
         params, model_state, opt_state, scale = state
-        (value, model_state), grads = jax.value_and_grad(loss, has_aux=True)(params, model_state, batch)
+        (value, model_state), grads = value_and_grad(loss, has_aux=True)(params, model_state, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), model_state, opt_state, scale), value
 
@@ -142,14 +142,7 @@ def ours(
 
 def ours_without_scale(loss: Loss, policy: Any, tx: optax.GradientTransformation = ADAM) -> Step:
     """This library's autocast with the optimizer as it is: what bfloat16 needs."""
-
-    def step(state, batch):
-        params, model_state, opt_state, scale = state
-        (value, model_state), grads = jmp_train.value_and_grad(loss, policy, has_aux=True)(params, model_state, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), model_state, opt_state, scale), value
-
-    return Step(lambda params, model_state: (params, model_state, tx.init(params), ()), step)
+    return plain(loss, tx, functools.partial(jmp_train.value_and_grad, policy=policy))
 
 
 def flax_scaling() -> Scaling:

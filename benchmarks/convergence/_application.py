@@ -93,5 +93,3 @@ PRECISIONS = (
     Precision("bfloat16 parameters, masters", "bfloat16", update=jmp.with_master_weights),
     Precision("bfloat16 parameters, stochastic rounding", "bfloat16", update=jmp.with_stochastic_rounding),
 )
-# The library's claim; the other rows show what its parts are for.
-CLAIMED = ("mixed_bfloat16", "mixed_float16", "float16 parameters, masters", "bfloat16 parameters, masters")
