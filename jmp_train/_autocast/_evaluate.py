@@ -97,12 +97,12 @@ class _Store:
             return value
         if isinstance(value, np.ndarray | np.generic | float | int):
             return np.asarray(value, dtype)
-        if number in self._plan.rounded and dtype == FLOAT32:
-            return self._remember((number, dtype, far), lambda: self._rounded(value))
-        return self._remember((number, dtype, far), lambda: cast(value, dtype))
+        return self._remember((number, dtype, far), lambda: self._cast(number, value, dtype))
 
-    def _rounded(self, value: Any) -> Any:
-        """A value in the compute dtype as float32, whose rounding a compiler does not drop."""
+    def _cast(self, number: int, value: Any, dtype: np.dtype | None) -> Any:
+        """A value in another dtype; if it must stay rounded to the compute dtype, so that no compiler drops that."""
+        if number not in self._plan.rounded or dtype != FLOAT32:
+            return cast(value, dtype)
         # With float32's exponent: a narrower one would flush float16's subnormal numbers to zero.
         wide, low = jax.numpy.finfo(FLOAT32), jax.numpy.finfo(self._low)
         return lax.reduce_precision(cast(value, FLOAT32), wide.nexp, low.nmant)
@@ -110,9 +110,7 @@ class _Store:
     def _far(self, number: int, dtype: np.dtype | None) -> Any:
         """A value as the far side of a dot sees it: its stored copy behind a barrier, or computed again from such."""
         if number in self._plan.again:
-            value = self._compute_again(self._plan.again[number])
-            lost = number in self._plan.rounded and dtype == FLOAT32
-            return self._rounded(value) if lost else cast(value, dtype)
+            return self._cast(number, self._compute_again(self._plan.again[number]), dtype)
         if dtype is not None and dtype != self._low:
             return cast(self.read(number, self._low, True), dtype)
         return lax.optimization_barrier(self.read(number, dtype, False))
