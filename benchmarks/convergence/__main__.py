@@ -2,7 +2,7 @@
 
     python -m benchmarks.convergence                      every application, precision and seed: about two hours
     python -m benchmarks.convergence --only GAN ResNet    those whose name contains a word
-    python -m benchmarks.convergence --quick              three short rows, two seeds: minutes
+    python -m benchmarks.convergence --quick              three short rows, two seeds: two minutes
 
 Run from the root of a checkout with the `examples` extra. Runs that the file of results already has are not repeated,
 so that a run that was cut short goes on; runs of an application whose code has changed since are. Ends with a table
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> _store.Store:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the short form that CI runs")
     parser.add_argument("--only", nargs="*", default=[], help="applications whose name contains one of these words")
-    parser.add_argument("--seeds", type=int, default=None, help="seeds of each row (default: 3, with --quick 2)")
+    parser.add_argument("--seeds", type=int, default=None, help="seeds of each row (default: 3, with --quick 2; float32 two more)")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--report", action="store_true", help="train nothing, show what is there")
     args = parser.parse_args(argv)
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> _store.Store:
 
 
 def _complete(store: _store.Store, application: Application, precision: Precision, seeds: int) -> None:
-    missing = [seed for seed in range(seeds) if not store.has(application, precision, seed)]
+    missing = [seed for seed in range(precision.seeds(seeds)) if not store.has(application, precision, seed)]
     if not missing:
         return
     train = trainer(application, precision)

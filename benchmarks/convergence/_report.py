@@ -16,11 +16,11 @@ QUICK_PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16", "mixed_float16
 
 def summaries(store: Store, application: Application, precisions: Sequence[Precision], seeds: int):
     """The rows of one application that have all their runs: `{precision's name: Summary}`."""
-    reference = store.runs(application, REFERENCE)[:seeds]
+    reference = store.runs(application, REFERENCE)[: REFERENCE.seeds(seeds)]
     rows: dict[str, Summary] = {}
     for precision in precisions:
-        runs = store.runs(application, precision)[:seeds]
-        if len(runs) == len(reference) == seeds:
+        runs = store.runs(application, precision)[: precision.seeds(seeds)]
+        if len(runs) == precision.seeds(seeds) and len(reference) == REFERENCE.seeds(seeds):
             rows[precision.name] = summarise(application, runs, reference)
     return rows
 

@@ -1,8 +1,9 @@
 """What the runs of an application say, by a rule stated beforehand.
 
-Decides when a precision matches float32. The rule compares means over seeds. With n seeds each, s the pooled standard
-deviation of the two, and t the 97.5 % quantile of Student's distribution with 2n - 2 degrees of freedom, the difference
-that chance explains is t s sqrt(2 / n), at least the metric's resolution.
+Decides when a precision matches float32. The rule compares means over seeds. With m seeds in float32, s their standard
+deviation, n seeds of the other, and t the 97.5 % quantile of Student's distribution with m - 1 degrees of freedom, the
+difference that chance explains is t s sqrt(1 / n + 1 / m), at least the metric's resolution: where the mean of n more
+runs in float32 would be found. How far the other's seeds spread does not excuse it.
 
 - `matches`: the mean is not worse than float32's by more than that;
 - `worse`: it is;
@@ -16,11 +17,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy import stats
 
 from ._application import Application
-
-# 97.5 % quantiles of Student's t for 2n - 2 degrees of freedom, n from 2 to 10.
-STUDENT = (4.303, 2.776, 2.447, 2.306, 2.228, 2.179, 2.145, 2.120, 2.101)
 
 
 class Verdict(enum.StrEnum):
@@ -54,11 +53,11 @@ class Summary(NamedTuple):
 
 
 def summarise(application: Application, runs: Sequence[Any], reference: Sequence[Any]) -> Summary:
-    """Judges the `runs` of one precision beside float32's, seed for seed the same in number."""
+    """Judges the `runs` of one precision beside float32's."""
     metrics, truth = (np.array([_number(run["metric"]) for run in rows]) for rows in (runs, reference))
     final, true_final = (_final_loss(rows) for rows in (runs, reference))
     first = float(np.mean([_number(run["losses"][0][0]) for run in reference]))
-    margin = max(margin_of(metrics, truth), application.resolution)
+    margin = max(margin_of(truth, len(metrics)), application.resolution)
     worse_by = truth.mean() - metrics.mean() if application.higher_is_better else metrics.mean() - truth.mean()
     idle = any(min(run["skipped"]) >= application.steps for run in runs)
     learned = len(application.players) > 1 or first - final >= (first - true_final) / 2
@@ -77,13 +76,10 @@ def summarise(application: Application, runs: Sequence[Any], reference: Sequence
     )
 
 
-def margin_of(metrics: np.ndarray, truth: np.ndarray) -> float:
-    """The difference of two means of n values that chance explains; 0 where there is one value, or no number."""
-    n = len(metrics)
-    if n < 2 or not np.isfinite(metrics).all():
-        return 0.0
-    pooled = math.sqrt((metrics.var(ddof=1) + truth.var(ddof=1)) / 2)
-    return STUDENT[n - 2] * pooled * math.sqrt(2 / n)
+def margin_of(truth: np.ndarray, n: int) -> float:
+    """The difference that chance explains between the mean of `truth` and that of `n` more runs; 0 for one run."""
+    m = len(truth)
+    return float(stats.t.ppf(0.975, m - 1) * truth.std(ddof=1)) * math.sqrt(1 / n + 1 / m) if m > 1 else 0.0
 
 
 def _final_loss(runs: Sequence[Any]) -> float:

@@ -18,7 +18,7 @@ from sklearn.decomposition import PCA
 from ._application import Application, Player, Variables
 from ._images import digits, shuffled
 
-STEPS, BATCH, LATENT = 600, 64, 16
+STEPS, BATCH, LATENT = 1500, 64, 16
 
 
 class Generator(nn.Module):
@@ -82,7 +82,7 @@ def applications() -> list[Application]:
         (m, s), (n, t) = ((x.mean(0), np.cov(x.T)) for x in (drawn, truth))
         return float(np.sum((m - n) ** 2) + np.trace(s + t - 2 * np.real(sqrtm(s @ t))))
 
-    adam = optax.adam(2e-3, b1=0.5)
+    adam = optax.adam(optax.cosine_decay_schedule(2e-3, STEPS), b1=0.5)
     return [
         Application(
             name="generation, DCGAN",
