@@ -5,8 +5,8 @@
     python -m benchmarks.convergence --quick              three short rows, two seeds: two minutes
 
 Run from the root of a checkout with the `examples` extra. Runs that the file of results already has are not repeated,
-so that a run that was cut short goes on; runs of an application whose code has changed since are. Ends with a table
-and a figure of loss curves.
+so that a run that was cut short goes on; runs of an application whose code has changed since are. Ends with
+tables and a figure of loss curves.
 """
 
 import argparse
@@ -25,7 +25,9 @@ def main(argv: list[str] | None = None) -> _store.Store:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the short form that CI runs")
     parser.add_argument("--only", nargs="*", default=[], help="applications whose name contains one of these words")
-    parser.add_argument("--seeds", type=int, default=None, help="seeds of each row (default: 3, with --quick 2; float32 two more)")
+    parser.add_argument(
+        "--seeds", type=int, default=None, help="seeds of each row (default: 3, with --quick 2; float32 two more)"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--report", action="store_true", help="train nothing, show what is there")
     args = parser.parse_args(argv)
@@ -42,7 +44,7 @@ def main(argv: list[str] | None = None) -> _store.Store:
         for application in chosen:
             for precision in precisions:
                 _complete(store, application, precision, seeds)
-    _report.show_table(store, chosen, precisions, seeds)
+    _report.show_tables(store, chosen, precisions, seeds)
     _report.draw_curves(store, chosen, precisions, store.path.with_suffix(".png"))
     return store
 

@@ -1,4 +1,4 @@
-"""The table and the figure of the suite."""
+"""The tables and the figure of the suite."""
 
 import pathlib
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import numpy as np
 from .._results import show
 from ._application import REFERENCE, Application, Precision
 from ._store import Store
-from ._verdicts import Summary, summarise
+from ._verdicts import Summary, Verdict, summarise
 
 # What the short form trains beside float32.
 QUICK_PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16", "mixed_float16, unscaled")
@@ -25,37 +25,67 @@ def summaries(store: Store, application: Application, precisions: Sequence[Preci
     return rows
 
 
-def show_table(store: Store, applications: Sequence[Application], precisions: Sequence[Precision], seeds: int) -> None:
-    """Prints a table for each application."""
-    columns = {
-        "precision": "",
-        "metric": "",
-        "loss gap": "",
-        "skipped": "",
-        "loss scale": "",
-        "verdict": "",
-    }
+def show_tables(store: Store, applications: Sequence[Application], precisions: Sequence[Precision], seeds: int) -> None:
+    """Prints the verdicts of all applications side by side, what float16 loses of each, and a table for each."""
+    _show_verdicts(store, applications, precisions, seeds)
+    _show_lost(store, applications)
     for application in applications:
-        rows = []
-        for name, row in summaries(store, application, precisions, seeds).items():
-            rows.append(
-                {
-                    "precision": name,
-                    "metric": f"{row.mean:.4g} ± {row.deviation:.2g}",
-                    "loss gap": f"{100 * row.gap:+.1f} %",
-                    "skipped": " ".join(map(str, row.skipped)),
-                    "loss scale": " ".join(f"2^{np.log2(scale):.0f}" for scale in row.scales),
-                    "verdict": row.verdict,
-                }
-            )
-        lost = "; ".join(
-            f"{part['zero unscaled']:.1f} % of the activation gradients are zero in float16 unscaled, "
-            f"{part['zero scaled']:.1f} % at 2^{np.log2(part['suggested scale']):.0f}"
-            for part in store.lost(application)
-        )
-        show(
-            f"{application.name}: {application.metric}, {application.steps} steps, {seeds} seeds. {lost}", columns, rows
-        )
+        _show_application(store, application, precisions, seeds)
+
+
+def _show_verdicts(
+    store: Store, applications: Sequence[Application], precisions: Sequence[Precision], seeds: int
+) -> None:
+    rows = []
+    for application in applications:
+        cells = {name: _cell(row) for name, row in summaries(store, application, precisions, seeds).items()}
+        rows.append({"application": application.name, "metric": application.metric, **cells})
+    columns = {"application": "", "metric": "", **{precision.name: "" for precision in precisions}}
+    show("**Mean over the seeds, and the verdict where it is not that it matches float32**", columns, rows)
+
+
+def _cell(row: Summary) -> str:
+    verdict = "" if row.verdict is Verdict.MATCHES else f", {row.verdict}"
+    return f"{row.mean:.4g}{verdict}"
+
+
+def _show_lost(store: Store, applications: Sequence[Application]) -> None:
+    """Of each network, a GAN has two."""
+    rows = [
+        {"application": application.name, **part} for application in applications for part in store.lost(application)
+    ]
+    columns = {
+        "application": "",
+        "zero unscaled as zero unscaled, %": ".1f",
+        "subnormal unscaled as subnormal unscaled, %": ".1f",
+        "zero scaled as zero at that scale, %": ".1f",
+        "suggested scale": _power,
+    }
+    show("**Activation gradients in float16, after training in float32**", columns, rows)
+
+
+def _show_application(store: Store, application: Application, precisions: Sequence[Precision], seeds: int) -> None:
+    rows = [
+        {
+            "precision": name,
+            "metric": f"{row.mean:.4g} ± {row.deviation:.2g}",
+            "loss gap": None if row.gap is None else f"{100 * row.gap:+.1f} %",
+            "skipped": " ".join(map(str, row.skipped)),
+            "loss scale": " ".join(map(_power, row.scales)),
+            "verdict": row.verdict,
+        }
+        for name, row in summaries(store, application, precisions, seeds).items()
+    ]
+    columns = dict.fromkeys(("precision", "metric", "loss gap", "skipped", "loss scale", "verdict"), "")
+    title = f"**{application.name}: {application.metric}, {application.steps} steps, {seeds} seeds"
+    if rows:
+        margin = summaries(store, application, precisions, seeds)[rows[-1]["precision"]].margin
+        title += f"; chance explains {margin:.2g}"
+    show(f"{title}**", columns, rows)
+
+
+def _power(scale: float) -> str:
+    return f"2^{np.log2(scale):.0f}"
 
 
 def draw_curves(

@@ -31,12 +31,11 @@ class Store:
 
     def runs(self, application: Application, precision: Precision) -> list[Any]:
         """The runs of one row, by seed."""
-        kept = self.content["applications"].get(application.name, {})
-        return kept["runs"].get(precision.name, []) if kept.get("source") == source(application) else []
+        return self._kept(application).get("runs", {}).get(precision.name, [])
 
     def lost(self, application: Application) -> list[dict[str, float]]:
         """What `gradients_lost` found, a player each."""
-        return self.content["applications"].get(application.name, {}).get("gradients_lost", [])
+        return self._kept(application).get("gradients_lost", [])
 
     def add(self, application: Application, precision: Precision, seed: int, record: dict[str, Any]) -> None:
         """Keeps a run, the next of its row."""
@@ -50,9 +49,14 @@ class Store:
         self._of(application)["gradients_lost"] = lost
         self._write()
 
+    def _kept(self, application: Application) -> dict[str, Any]:
+        """What the file has of this application as it is now; empty if it has nothing."""
+        kept = self.content["applications"].get(application.name, {})
+        return kept if kept.get("source") == source(application) else {}
+
     def _of(self, application: Application) -> dict[str, Any]:
-        kept = self.content["applications"].get(application.name)
-        if kept is None or kept["source"] != source(application):
+        kept = self._kept(application)
+        if not kept:
             kept = {
                 "source": source(application),
                 "metric": application.metric,

@@ -35,8 +35,8 @@ class Summary(NamedTuple):
 
     Attributes:
       mean, deviation: of the metric over seeds; `deviation` has n - 1 in its denominator. NaN if a run gave no number.
-      gap: the final training loss less float32's, as a share of what float32 took off the initial loss; the first
-        player's. Final is the mean of the last tenth.
+      gap: the final training loss less float32's, as a share of what float32 took off the initial loss; None for
+        several players, whose losses rest on each other. Final is the mean of the last tenth.
       skipped: skipped steps of each seed, all players.
       scales: where each player's loss scale settled, the first seed's.
       margin: the difference that chance explains.
@@ -45,7 +45,7 @@ class Summary(NamedTuple):
 
     mean: float
     deviation: float
-    gap: float
+    gap: float | None
     skipped: list[int]
     scales: list[float]
     margin: float
@@ -60,7 +60,8 @@ def summarise(application: Application, runs: Sequence[Any], reference: Sequence
     margin = max(margin_of(truth, len(metrics)), application.resolution)
     worse_by = truth.mean() - metrics.mean() if application.higher_is_better else metrics.mean() - truth.mean()
     idle = any(min(run["skipped"]) >= application.steps for run in runs)
-    learned = len(application.players) > 1 or first - final >= (first - true_final) / 2
+    gap = (final - true_final) / abs(first - true_final) if len(application.players) == 1 else None
+    learned = gap is None or gap <= 0.5
     if idle or not math.isfinite(worse_by) or not math.isfinite(final) or not learned:
         verdict = Verdict.FAILS
     else:
@@ -68,7 +69,7 @@ def summarise(application: Application, runs: Sequence[Any], reference: Sequence
     return Summary(
         mean=float(metrics.mean()),
         deviation=float(metrics.std(ddof=1)) if len(metrics) > 1 else math.nan,
-        gap=(final - true_final) / abs(first - true_final),
+        gap=gap,
         skipped=[sum(run["skipped"]) for run in runs],
         scales=list(runs[0]["loss_scale"]),
         margin=float(margin),
