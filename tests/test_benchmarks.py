@@ -31,16 +31,23 @@ def load(monkeypatch):
     return importlib.import_module
 
 
-def small_run(name, out):
-    """The tables of a small run in a process of its own."""
+def run(name, out, *options):
+    """The results of a run in a process of its own."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--small", "--out", str(out)]
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *options, "--out", str(out)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    results = checked(out / f"{name}-small.json")
-    assert results["small"]
+    (path,) = out.glob("*.json")
+    results = checked(path)
     assert sorted(out.glob("*.png"))
     assert ran.stdout.count("| -") >= len(results["tables"])  # each was printed
+    return results
+
+
+def small_run(name, out):
+    """The tables of a small run."""
+    results = run(name, out, "--small")
+    assert results["small"]
     return results["tables"]
 
 
@@ -50,6 +57,16 @@ def checked(path):
     assert results["complete"] and results["versions"]["jax"] and results["device"]["kind"]
     assert all(isinstance(row, dict) for rows in results["tables"].values() for row in rows)
     return results
+
+
+def compilers(results):
+    """The versions on which compiled modules depend."""
+    return {name: version for name, version in results["versions"].items() if name not in ("python", "numpy", "torch")}
+
+
+def figures(rows, model):
+    """All that is known of a model but how long it took to compile."""
+    return [{**row, "compile_seconds": None} for row in rows if row["model"] == model]
 
 
 def by(rows, *keys):
@@ -81,11 +98,19 @@ def check_sums_and_products(rows):
 
 
 @pytest.mark.slow
-def test_traffic(tmp_path):
-    tables = small_run("traffic", tmp_path)
-    check_optimizer_steps(tables["optimizer step"])
-    check_mlp_steps(tables["training step"])
+@pytest.mark.parametrize("model", ["transformer", "lstm", "cnn", "mlp"])
+def test_traffic(tmp_path, model):
+    """All models but ResNet-50, every way, at full size: the figures in the repository, to the byte."""
+    results = run("traffic", tmp_path, "--models", model)
+    tables, before = results["tables"], checked(RESULTS / "traffic.json")
     check_sums_and_products(tables["training step"])
+    if model == "mlp":
+        check_optimizer_steps(tables["optimizer step"])
+        check_mlp_steps(tables["training step"])
+    if compilers(results) != compilers(before):
+        pytest.skip(f"the results are of {compilers(before)}, this run of {compilers(results)}")
+    for name, rows in tables.items():
+        assert figures(rows, model) == figures(before["tables"][name], model)
 
 
 @pytest.mark.slow
