@@ -16,7 +16,7 @@ from ._application import Application, Player, Variables
 from ._images import shuffled
 from ._scenes import scenes
 
-STEPS, BATCH = 300, 16
+STEPS, BATCH = 300, 8
 
 
 class Double(nn.Module):
