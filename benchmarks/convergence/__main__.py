@@ -16,7 +16,7 @@ import sys
 from .._results import RESULTS
 from . import _report, _store
 from ._application import PRECISIONS, REFERENCE, Application, Precision
-from ._rows import QUICK, applications
+from ._rows import QUICK, QUICK_PRECISIONS, applications
 from ._training import gradients_lost, trainer
 
 
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> _store.Store:
         for app in applications()
         if (not args.quick or app.name in QUICK) and (not args.only or any(word in app.name for word in args.only))
     ]
-    precisions = [p for p in PRECISIONS if not args.quick or p.name in _report.QUICK_PRECISIONS]
+    precisions = [p for p in PRECISIONS if not args.quick or p.name in QUICK_PRECISIONS]
     seeds = args.seeds or (2 if args.quick else 3)
     store = _store.Store(args.out / ("convergence-quick.json" if args.quick else "convergence.json"))
     if not args.report:

@@ -10,9 +10,6 @@ from ._application import REFERENCE, Application, Precision
 from ._store import Store
 from ._verdicts import Summary, Verdict, summarise
 
-# What the short form trains beside float32.
-QUICK_PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16", "mixed_float16, unscaled")
-
 
 def summaries(store: Store, application: Application, precisions: Sequence[Precision], seeds: int):
     """The rows of one application that have all their runs: `{precision's name: Summary}`."""

@@ -27,8 +27,9 @@ MODULES = (
     speech_synthesis,
 )
 
-# Those of the short form: a convolutional network, one of embeddings, and two that train each other.
-QUICK = ("classification, VGG", "recommendation, NeuMF", "generation, DCGAN")
+# The short form: convolutions without normalisation and with, and embeddings; in the two mixed precisions.
+QUICK = ("classification, VGG", "classification, ResNet", "recommendation, NeuMF")
+QUICK_PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 
 
 def applications() -> list[Application]:
