@@ -298,6 +298,42 @@ def test_user_written_derivative_rules_are_called():
     assert calls == ["forward", "backward"]
     np.testing.assert_allclose(gradient, np.full((8, 8), 28.0))
 
+@jax.custom_jvp
+def with_integers(h, rows):
+    return jnp.tanh(h)[rows]
+
+
+@with_integers.defjvp
+def _(primals, tangents):
+    h, rows = primals
+    return with_integers(h, rows), (2 * tangents[0])[rows]
+
+
+@jax.custom_jvp
+def on_sixteen_bits(h, rows):
+    return jnp.where(h > jnp.float16(0), h, h / 2)[rows]
+
+
+@on_sixteen_bits.defjvp
+def _(primals, tangents):
+    h, rows = primals
+    return on_sixteen_bits(h, rows), jnp.where(h > jnp.float16(0), 2 * tangents[0], tangents[0])[rows]
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("rule", [with_integers, on_sixteen_bits])
+def test_derivative_rules_are_given_what_they_were_recorded_with(rule, policy):
+    """Integers, and what the user cast by hand, stay what they are beside operands that autocast narrowed."""
+
+    def loss(w, x, rows):
+        h = x @ w
+        h = h.astype(jnp.float16) if rule is on_sixteen_bits else h
+        return jnp.sum(rule(h, rows).astype(jnp.float32))
+
+    rows = jnp.array([3, 0, 0])
+    want = 2 * np.repeat((X[0] * np.bincount(rows, minlength=4).sum())[:, None], 8, axis=1)
+    np.testing.assert_allclose(jax.grad(autocast(loss, policy))(W, X, rows), want)
+
 
 def test_repeated_application_changes_nothing():
     def loss(w, x):

@@ -177,15 +177,13 @@ def _plan_loop(
 def _custom_jvp(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: list[Flags]) -> Entered:
     plan = planner.plan(node.params["call_jaxpr"], kinds, outs, inside)
     out_dtypes = plan.dtypes_of(plan.out_kinds)
-    float_only = all(kind is not Kind.FIXED for kind in (*kinds, *plan.out_kinds))
+    of_args = [*kinds, *kinds]  # tangents are what their primals are
 
     def wrap(_: Callable, jvp: Callable) -> tuple[Callable, Callable]:
         def rule(*args: Any) -> list[Any]:
-            wide = [cast(arg, FLOAT32) if _is_array(arg) else arg for arg in args]
-            if not float_only or not all(map(_is_array, args)):
-                results = jvp(*wide)
-            else:
-                results = replan(planner, jvp, wide, kinds * 2, inside)
+            pairs = zip(args, of_args, strict=True)
+            recorded = [x if kind is Kind.FIXED or not _is_array(x) else cast(x, FLOAT32) for x, kind in pairs]
+            results = replan(planner, jvp, recorded, of_args, inside)
             return [cast(x, d) if _is_array(x) else x for x, d in zip(results, [*out_dtypes, *out_dtypes], strict=True)]
 
         return (lambda *args: evaluate(plan, args, out_dtypes)), rule
@@ -210,9 +208,7 @@ def _custom_vjp(planner: Planner, node: Node, inside: Place, kinds: list[Kind], 
             return replan(planner, rule, values, kinds, inside)
 
         def backward(*args: Any) -> Any:
-            if not all(map(_is_array, args)):
-                return bwd(*args)
-            kinds_of_args = _recorded_kinds(list(map(jax.typeof, args)))
+            kinds_of_args = [_recorded_kinds([jax.typeof(x)])[0] if _is_array(x) else Kind.FIXED for x in args]
             return replan(planner, bwd, args, kinds_of_args, inside._replace(backward=True))
 
         return (lambda *args: evaluate(plan, args, recorded_dtypes(plan))), forward, backward
@@ -226,24 +222,29 @@ def _custom_vjp(planner: Planner, node: Node, inside: Place, kinds: list[Kind], 
 
 
 def replan(planner: Planner, fn: Callable, args: Sequence[Any], kinds: Sequence[Kind], place: Place) -> Any:
-    """Runs `fn`, a derivative rule, on float32 `args` with its inside autocast; what is no array passes through."""
+    """Runs `fn`, a derivative rule, on `args` as recorded with its inside autocast; what is no array passes through."""
     structure: list[Any] = []
+    positions = [i for i, arg in enumerate(args) if _is_array(arg)]
 
-    def arrays_of(*args: Any) -> list[Any]:
-        leaves, tree = jax.tree.flatten(fn(*args))
+    def arrays_of(*arrays: Any) -> list[Any]:
+        traced = dict(zip(positions, arrays, strict=True))
+        leaves, tree = jax.tree.flatten(fn(*(traced.get(i, arg) for i, arg in enumerate(args))))
         structure[:] = [tree, [None if _is_array(leaf) else leaf for leaf in leaves]]
         return [leaf for leaf in leaves if _is_array(leaf)]
 
-    jaxpr, _ = trace(arrays_of, *args)
+    given = [args[i] for i in positions]
+    jaxpr, _ = trace(arrays_of, *given)
     fresh = _plan.Planner(planner.policy, planner.rules)
-    plan = fresh.plan(jaxpr, kinds, [Flags()] * len(open_jaxpr(jaxpr).outvars), place)
-    arrays = iter(evaluate(plan, args, recorded_dtypes(plan)))
+    out_flags = [Flags()] * len(open_jaxpr(jaxpr).outvars)
+    plan = fresh.plan(jaxpr, [kinds[i] for i in positions], out_flags, place)
+    arrays = iter(evaluate(plan, given, recorded_dtypes(plan)))
     tree, others = structure
     return jax.tree.unflatten(tree, [next(arrays) if other is None else other for other in others])
 
 
 def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray | np.generic)
+    """Whether `x` is an array to trace: no symbolic zero, nor the tangent of an integer."""
+    return isinstance(x, jax.Array | np.ndarray | np.generic) and x.dtype != jax.dtypes.float0
 
 
 def _shard_map(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: list[Flags]) -> Entered:
