@@ -298,6 +298,7 @@ def test_user_written_derivative_rules_are_called():
     assert calls == ["forward", "backward"]
     np.testing.assert_allclose(gradient, np.full((8, 8), 28.0))
 
+
 @jax.custom_jvp
 def with_integers(h, rows):
     return jnp.tanh(h)[rows]
