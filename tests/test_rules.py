@@ -9,6 +9,7 @@ import jax
 import jax.ad_checkpoint
 import jax.extend.core.primitives as primitives
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -251,6 +252,19 @@ def test_with_residuals():
 def test_padding_with_a_literal_does_not_widen():
     assert reads("pad", after_dot(lambda x: jnp.pad(x, 1)), X) == ["float16"]
     assert reads("pad", after_dot(lambda x: jnp.pad(x, 1, constant_values=1e5)), X) == ["float32"]
+
+
+@pytest.mark.parametrize(
+    ("fill_value", "dtype"), [(None, "float16"), (0, "float16"), (-1e9, "float32"), (1e-9, "float32")]
+)
+def test_a_gather_is_as_wide_as_what_it_fills_with(fill_value, dtype):
+    def beyond(x):
+        return jnp.take(x, jnp.array([0, 99]), axis=0, mode="fill", fill_value=fill_value)
+
+    assert reads("gather", after_dot(beyond), X) == [dtype]
+    for program in (after_dot(beyond), beyond):  # a parameter would narrow to what it meets
+        filled = autocast(lambda x, program=program: program(x)[1] + jnp.sum(x @ x.T, 1)[:1] * 0, "mixed_float16")
+        np.testing.assert_array_equal(filled(X), np.float32(np.nan if fill_value is None else fill_value))
 
 
 # What `Rules` refuses, as whole sentences

@@ -209,6 +209,10 @@ class _Walk:
             return self._widest(node, entry, kinds)  # an edit: its operands still need one dtype
         if node.name == "rev" and kinds == [Kind.SOFT] and self.flow.is_for_one_dot(node.outs[0]):
             return self._pairwise(node, entry, kinds, Kind.LOW)  # a cast after it would hide cuDNN's data gradient
+        fill = node.params.get("fill_value") if node.name == "gather" else None
+        if fill is not None and kind_of_known(fill, self.program.avals[node.ins[0]], self.low) is Kind.WIDE:
+            high = Entry(Rule.HIGH, f"{self.low.name} cannot hold its fill_value")
+            return self._pairwise(node, high, kinds, Kind.WIDE)
         if node.name in ROUNDS and self.flow[node.outs[0]].exact:
             return self._pairwise(node, entry, kinds, Kind.WIDE)
         first = next(iter(floating), Kind.FIXED)
