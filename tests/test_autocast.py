@@ -98,6 +98,17 @@ def test_what_literals_make_together_stays_wide_too(name):
     np.testing.assert_allclose(got, fn(X @ W, np.arange(8) < 3), rtol=2e-3)
 
 
+@pytest.mark.parametrize("fill", [1e6, -1e9, 1e-9])
+def test_what_stands_beyond_the_end_of_an_array_may_be_more_than_float16_holds(fill):
+    def f(w, x, index):
+        return jnp.asarray(x @ w).at[index].get(mode="fill", fill_value=fill)
+
+    index = np.array([0, 99])
+    np.testing.assert_allclose(autocast(f, "mixed_float16")(W, X, index), f(W, X, index), rtol=1e-3)
+    near = autocast(lambda w, x, i: (x @ w).at[i].get(mode="fill", fill_value=-1.0), "mixed_float16")
+    assert [dtypes[0] for name, dtypes, _ in equations(near, W, X, index) if name == "gather"] == [F16]
+
+
 def test_a_mask_and_a_literal_that_fit_widen_nothing():
     drop = lambda w, x, mask: jnp.where(mask, (x @ w) / 0.9, 0.0) * (mask / 0.9) @ w  # noqa: E731
     operations = explain(drop, "mixed_float16")(W, X, np.arange(8) < 3).operations
@@ -127,7 +138,50 @@ def divided_by_a_bell(w, x):
     return jnp.mean(out**2) + 1e-9 * jnp.mean(out / bell)
 
 
-@pytest.mark.parametrize("fn", [entropy_of_attention, rates_cut_off, log_of_gates, divided_by_a_bell])
+def density_of_squashed_actions(w, x):
+    """As of a tanh-Gaussian policy: an action of 0.9999 is one in 16 bits, and its distance from one is nothing."""
+    drawn = x @ w + 0.1 * x
+    actions = jnp.tanh(0.3 * drawn)
+    return jnp.mean((actions @ w) ** 2) - 100 * jnp.mean(jnp.log(1 - actions**2 + 1e-6))
+
+
+def log_of_a_squashed_narrow_value(w, x):
+    actions = jnp.tanh(0.3 * (x @ w))
+    return jnp.mean((actions @ w) ** 2) - 100 * jnp.mean(jnp.log(1 + 1e-6 - jnp.square(actions)))
+
+
+@jax.custom_vjp
+def log_of_sum(scores):
+    return jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+
+
+def log_of_sum_forward(scores):
+    total = log_of_sum(scores)
+    return total, (scores, total)
+
+
+log_of_sum.defvjp(log_of_sum_forward, lambda kept, ct: (ct * jnp.exp(kept[0] - kept[1]),))
+
+
+def exponents_that_a_dot_rounds(w, x):
+    """Scores of some hundreds, which a dot with zeros and ones reads too; its rule computes a softmax of them."""
+    scores = 300 * x[:, :1] + jnp.cumsum(x @ w, axis=0)
+    picked = jax.nn.one_hot(jnp.arange(16) % 8, 8) @ scores.T
+    return jnp.sum(log_of_sum(scores) * x[:, 1:2]) + 1e-6 * jnp.sum(picked)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        entropy_of_attention,
+        rates_cut_off,
+        log_of_gates,
+        divided_by_a_bell,
+        density_of_squashed_actions,
+        log_of_a_squashed_narrow_value,
+        exponents_that_a_dot_rounds,
+    ],
+)
 def test_a_float32_value_that_a_dot_rounds_is_finite_for_its_other_readers(fn):
     """Softmaxes and exponentials that float16 holds as zero or infinity, in the forward and in the backward pass."""
     rng = np.random.default_rng(0)
@@ -276,6 +330,25 @@ def test_a_softmax_and_its_gradient_see_the_same_logits():
     gradient = jax.jit(autocast(jax.grad(loss), "mixed_bfloat16"))(params, x, labels)["out"]
     # A softmax's gradient sums to zero over the classes, whatever the logits were rounded to.
     assert jnp.linalg.norm(gradient.sum(axis=1)) < 0.02 * jnp.linalg.norm(gradient)
+
+
+def test_derivative_rules_are_given_integers_and_16_bit_values_as_they_are():
+    @jax.custom_jvp
+    def pick(x, half, index):
+        return x[index] * half.astype(x.dtype)
+
+    @pick.defjvp
+    def pick_jvp(primals, tangents):
+        x, half, index = primals
+        assert (x.dtype, half.dtype, index.dtype) == (np.float32, F16, np.int32)
+        return pick(x, half, index), 3 * tangents[0][index] * half.astype(x.dtype)
+
+    def f(w, x, index):
+        return jnp.sum(pick(x @ w, jnp.full(8, 2, F16), index))
+
+    index = np.array([0, 3, 3], np.int32)
+    gradient = jax.jit(jax.grad(autocast(f, "mixed_float16")))(W, X, index)
+    np.testing.assert_array_equal(gradient, jax.grad(f)(W, X, index))
 
 
 def test_user_written_derivative_rules_are_called():

@@ -56,8 +56,8 @@ def _loop_flags(planner: Planner, body: Any, inside: Place, outs: list[Flags], c
 
 
 def _merge(*all_flags: Flags) -> Flags:
-    reaches, to_dot, only_wide, exact = zip(*all_flags, strict=True)
-    return Flags(any(reaches), any(to_dot), all(only_wide), any(exact))
+    reaches, to_dot, only_wide, exact, in_exponent = zip(*all_flags, strict=True)
+    return Flags(any(reaches), any(to_dot), all(only_wide), any(exact), any(in_exponent))
 
 
 def enter(
@@ -181,7 +181,9 @@ def _custom_jvp(planner: Planner, node: Node, inside: Place, kinds: list[Kind], 
 
     def wrap(_: Callable, jvp: Callable) -> tuple[Callable, Callable]:
         def rule(*args: Any) -> list[Any]:
-            wide = [cast(arg, FLOAT32) if _is_array(arg) else arg for arg in args]
+            narrowed = [kind is not Kind.FIXED for kind in kinds * 2]
+            pairs = zip(args, narrowed, strict=True)
+            wide = [cast(arg, FLOAT32) if may_be and _is_array(arg) else arg for arg, may_be in pairs]
             if not float_only or not all(map(_is_array, args)):
                 results = jvp(*wide)
             else:
