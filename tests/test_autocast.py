@@ -127,7 +127,50 @@ def divided_by_a_bell(w, x):
     return jnp.mean(out**2) + 1e-9 * jnp.mean(out / bell)
 
 
-@pytest.mark.parametrize("fn", [entropy_of_attention, rates_cut_off, log_of_gates, divided_by_a_bell])
+def density_of_squashed_actions(w, x):
+    """As of a tanh-Gaussian policy: an action of 0.9999 is one in 16 bits, and its distance from one is nothing."""
+    drawn = x @ w + 0.1 * x
+    actions = jnp.tanh(0.3 * drawn)
+    return jnp.mean((actions @ w) ** 2) - 100 * jnp.mean(jnp.log(1 - actions**2 + 1e-6))
+
+
+def log_of_a_squashed_narrow_value(w, x):
+    actions = jnp.tanh(0.3 * (x @ w))
+    return jnp.mean((actions @ w) ** 2) - 100 * jnp.mean(jnp.log(1 + 1e-6 - jnp.square(actions)))
+
+
+@jax.custom_vjp
+def log_of_sum(scores):
+    return jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+
+
+def log_of_sum_forward(scores):
+    total = log_of_sum(scores)
+    return total, (scores, total)
+
+
+log_of_sum.defvjp(log_of_sum_forward, lambda kept, ct: (ct * jnp.exp(kept[0] - kept[1]),))
+
+
+def exponents_that_a_dot_rounds(w, x):
+    """Scores of some hundreds, which a dot with zeros and ones reads too; its rule computes a softmax of them."""
+    scores = 300 * x[:, :1] + jnp.cumsum(x @ w, axis=0)
+    picked = jax.nn.one_hot(jnp.arange(16) % 8, 8) @ scores.T
+    return jnp.sum(log_of_sum(scores) * x[:, 1:2]) + 1e-6 * jnp.sum(picked)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        entropy_of_attention,
+        rates_cut_off,
+        log_of_gates,
+        divided_by_a_bell,
+        density_of_squashed_actions,
+        log_of_a_squashed_narrow_value,
+        exponents_that_a_dot_rounds,
+    ],
+)
 def test_a_float32_value_that_a_dot_rounds_is_finite_for_its_other_readers(fn):
     """Softmaxes and exponentials that float16 holds as zero or infinity, in the forward and in the backward pass."""
     rng = np.random.default_rng(0)

@@ -218,6 +218,23 @@ def test_one_scan_may_serve_several():
     assert stacked == [("float16", FULL)]
 
 
+@pytest.mark.parametrize("length", [0, 1, LAYERS])
+def test_a_scan_may_hand_on_its_own_rows_constants_and_zeros(length):
+    def f(w, xs):
+        def write(_, x):
+            h = x @ w
+            return 0.0, (x, w, jnp.zeros(()), jnp.exp(h), h)
+
+        def read(c, values):
+            x, w, zero, exp, h = values
+            return c + jnp.sum((exp * h) @ w * x) + zero, None
+
+        return lax.scan(read, 0.0, lax.scan(write, 0.0, xs)[1])[0]
+
+    w, xs = normal(WIDTH, WIDTH) / 3, normal(LAYERS, *FULL)[:length]
+    np.testing.assert_allclose(quick_jit(autocast(f, "mixed_float16"))(w, xs), f(w, xs), rtol=2e-2)
+
+
 @pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
 def test_every_order_of_transformations_agrees(policy):
     loss = scanned(softmax_layer)
@@ -503,3 +520,16 @@ def test_small_numbers_survive_beside_a_softmax():
     got, want = jax.jit(autocast(jax.grad(loss), "mixed_float16"))(w, X), jax.grad(loss)(w, X)
     assert np.isfinite(got).all()
     assert relative_error({"w": got}, {"w": want}) < 5e-2
+
+
+@pytest.mark.slow
+def test_the_paths_of_a_ctc_loss_keep_their_scores():
+    """Of the stacked scores a dot with zeros and ones picks the last ones, and exponentials read all of them."""
+
+    def gradient(logits, labels):
+        zeros = jnp.zeros(logits.shape[:2], logits.dtype), jnp.zeros(labels.shape, logits.dtype)
+        return jax.grad(lambda x: jnp.mean(optax.ctc_loss(x, zeros[0], labels, zeros[1])))(logits)
+
+    logits, labels = normal(4, 20, 12), np.random.default_rng(0).integers(1, 12, (4, 6))
+    got, want = jax.jit(autocast(gradient, "mixed_float16"))(logits, labels), jax.jit(gradient)(logits, labels)
+    assert relative_error({"logits": got}, {"logits": want}) < 1e-3

@@ -1,7 +1,7 @@
 """Translation: numbers in English words into German ones, by an LSTM with attention and by a Transformer.
 
-Real: the two languages' rules for numerals, which reorder ("one thousand forty-two" is "eintausendzweiundvierzig"), fuse and
-inflect; encoder, decoder, attention, label smoothing. Made: the sentences, by those rules. Smaller: everything.
+Real: the two languages' rules for numerals, which reorder ("one thousand forty-two" is "eintausendzweiundvierzig"),
+fuse and inflect; encoder, decoder, attention, label smoothing. Made: the sentences, by those rules. Smaller: all of it.
 Stands for WMT English-German: GNMT and the paper's LSTM sequence-to-sequence models, and the Transformer.
 """
 

@@ -56,8 +56,8 @@ def _loop_flags(planner: Planner, body: Any, inside: Place, outs: list[Flags], c
 
 
 def _merge(*all_flags: Flags) -> Flags:
-    reaches, to_dot, only_wide, exact = zip(*all_flags, strict=True)
-    return Flags(any(reaches), any(to_dot), all(only_wide), any(exact))
+    reaches, to_dot, only_wide, exact, in_exponent = zip(*all_flags, strict=True)
+    return Flags(any(reaches), any(to_dot), all(only_wide), any(exact), any(in_exponent))
 
 
 def enter(

@@ -29,6 +29,8 @@ _DELICATE = {
     **dict.fromkeys("erf_inv asin acos atanh acosh".split(), 0),
     **dict.fromkeys(("div", "rem", "clamp"), 1),
 }
+_EXPONENTIALS = frozenset("exp exp2 expm1 sinh cosh".split())
+_AFFINE = frozenset("add sub add_any mul".split())
 # What follows its operands and yet rounds: worth running in float32 where that costs nothing.
 ROUNDS = frozenset("add sub add_any mul div rem atan2 tanh logistic erf erfc".split())
 POOLS = frozenset({"reduce_window_max", "reduce_window_min"})
@@ -52,13 +54,16 @@ class Flags(NamedTuple):
       to_dot: a dot consumes it, directly or through operations that pass values on as they are.
       only_wide: only operations that run in float32 consume it.
       exact: what is finite for it may not be for its copy in the compute dtype: something divides by it, takes its
-        logarithm, or bounds it first.
+        logarithm, or bounds it first, or does so to its distance from a constant.
+      in_exponent: an exponential is computed from it, or from sums and products of it: the absolute error of its copy
+        would be a relative one there, and what was normalised with the value itself no longer sums to one.
     """
 
     reaches_dot: bool = False
     to_dot: bool = False
     only_wide: bool = False
     exact: bool = False
+    in_exponent: bool = False
 
 
 class Place(NamedTuple):
@@ -149,6 +154,7 @@ class Backward:
         count = len(program.avals)
         self._reaches, self._to_dot = [False] * count, [False] * count
         self._used, self._not_wide, self._exact = [False] * count, [False] * count, [False] * count
+        self._in_exponent, self._known = [False] * count, program.known
         self._handed_out, self._avals = set(program.outputs), program.avals
         self.readers = [0] * count
         for number, flags in zip(program.outputs, out_flags, strict=True):
@@ -161,10 +167,12 @@ class Backward:
         self.readers[number] += 1
         self._not_wide[number] |= not flags.only_wide
         self._exact[number] |= flags.exact
+        self._in_exponent[number] |= flags.in_exponent
 
     def __getitem__(self, number: int) -> Flags:
         only_wide = self._used[number] and not self._not_wide[number]
-        return Flags(self._reaches[number], self._to_dot[number], only_wide, self._exact[number])
+        reaches, to_dot = self._reaches[number], self._to_dot[number]
+        return Flags(reaches, to_dot, only_wide, self._exact[number], self._in_exponent[number])
 
     def is_for_one_dot(self, number: int) -> bool:
         return self._to_dot[number] and self.readers[number] == 1
@@ -200,9 +208,18 @@ class Backward:
         if (entry.rule is Rule.SHAPE or node.name == "add_any") and not self._handed_out.isdisjoint(node.outs):
             self._handed_out.update(node.ins)
         passes = entry.rule is Rule.SHAPE or node.name in _EXACT
-        exact = entry.rule is Rule.RECORDED or (passes and any(out.exact for out in outs))
+        exact = (passes or self._measures_from_constant(node)) and any(out.exact for out in outs)
+        exact = exact or entry.rule is Rule.RECORDED
+        exponent = (passes or node.name in _AFFINE) and any(out.in_exponent for out in outs)
+        flags = flags._replace(in_exponent=exponent or node.name in _EXPONENTIALS)
         for position, number in enumerate(node.ins):
             self.add(number, flags._replace(exact=exact or _is_delicate(node, position)))
+
+    def _measures_from_constant(self, node: Node) -> bool:
+        """Whether a node is a step of `1 - x**2` and its like, which is nothing where rounding makes `x` one."""
+        if node.name in ("add", "sub"):
+            return not self._known.keys().isdisjoint(node.ins)
+        return node.name in ("square", "integer_pow") or (node.name == "mul" and node.ins[0] == node.ins[1])
 
 
 def _is_delicate(node: Node, position: int) -> bool:

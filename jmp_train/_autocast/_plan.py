@@ -270,5 +270,6 @@ class _Walk:
     def out_kind(self, number: int, flags: Flags, carried: bool) -> Kind:
         """What a result is for those who read it outside: rounded, if a dot out there consumes it."""
         state = self.states[number]
-        rounded = flags.to_dot and not flags.exact and state.kind is Kind.WIDE and (state.kept or carried)
+        delicate = flags.exact or flags.in_exponent
+        rounded = flags.to_dot and not delicate and state.kind is Kind.WIDE and (state.kept or carried)
         return Kind.LOW if rounded else state.kind

@@ -172,8 +172,9 @@ class _Link:
 
     def _again(self, needed: set[int], results: list[int]) -> Plan:
         """The plan that computes `results` again, in the dtypes in which they were computed."""
-        body, steps, inputs = self.body, [], {number for number in results if number in needed}
-        pending = {number for number in results if number not in needed}
+        body, steps = self.body, []
+        inputs = {number for number in results if number in needed or number in self.passed}
+        pending = set(results) - inputs
         for step in reversed(body.steps):
             if not pending.isdisjoint(step.node.outs):
                 steps.append(dataclasses.replace(step, far=[False] * len(step.far), unread=False))

@@ -53,7 +53,7 @@ def state_of_result(
         state.root = stored and not state.again
         state.origin = number if state.root else state.origin
     elif kind is Kind.WIDE and state.computed:
-        state.kept = state.root = flags.to_dot and not flags.exact
+        state.kept = state.root = flags.to_dot and not flags.exact and not flags.in_exponent
         state.again = not state.kept and is_exactly_repeatable(step, states)
         state.costly = is_costly(step) or any(s.again and s.costly for s in sources)
     return state
