@@ -74,7 +74,7 @@ TRAINING_STEPS: dict[str, Callable[[Callable[..., Loss]], Step]] = {
 }
 
 
-# What a large model is compiled for, half a minute each; the ways left out move the bytes of one that is here.
+# Those of a small run.
 FEW_WAYS = (
     "TF32",
     "Flax float16, DynamicScale",
@@ -229,8 +229,7 @@ def main() -> None:
         if name in ("mlp", "resnet50"):
             optimizer_steps(results, CASES[name]())
     for name in names:
-        few = options.small or name == "resnet50"
-        training_steps(results, CASES[name](), FEW_WAYS if few else TRAINING_STEPS)
+        training_steps(results, CASES[name](), FEW_WAYS if options.small else TRAINING_STEPS)
     print_tables(results)
     draw(results)
     results.write()
