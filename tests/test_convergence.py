@@ -14,12 +14,13 @@ import optax
 import pytest
 
 from benchmarks.convergence._application import PRECISIONS, REFERENCE, Application, Player
-from benchmarks.convergence._report import summaries
+from benchmarks.convergence._report import show_tables, summaries
 from benchmarks.convergence._rows import QUICK, applications
 from benchmarks.convergence._store import Store
 from benchmarks.convergence._verdicts import Verdict, margin_of, summarise
 
 ROOT = pathlib.Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def evaluate(variables):
@@ -91,6 +92,26 @@ def test_runs_of_an_application_that_has_changed_are_not_kept(tmp_path):
     assert not store.has(APPLICATION, REFERENCE, 0)
     store.add(APPLICATION, REFERENCE, 0, run(80.0))
     assert store.runs(APPLICATION, REFERENCE) == [run(80.0)]
+
+
+@pytest.mark.slow
+def test_the_readme_holds_the_tables_of_the_results(capsys):
+    rows = applications()
+    show_tables(Store(RESULTS / "convergence.json"), rows, PRECISIONS, seeds=3)
+    readme = (ROOT / "benchmarks" / "README.md").read_text().splitlines()
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("|", "**"))]
+    assert printed and not [line for line in printed if line not in readme]
+
+
+@pytest.mark.slow
+def test_mixed_precision_matches_float32_in_the_results():
+    store, found = Store(RESULTS / "convergence.json"), {}
+    for application in applications():
+        for name, row in summaries(store, application, PRECISIONS, seeds=3).items():
+            found.setdefault(name, []).append(row.verdict)
+    for name in ("mixed_bfloat16", "mixed_float16", "float16 parameters, masters"):
+        assert len(found[name]) >= 11 and set(found[name]) == {Verdict.MATCHES}
+    assert Verdict.FAILS in found["float16 parameters"]
 
 
 @pytest.mark.slow

@@ -23,7 +23,11 @@ def summaries(store: Store, application: Application, precisions: Sequence[Preci
 
 
 def show_tables(store: Store, applications: Sequence[Application], precisions: Sequence[Precision], seeds: int) -> None:
-    """Prints the verdicts of all applications side by side, what float16 loses of each, and a table for each."""
+    """Prints the verdicts of all applications side by side, what float16 loses of each, and a table for each.
+
+    Those of which no precision has all its runs yet are left out.
+    """
+    applications = [each for each in applications if summaries(store, each, precisions, seeds)]
     _show_verdicts(store, applications, precisions, seeds)
     _show_lost(store, applications)
     for application in applications:
@@ -88,9 +92,12 @@ def _power(scale: float) -> str:
 def draw_curves(
     store: Store, applications: Sequence[Application], precisions: Sequence[Precision], path: pathlib.Path
 ) -> None:
-    """One panel an application: the training loss of each precision's first seed."""
+    """One panel an application: the training loss of each precision's first seed, in the range of float32's."""
     from matplotlib.figure import Figure
 
+    applications = [each for each in applications if store.runs(each, REFERENCE)]
+    if not applications:
+        return
     across = min(4, len(applications))
     down = -(-len(applications) // across)
     figure = Figure(figsize=(3.6 * across, 2.8 * down + 0.8), layout="constrained")
@@ -105,11 +112,13 @@ def draw_curves(
                 panel.plot(steps, losses, label=precision.name, alpha=0.8, **style)
         panel.set_title(application.name, fontsize=9)
         panel.set_yscale("log")
-        panel.tick_params(labelsize=7)
+        reference = np.array(store.runs(application, REFERENCE)[0]["losses"][0], float)
+        panel.set_ylim(0.7 * reference.min(), 1.4 * reference.max())
+        panel.tick_params(which="both", labelsize=7)
     for panel in panels[len(applications) :]:
         panel.remove()
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    figure.legend(handles, labels, loc="outside upper center", ncols=5, fontsize=8, frameon=False)
     figure.supxlabel("step", fontsize=8)
     figure.supylabel("training loss", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import json
 import pathlib
+import re
 import sys
 from typing import Any
 
@@ -71,8 +72,14 @@ class Store:
         self.content["about"] = {"device": device(), "versions": versions(), "commit": commit()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.content, indent=1) + "\n")
+        text = json.dumps(self.content, indent=1)
+        partial.write_text(re.sub(r"\[[^\[\]{}]*\]", _in_one_line, text) + "\n")
         partial.replace(self.path)
+
+
+def _in_one_line(found: re.Match[str]) -> str:
+    """A list of numbers, a run's losses, in one line instead of a hundred."""
+    return " ".join(found.group().split())
 
 
 def source(application: Application) -> str:

@@ -142,7 +142,7 @@ def _variables(state: flax_bridge.TrainState) -> Variables:
 
 
 def _curve(losses: np.ndarray) -> list[list[float | None]]:
-    """Means of equal stretches of each player's losses, at most `CURVE_POINTS`; `None` where not finite."""
+    """Means of equal stretches of each player's losses, to five digits; `None` where not finite."""
     stretches = np.array_split(losses, min(CURVE_POINTS, len(losses)))
     means = np.stack([stretch.mean(0) for stretch in stretches], axis=1)
-    return [[float(value) if math.isfinite(value) else None for value in player] for player in means]
+    return [[float(f"{value:.5g}") if math.isfinite(value) else None for value in player] for player in means]
