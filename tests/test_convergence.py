@@ -9,6 +9,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -27,7 +28,7 @@ def evaluate(variables):
     return 0.0
 
 
-PLAYER = Player(lambda key: {}, lambda variables, batch, key: (0.0, {}), optax.identity())
+PLAYER = Player(lambda key: {}, lambda variables, batch, key: (jnp.float32(0), {}), optax.identity())
 APPLICATION = Application("made up", "accuracy, %", True, 0.5, 100, (PLAYER,), lambda seed: iter(()), evaluate)
 
 

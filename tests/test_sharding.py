@@ -49,9 +49,10 @@ def by_pmap(step, devices):
 
     def run(state, *batch):
         results = mapped(state, *(part.reshape(devices, -1, part.shape[-1]) for part in batch))
-        for leaf in map(np.asarray, jax.tree.leaves(results)):
+        results = jax.tree.map(np.asarray, results)  # to index a sharded array is a program of eight devices of its own
+        for leaf in jax.tree.leaves(results):
             np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[0], leaf.shape))
-        return jax.tree.map(lambda leaf: leaf[0], results)
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), results)
 
     return run
 
