@@ -98,6 +98,53 @@ def test_what_literals_make_together_stays_wide_too(name):
     np.testing.assert_allclose(got, fn(X @ W, np.arange(8) < 3), rtol=2e-3)
 
 
+HUGE = {
+    "selected": lambda h: jnp.where(jnp.arange(8) < 4, h, -1e5),
+    "added": lambda h: h + jnp.where(jnp.arange(8) < 4, 0.0, -1e5),
+    "beside": lambda h: jnp.concatenate([h[:, :4], jnp.full((4, 4), -1e5)], axis=1),
+    "around": lambda h: jnp.pad(h[:, :4], ((0, 0), (0, 4)), constant_values=-1e5),
+    "beyond the end": lambda h: jnp.take(h, np.array([0, 1, 2, 3, 8, 9, 8, 9]), 1, mode="fill", fill_value=-1e5),
+    "the start of a loop": lambda h: jax.lax.scan(lambda c, row: (jnp.logaddexp(c, row), c), jnp.full(8, -1e5), h)[1],
+    "carried on": lambda h: jax.lax.scan(
+        lambda c, row: ((c[1], jnp.where(jnp.arange(8) < 4, row, -1e5)), c[0]), (h[0], h[1]), h
+    )[1],
+    "of one branch": lambda h: jax.lax.cond(h[0, 0] < 1e9, lambda: jnp.where(h < 0, h, -1e5), lambda: h),
+    "in a function": lambda h: jax.jit(lambda h: 2 * jnp.where(jnp.arange(8) < 4, h, -1e5))(h),
+    "scaled, normalised": lambda h: jax.nn.log_softmax(jnp.where(jnp.arange(8) < 4, h, -1e9) / 2),
+}
+BOUNDED = {
+    "a softmax": lambda h: jax.nn.softmax(jnp.where(jnp.arange(8) < 4, h, -1e9)),
+    "a bound": lambda h: jnp.maximum(h, -1e9),
+    "two bounds": lambda h: jnp.clip(h, -1e9, 1e9),
+    "the largest": lambda h: jnp.where(jnp.arange(4)[:, None] < 2, h, -1e9).max(0) * jnp.ones((4, 1)),
+    "a factor": lambda h: 1e-6 * (1e6 * h),
+    "a comparison": lambda h: h * (jnp.where(jnp.arange(8) < 4, h, -1e9) > 0),
+}
+
+
+def picked(make):
+    """A product with zeros and ones, as that with which a CTC loss picks the score of a path."""
+    return lambda w, x: jnp.einsum("bn,nk->bk", make(x @ w), jnp.eye(8)[:, :3])
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_a_product_does_not_find_what_float16_cannot_hold_infinite(name):
+    """Zero times infinity is NaN."""
+    fn = picked(HUGE[name])
+    np.testing.assert_allclose(autocast(fn, "mixed_float16")(W, X), fn(W, X), rtol=2e-3, atol=1e-3)
+    narrow = autocast(fn, "mixed_bfloat16")  # which can
+    assert {dtypes[0] for name, dtypes, _ in equations(narrow, W, X) if name == "dot_general"} == {
+        np.dtype(jnp.bfloat16)
+    }
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_a_product_is_narrow_where_huge_literals_only_bound_its_operands(name):
+    fn = jax.grad(lambda w, x: 65536.0 * jnp.mean(picked(BOUNDED[name])(w, x) ** 2))
+    read = [dtypes[0] for name, dtypes, _ in equations(autocast(fn, "mixed_float16"), W, X) if name == "dot_general"]
+    assert len(read) >= 3 and set(read) == {F16}
+
+
 def test_a_mask_and_a_literal_that_fit_widen_nothing():
     drop = lambda w, x, mask: jnp.where(mask, (x @ w) / 0.9, 0.0) * (mask / 0.9) @ w  # noqa: E731
     operations = explain(drop, "mixed_float16")(W, X, np.arange(8) < 3).operations

@@ -116,7 +116,7 @@ def _cond(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: 
 
 
 def _join(kinds: Sequence[Kind]) -> Kind:
-    return next((kind for kind in (Kind.FIXED, Kind.WIDE, Kind.LOW) if kind in kinds), Kind.SOFT)
+    return next((kind for kind in (Kind.FIXED, Kind.HUGE, Kind.WIDE, Kind.LOW) if kind in kinds), Kind.SOFT)
 
 
 def _scan(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: list[Flags]) -> Entered:
@@ -156,28 +156,28 @@ def _plan_loop(
 ) -> tuple[Plan, list[Kind]]:
     """The plan of a loop's body and the kinds of its carry, which starts as its initial value is and can only widen."""
     program, _ = planner.program(body, inside)
-    recorded = _recorded_kinds([program.avals[number] for number in program.inputs[consts : consts + carry]])
-    low = [kind is Kind.LOW for kind in kinds[consts : consts + carry]]
-    whole = flatten(body, also=("remat2",)) if any(low) else program
-    rows = zip(whole.inputs[consts + carry :], kinds[consts + carry :], strict=True)
-    weights = [number for number, kind in rows if kind is Kind.SOFT]
-    ends = zip(whole.inputs[consts : consts + carry], whole.outputs[:carry], strict=True)
-    low = [i and may_be_narrow(whole, inside, weights, *end) for i, end in zip(low, ends, strict=True)]
+    first, starts = consts + carry, kinds[consts : consts + carry]
+    recorded = _recorded_kinds([program.avals[number] for number in program.inputs[consts:first]])
+    whole = flatten(body, also=("remat2",)) if Kind.LOW in starts else program
+    weights = [n for n, kind in zip(whole.inputs[first:], kinds[first:], strict=True) if kind is Kind.SOFT]
+    ends = zip(starts, whole.inputs[consts:first], whole.outputs[:carry], strict=True)
+    low = [kind is Kind.LOW and may_be_narrow(whole, inside, weights, *end) for kind, *end in ends]
+    pairs = zip(starts, recorded, low, strict=True)
+    carried = [kind if kind is Kind.HUGE or is_low else wide for kind, wide, is_low in pairs]
     while True:
-        carry_kinds = [Kind.LOW if is_low else kind for is_low, kind in zip(low, recorded, strict=True)]
-        in_kinds = [*kinds[:consts], *carry_kinds, *kinds[consts + carry :]]
-        out_flags = [*(Flags(is_low, is_low, False) for is_low in low), *outs[carry:]]
-        plan = planner.plan(body, in_kinds, out_flags, inside, roundable=range(consts, consts + carry))
-        still = [is_low and kind is Kind.LOW for is_low, kind in zip(low, plan.out_kinds, strict=False)]
-        if still == low:
-            return plan, carry_kinds
-        low = still
+        out_flags = [*(Flags(kind is Kind.LOW, kind is Kind.LOW, False) for kind in carried), *outs[carry:]]
+        in_kinds = [*kinds[:consts], *carried, *kinds[first:]]
+        plan = planner.plan(body, in_kinds, out_flags, inside, roundable=range(consts, first))
+        wider = [_join(pair) for pair in zip(carried, plan.out_kinds, strict=False)]
+        if wider == carried:
+            return plan, carried
+        carried = wider
 
 
 def _custom_jvp(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: list[Flags]) -> Entered:
     plan = planner.plan(node.params["call_jaxpr"], kinds, outs, inside)
     out_dtypes = plan.dtypes_of(plan.out_kinds)
-    of_args = [*kinds, *kinds]  # tangents are what their primals are
+    of_args = [*kinds, *(Kind.WIDE if kind is Kind.HUGE else kind for kind in kinds)]  # and of tangents
 
     def wrap(_: Callable, jvp: Callable) -> tuple[Callable, Callable]:
         def rule(*args: Any) -> list[Any]:

@@ -43,6 +43,7 @@ class Kind(enum.Enum):
     LOW = "low"  # is in the compute dtype
     SOFT = "soft"  # float32, but a parameter or a small literal: narrows to what it meets
     WIDE = "wide"  # float32, and widens what it meets: data, and what a HIGH operation computed
+    HUGE = "huge"  # WIDE, at the boundary of a body: and some of its numbers are infinite in the compute dtype
     FIXED = "fixed"  # not recorded in float32: never touched
 
 

@@ -3,6 +3,9 @@
 Each literal may fit into the compute dtype and their product may not: a mask of -1e4 that is multiplied by 10, a
 coefficient of 1e-4 squared. Arguments are not followed: of parameters it is known that they narrow, and data are wide.
 
+And where numbers that do not fit stand among others: the -1e5 that a CTC loss takes for the logarithm of zero is
+carried beside scores, and a product with zeros and ones that picks the scores would find infinities times zero.
+
 Decides the range of such values, and whether the compute dtype holds it. Does not decide what follows from that; see
 `_plan.py`.
 """
@@ -22,6 +25,14 @@ _UNITED = frozenset("select_n max min clamp concatenate pad stack dynamic_update
 _SAME = frozenset(
     "neg abs broadcast_in_dim reshape transpose squeeze rev slice dynamic_slice gather split unstack tile copy "
     "optimization_barrier reduce_max reduce_min convert_element_type".split()
+)
+
+
+# Each of their numbers is one of an operand's, in the order of the operands or beside others; or a sum of such.
+_MIXED = _UNITED | {"add", "sub", "add_any", "scatter-add", "stack"}
+_BOUNDS = frozenset("max min clamp".split())
+_CARRIED = (_SAME - {"reduce_max", "reduce_min"}) | set(
+    "sort reduce_sum cumsum cumlogsumexp integer_pow square".split()
 )
 
 
@@ -63,3 +74,40 @@ def range_through(node: Node, operands: Sequence[Range | None]) -> Range | None:
     if node.name == "div":
         return Range(first.smallest / last.largest, first.largest / last.smallest)
     return None
+
+
+class Numbers(NamedTuple):
+    """What is known of the numbers of a value.
+
+    Attributes:
+      range: if it is made of literals and booleans alone.
+      huge: whether some are literals beyond the compute dtype, or sums with them, beside others.
+    """
+
+    range: Range | None = None
+    huge: bool = False
+
+    def exceed(self, dtype: np.dtype) -> bool:
+        """Whether some would be infinite in `dtype`."""
+        return self.huge or (self.range is not None and self.range.largest > facts(dtype).max)
+
+
+UNKNOWN = Numbers()
+
+
+def is_huge(node: Node, operands: Sequence[Numbers], dtype: np.dtype) -> bool:
+    """Whether a node's results, given what is known of its floating operands, hold huge numbers beside others.
+
+    A bound is no number of the result: `max(x, -1e9)` is `x`. The largest of masked numbers is one that is not masked.
+    A factor is none either: that of a small number is small, and losses are scaled so.
+    """
+    if node.name in _BOUNDS:
+        others = [each for each in operands if each.range is None]
+        return bool(others) and all(each.huge for each in others)
+    if node.name == "gather" and (fill := node.params.get("fill_value")) is not None:
+        return operands[0].huge or Numbers(range_of(fill)).exceed(dtype)
+    if node.name in _MIXED:
+        return any(each.range is None for each in operands) and any(each.exceed(dtype) for each in operands)
+    if node.name == "div":
+        return operands[0].huge
+    return (node.name in _CARRIED or node.name == "mul") and any(each.huge for each in operands)

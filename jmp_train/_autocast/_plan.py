@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jax.core import Tracer
 
 from .._dtypes import FLOAT32
 from .._jaxpr import ClosedJaxpr, Jaxpr, Node, Program, flatten
@@ -38,7 +39,7 @@ from ._flow import (
     is_sixteen_bit,
     kind_of_known,
 )
-from ._magnitudes import range_of
+from ._magnitudes import Numbers, range_of
 from ._pooling import scatter_to_windows
 from ._recompute import mark_unread, roots_of_exponents
 from ._residuals import stack_less
@@ -131,18 +132,24 @@ class _Walk:
         self.forward_depth = 0
         self.states: list[Any] = [None] * len(program.avals)
         for number, kind in zip(program.inputs, kinds, strict=True):
-            self.states[number] = State(kind, parameter=kind is Kind.SOFT)
+            numbers = Numbers(huge=kind is Kind.HUGE)
+            kind = Kind.WIDE if kind is Kind.HUGE else kind
+            self.states[number] = State(kind, parameter=kind is Kind.SOFT, numbers=numbers)
         self.weights = [program.avals[number].shape for number in program.inputs if self.states[number].parameter]
         for number, value in program.known.items():
             kind = kind_of_known(value, program.avals[number], self.low)
-            values = range_of(value) if kind is Kind.SOFT else None
-            self.states[number] = State(kind, range=values)
+            one = kind is not Kind.FIXED and np.size(value) == 1 and not isinstance(value, Tracer)
+            self.states[number] = State(kind, numbers=Numbers(range_of(value) if one else None))
 
     def seen(self, number: int, depth: int, wait: Wait) -> Kind:
         """What a reader at `depth` sees of a value."""
         state = self.states[number]
         narrow = state.kept and wait is not Wait.CARRIED and (wait is Wait.STORED or depth > state.depth)
         return Kind.LOW if narrow or wait is Wait.NARROW else state.kind
+
+    def across(self, number: int, kind: Kind) -> Kind:
+        """What a value of some kind is on the other side of a body's boundary."""
+        return Kind.HUGE if kind is Kind.WIDE and self.states[number].numbers.exceed(self.low) else kind
 
     def step(self, node: Node, entry: Entry) -> None:
         depth = max((self.states[number].depth for number in node.ins), default=0)
@@ -151,10 +158,11 @@ class _Walk:
         waits = self.waits.of(node, entry, self.states)
         kinds = [self.seen(number, depth, wait) for number, wait in zip(node.ins, waits, strict=True)]
         if entry.rule is Rule.ENTER:
+            kinds = [self.across(number, kind) for number, kind in zip(node.ins, kinds, strict=True)]
             step, out_kinds, has_dot = _control_flow.enter(self.planner, node, entry, self.place, kinds, self.flow)
         else:
             step, out_kinds = self._DECIDE[entry.rule](self, node, entry, kinds)
-            has_dot = entry.rule is Rule.LOW and node.name in DOTS
+            has_dot = step.entry.rule is Rule.LOW and node.name in DOTS
         states = [self.states[number] for number in node.ins]
         step.far = [self._far(*read, depth) for read in zip(node.ins, states, step.reads, waits, strict=True)]
         made = [self._made(step, kinds, number, kind) for number, kind in zip(node.outs, out_kinds, strict=True)]
@@ -168,8 +176,9 @@ class _Walk:
 
     def _made(self, step: Step, kinds: Sequence[Kind], number: int, kind: Kind) -> State:
         """What a result of a step is, for its readers."""
-        state = state_of_result(step, kinds, self.program, self.states, number, kind, self.flow[number])
-        if state.kind is Kind.SOFT and state.range is not None and not state.range.fits(self.low):
+        state = state_of_result(step, kinds, self.program, self.states, number, kind, self.flow[number], self.low)
+        values = state.numbers.range
+        if state.kind is Kind.SOFT and values is not None and not values.fits(self.low):
             state.kind = Kind.WIDE
         return state if self.planner.rules.low_residuals else kept_wide(state)
 
@@ -238,6 +247,10 @@ class _Walk:
     def _low(self, node: Node, entry: Entry, kinds: list[Kind]) -> tuple[Step, list[Kind]]:
         if node.name not in DOTS:
             return self._pairwise(node, entry, kinds, Kind.LOW)
+        if any(self.states[number].numbers.exceed(self.low) for number in node.ins):
+            return self._recorded(
+                node, Entry(Rule.RECORDED, f"some of its numbers are infinite in {self.low.name}"), kinds
+            )
         avals = [self.program.avals[number] for number in node.ins]
         low = next((aval.dtype for aval in avals if is_sixteen_bit(aval)), self.low)
         reads = [None if kind is Kind.FIXED else low for kind in kinds]
@@ -271,5 +284,6 @@ class _Walk:
         """What a result is for those who read it outside: rounded, if a dot out there consumes it."""
         state = self.states[number]
         delicate = flags.exact or flags.in_exponent
-        rounded = flags.to_dot and not delicate and state.kind is Kind.WIDE and (state.kept or carried)
-        return Kind.LOW if rounded else state.kind
+        kind = self.across(number, state.kind)
+        rounded = flags.to_dot and not delicate and kind is Kind.WIDE and (state.kept or carried)
+        return Kind.LOW if rounded else kind

@@ -13,14 +13,21 @@ import numpy as np
 
 from .._jaxpr import Program
 from ._flow import DOTS, Flags, Kind
-from ._magnitudes import range_through
+from ._magnitudes import Numbers, is_huge, range_through
 from ._recompute import is_costly, is_repeatable
 from ._steps import State, Step
 from ._table import Rule
 
 
 def state_of_result(
-    step: Step, kinds: Sequence[Kind], program: Program, states: Sequence[Any], number: int, kind: Kind, flags: Flags
+    step: Step,
+    kinds: Sequence[Kind],
+    program: Program,
+    states: Sequence[Any],
+    number: int,
+    kind: Kind,
+    flags: Flags,
+    low: np.dtype,
 ) -> State:
     """What result `number` of a step is.
 
@@ -30,14 +37,19 @@ def state_of_result(
       program: the program that it belongs to.
       states: what all values before it are, by number.
       number, kind, flags: of the result.
+      low: the compute dtype.
     """
     sources = [states[operand] for operand in step.node.ins]
     moves = step.entry.rule is Rule.SHAPE
+    floats = [s.numbers for s in sources if s.kind is not Kind.FIXED]
     state = State(
-        kind,
+        Kind.WIDE if kind is Kind.HUGE else kind,
         computed=not moves or any(s.computed for s in sources),
         parameter=moves and any(s.parameter for s in sources),
-        range=range_through(step.node, [s.range for s in sources if s.kind is not Kind.FIXED]),
+        numbers=Numbers(
+            range_through(step.node, [each.range for each in floats]),
+            kind is Kind.HUGE or (kind is not Kind.FIXED and is_huge(step.node, floats, low)),
+        ),
     )
     if kind is Kind.FIXED:
         # A comparison of floats: one byte, where its operands would be kept.
@@ -52,8 +64,9 @@ def state_of_result(
         stored = state.raw or (is_costly(step) and not flags.to_dot) or any(s.raw for s in sources)
         state.root = stored and not state.again
         state.origin = number if state.root else state.origin
-    elif kind is Kind.WIDE and state.computed:
-        state.kept = state.root = flags.to_dot and not flags.exact and not flags.in_exponent
+    elif state.kind is Kind.WIDE and state.computed:
+        delicate = flags.exact or flags.in_exponent or state.numbers.exceed(low)
+        state.kept = state.root = flags.to_dot and not delicate
         state.again = not state.kept and is_exactly_repeatable(step, states)
         state.costly = is_costly(step) or any(s.again and s.costly for s in sources)
     return state

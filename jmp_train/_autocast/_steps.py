@@ -14,7 +14,7 @@ import numpy as np
 from .._dtypes import FLOAT32
 from .._jaxpr import Node, Program
 from ._flow import Kind, Place
-from ._magnitudes import Range
+from ._magnitudes import UNKNOWN, Numbers
 from ._table import Entry
 
 
@@ -33,7 +33,7 @@ class State:
       again: what far readers compute again from roots, rather than have it kept; see `_recompute.py`.
       costly: computed again for kernels of their own too.
       origin: the one root that a value in the compute dtype is, or is computed again from, if it is one.
-      range: of the numbers that it can be, if it is made of literals and booleans alone.
+      numbers: what is known of them.
     """
 
     kind: Kind
@@ -46,7 +46,7 @@ class State:
     again: bool = False
     costly: bool = False
     origin: int | None = None
-    range: Range | None = None
+    numbers: Numbers = UNKNOWN
 
 
 @dataclasses.dataclass(slots=True)
