@@ -41,15 +41,11 @@ def state_of_result(
     """
     sources = [states[operand] for operand in step.node.ins]
     moves = step.entry.rule is Rule.SHAPE
-    floats = [s.numbers for s in sources if s.kind is not Kind.FIXED]
     state = State(
         Kind.WIDE if kind is Kind.HUGE else kind,
         computed=not moves or any(s.computed for s in sources),
         parameter=moves and any(s.parameter for s in sources),
-        numbers=Numbers(
-            range_through(step.node, [each.range for each in floats]),
-            kind is Kind.HUGE or (kind is not Kind.FIXED and is_huge(step.node, floats, low)),
-        ),
+        numbers=_numbers_of(step, sources, kind, low),
     )
     if kind is Kind.FIXED:
         # A comparison of floats: one byte, where its operands would be kept.
@@ -70,6 +66,12 @@ def state_of_result(
         state.again = not state.kept and is_exactly_repeatable(step, states)
         state.costly = is_costly(step) or any(s.again and s.costly for s in sources)
     return state
+
+
+def _numbers_of(step: Step, sources: Sequence[Any], kind: Kind, low: np.dtype) -> Numbers:
+    floats = [s.numbers for s in sources if s.kind is not Kind.FIXED]
+    made_huge = kind is not Kind.FIXED and is_huge(step.node, floats, low)
+    return Numbers(range_through(step.node, [each.range for each in floats]), made_huge or kind is Kind.HUGE)
 
 
 def kept_wide(state: State) -> State:
