@@ -55,7 +55,7 @@ class Results:
         self.tables: dict[str, list[Row]] = {}
         self._about = {
             "benchmark": name,
-            "command": " ".join(["python", f"benchmarks/{pathlib.Path(sys.argv[0]).name}", *sys.argv[1:]]),
+            "command": _command(sys.argv),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "measured": measured,
             "device": device(),
@@ -148,6 +148,13 @@ def _cell(value: Any, form: str | Callable[[Any], str]) -> str:
     if value is None:
         return "-"
     return form(value) if callable(form) else format(value, form)
+
+
+def _command(argv: Sequence[str]) -> str:
+    """What was asked for, from the root of a checkout; not where the answer was put."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--out")
+    return " ".join(["python", f"benchmarks/{pathlib.Path(argv[0]).name}", *parser.parse_known_args(argv[1:])[1]])
 
 
 def _brief(name: str, value: Any) -> str:

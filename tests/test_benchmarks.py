@@ -107,10 +107,19 @@ def test_traffic(tmp_path, model):
     if model == "mlp":
         check_optimizer_steps(tables["optimizer step"])
         check_mlp_steps(tables["training step"])
-    if compilers(results) != compilers(before):
-        pytest.skip(f"the results are of {compilers(before)}, this run of {compilers(results)}")
+    same = compilers(results) == compilers(before)
     for name, rows in tables.items():
-        assert figures(rows, model) == figures(before["tables"][name], model)
+        for again, row in zip(figures(rows, model), figures(before["tables"][name], model), strict=True):
+            # Other versions may compile something else, but not much more.
+            assert again == row if same else again["bytes"] <= 1.05 * row["bytes"], row
+
+
+def test_results_tell_what_was_asked_for_and_no_path_of_a_machine(load):
+    command = load("_results")._command
+    asked = ["/somewhere/benchmarks/traffic.py", "--models", "mlp", "cnn", "--out", "/somewhere/else", "--small"]
+    assert command(asked) == "python benchmarks/traffic.py --models mlp cnn --small"
+    for path in RESULTS.glob("*.json"):
+        assert "/tmp" not in path.read_text() and "/home" not in path.read_text()
 
 
 @pytest.mark.slow

@@ -37,6 +37,10 @@ def main(argv: list[str] | None = None) -> _store.Store:
         for app in applications()
         if (not args.quick or app.name in QUICK) and (not args.only or any(word in app.name for word in args.only))
     ]
+    if not chosen:
+        parser.error(f"no application's name contains one of {args.only}: {'; '.join(a.name for a in applications())}")
+    if args.seeds is not None and args.seeds < 1:
+        parser.error(f"--seeds is {args.seeds} and has to be at least 1")
     precisions = [p for p in PRECISIONS if not args.quick or p.name in QUICK_PRECISIONS]
     seeds = args.seeds or (2 if args.quick else 3)
     store = _store.Store(args.out / ("convergence-quick.json" if args.quick else "convergence.json"))

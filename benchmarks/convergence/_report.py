@@ -1,7 +1,7 @@
 """The tables and the figure of the suite."""
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -27,19 +27,19 @@ def show_tables(store: Store, applications: Sequence[Application], precisions: S
 
     Those of which no precision has all its runs yet are left out.
     """
-    applications = [each for each in applications if summaries(store, each, precisions, seeds)]
-    _show_verdicts(store, applications, precisions, seeds)
-    _show_lost(store, applications)
-    for application in applications:
-        _show_application(store, application, precisions, seeds)
+    judged = [(each, rows) for each in applications if (rows := summaries(store, each, precisions, seeds))]
+    _show_verdicts(judged, precisions)
+    _show_lost(store, [application for application, _ in judged])
+    for application, rows in judged:
+        _show_application(application, rows, seeds)
 
 
 def _show_verdicts(
-    store: Store, applications: Sequence[Application], precisions: Sequence[Precision], seeds: int
+    judged: Sequence[tuple[Application, Mapping[str, Summary]]], precisions: Sequence[Precision]
 ) -> None:
     rows = []
-    for application in applications:
-        cells = {name: _cell(row) for name, row in summaries(store, application, precisions, seeds).items()}
+    for application, summaries in judged:
+        cells = {name: _cell(row) for name, row in summaries.items()}
         rows.append({"application": application.name, "metric": application.metric, **cells})
     columns = {"application": "", "metric": "", **{precision.name: "" for precision in precisions}}
     show("**Mean over the seeds, and the verdict where it is not that it matches float32**", columns, rows)
@@ -65,7 +65,7 @@ def _show_lost(store: Store, applications: Sequence[Application]) -> None:
     show("**Activation gradients in float16, after training in float32**", columns, rows)
 
 
-def _show_application(store: Store, application: Application, precisions: Sequence[Precision], seeds: int) -> None:
+def _show_application(application: Application, summaries: Mapping[str, Summary], seeds: int) -> None:
     rows = [
         {
             "precision": name,
@@ -75,14 +75,12 @@ def _show_application(store: Store, application: Application, precisions: Sequen
             "loss scale": " ".join(map(_power, row.scales)),
             "verdict": row.verdict,
         }
-        for name, row in summaries(store, application, precisions, seeds).items()
+        for name, row in summaries.items()
     ]
     columns = dict.fromkeys(("precision", "metric", "loss gap", "skipped", "loss scale", "verdict"), "")
-    title = f"**{application.name}: {application.metric}, {application.steps} steps, {seeds} seeds"
-    if rows:
-        margin = summaries(store, application, precisions, seeds)[rows[-1]["precision"]].margin
-        title += f"; chance explains {margin:.2g}"
-    show(f"{title}**", columns, rows)
+    margin = [*summaries.values()][-1].margin
+    title = f"{application.name}: {application.metric}, {application.steps} steps, {seeds} seeds"
+    show(f"**{title}; chance explains {margin:.2g}**", columns, rows)
 
 
 def _power(scale: float) -> str:

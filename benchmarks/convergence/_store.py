@@ -3,6 +3,7 @@
 Decides when a run may be kept: the same application, precision and seed, and the same source of the application.
 """
 
+import datetime
 import hashlib
 import inspect
 import json
@@ -18,8 +19,8 @@ from ._application import Application, Precision
 class Store:
     """Runs by application, precision and seed.
 
-    The file has `about` (device, versions and commit of the last run) and `applications`: for each its `source` (a
-    hash), `metric`, `steps`, `gradients_lost` (see `_training.gradients_lost`) and `runs`: by precision, by seed.
+    The file has `about` (date, device, versions and commit of the last run) and `applications`: for each its `source`
+    (a hash), `metric`, `steps`, `gradients_lost` (see `_training.gradients_lost`) and `runs`: by precision, by seed.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
@@ -69,7 +70,8 @@ class Store:
         return kept
 
     def _write(self) -> None:
-        self.content["about"] = {"device": device(), "versions": versions(), "commit": commit()}
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self.content["about"] = {"date": now, "device": device(), "versions": versions(), "commit": commit()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
         text = json.dumps(self.content, indent=1)

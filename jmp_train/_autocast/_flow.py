@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.core import Tracer
 
 from .._dtypes import BFLOAT16, FLOAT16, FLOAT32
 from .._jaxpr import FULL_PRECISION_MARK, Node, Program, is_backward, is_recomputed, region_mark, scope_of
@@ -100,9 +99,8 @@ def kind_of_known(value: Any, aval: Any, low: np.dtype) -> Kind:
     """Literals and captured scalars that `low` can hold are SOFT, other float32 values of the program are WIDE."""
     if not is_float32(aval):
         return Kind.FIXED
-    if isinstance(value, Tracer) or np.size(value) != 1:
-        return Kind.WIDE
-    return Kind.SOFT if range_of(value).fits(low) else Kind.WIDE
+    values = range_of(value)
+    return Kind.SOFT if values is not None and values.fits(low) else Kind.WIDE
 
 
 def entries_of(program: Program, rules: Rules, place: Place) -> list[Entry]:

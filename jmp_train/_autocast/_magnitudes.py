@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.core import Tracer
 
 from .._dtypes import facts
 from .._jaxpr import Node
@@ -47,8 +48,10 @@ class Range(NamedTuple):
         return self == Range() or (facts(dtype).smallest_normal <= self.smallest and self.largest <= facts(dtype).max)
 
 
-def range_of(value: Any) -> Range:
-    """The range of one known number; zeros, infinities and NaN are the same in every format."""
+def range_of(value: Any) -> Range | None:
+    """The range of one known number, `None` of arrays; zeros, infinities and NaN are the same in every format."""
+    if isinstance(value, Tracer) or np.size(value) != 1:
+        return None
     magnitude = abs(float(np.asarray(value).reshape(())))
     return Range(magnitude, magnitude) if magnitude and math.isfinite(magnitude) else Range()
 
@@ -74,6 +77,12 @@ def range_through(node: Node, operands: Sequence[Range | None]) -> Range | None:
     if node.name == "div":
         return Range(first.smallest / last.largest, first.largest / last.smallest)
     return None
+
+
+def filled_with(node: Node) -> Range | None:
+    """The range of the literal that a gather puts where an index is out of bounds, if it has one."""
+    fill = node.params.get("fill_value") if node.name == "gather" else None
+    return None if fill is None else range_of(fill)
 
 
 class Numbers(NamedTuple):
@@ -104,8 +113,8 @@ def is_huge(node: Node, operands: Sequence[Numbers], dtype: np.dtype) -> bool:
     if node.name in _BOUNDS:
         others = [each for each in operands if each.range is None]
         return bool(others) and all(each.huge for each in others)
-    if node.name == "gather" and (fill := node.params.get("fill_value")) is not None:
-        return operands[0].huge or Numbers(range_of(fill)).exceed(dtype)
+    if (fill := filled_with(node)) is not None:
+        return operands[0].huge or Numbers(fill).exceed(dtype)
     if node.name in _MIXED:
         return any(each.range is None for each in operands) and any(each.exceed(dtype) for each in operands)
     if node.name == "div":

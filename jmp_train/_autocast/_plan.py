@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.core import Tracer
 
 from .._dtypes import FLOAT32
 from .._jaxpr import ClosedJaxpr, Jaxpr, Node, Program, flatten
@@ -39,7 +38,7 @@ from ._flow import (
     is_sixteen_bit,
     kind_of_known,
 )
-from ._magnitudes import Numbers, range_of
+from ._magnitudes import Numbers, filled_with, range_of
 from ._pooling import scatter_to_windows
 from ._recompute import mark_unread, roots_of_exponents
 from ._residuals import stack_less
@@ -138,8 +137,7 @@ class _Walk:
         self.weights = [program.avals[number].shape for number in program.inputs if self.states[number].parameter]
         for number, value in program.known.items():
             kind = kind_of_known(value, program.avals[number], self.low)
-            one = kind is not Kind.FIXED and np.size(value) == 1 and not isinstance(value, Tracer)
-            self.states[number] = State(kind, numbers=Numbers(range_of(value) if one else None))
+            self.states[number] = State(kind, numbers=Numbers(None if kind is Kind.FIXED else range_of(value)))
 
     def seen(self, number: int, depth: int, wait: Wait) -> Kind:
         """What a reader at `depth` sees of a value."""
@@ -218,8 +216,8 @@ class _Walk:
             return self._widest(node, entry, kinds)  # an edit: its operands still need one dtype
         if node.name == "rev" and kinds == [Kind.SOFT] and self.flow.is_for_one_dot(node.outs[0]):
             return self._pairwise(node, entry, kinds, Kind.LOW)  # a cast after it would hide cuDNN's data gradient
-        fill = node.params.get("fill_value") if node.name == "gather" else None
-        if fill is not None and kind_of_known(fill, self.program.avals[node.ins[0]], self.low) is Kind.WIDE:
+        fill = filled_with(node)
+        if fill is not None and kinds[0] is not Kind.FIXED and not fill.fits(self.low):
             high = Entry(Rule.HIGH, f"{self.low.name} cannot hold its fill_value")
             return self._pairwise(node, high, kinds, Kind.WIDE)
         if node.name in ROUNDS and self.flow[node.outs[0]].exact:
