@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
 
 from ._autocast import DEFAULT_RULES, Rules, autocast, matmul_precision
 from ._dtypes import FLOAT32, FLOAT64
@@ -22,8 +24,9 @@ from ._grad_inputs import (
     check_policy,
     split_result,
 )
-from ._loss_scale import LossScale
+from ._loss_scale import LossScale, StaticLossScale
 from ._policy import Policy
+from ._scaling import multiply
 from ._sharding import AxisName, axes_of, check_axes, check_local, local, mean_gradients
 from ._static import hide_static, reveal_static
 
@@ -146,7 +149,7 @@ def _scaled_grad(
     argnums: int | tuple[int, ...],
     has_aux: bool,
     axes: Sequence[Hashable],
-    scale: LossScale,
+    scale_loss: Callable[[Any], Any],
     *args: Any,
     cast: Callable[[Sequence[Any]], Sequence[Any]] = lambda args: args,
     **kwargs: Any,
@@ -157,7 +160,7 @@ def _scaled_grad(
         loss, aux = split_result(loss_fn(*cast(args), **kwargs), has_aux)
         check_local(loss, axes)
         # The true loss travels as aux: dividing the scaled one by S would not undo an overflow.
-        return scale.scale(loss), (loss, aux)
+        return scale_loss(loss), (loss, aux)
 
     chosen = (argnums,) if isinstance(argnums, int) else argnums
     positions = {i % len(args) for i in chosen if -len(args) <= i < len(args)}
@@ -168,17 +171,20 @@ def _scaled_grad(
 def _under_autocast(
     scaled_grad: Callable[..., Any], policy: Policy, rules: Rules | None, chosen: Sequence[int]
 ) -> Callable[..., Any]:
-    # The program has the scale as its first argument and one argument for all keywords.
-    def program(scale: LossScale, kwargs: Any, *args: Any) -> Any:
-        return hide_static(scaled_grad(scale, *reveal_static(args), **reveal_static(kwargs)))
+    # The program has the scale as its first argument, then the number of a static one, and one for all keywords. As a
+    # literal of the program that number would be taken for one of the model's, whose products do not become infinite.
+    def program(scale: LossScale, number: ArrayLike | None, kwargs: Any, *args: Any) -> Any:
+        scale_loss = scale.scale if number is None else functools.partial(multiply, scale=number)
+        return hide_static(scaled_grad(scale_loss, *reveal_static(args), **reveal_static(kwargs)))
 
-    shifted = [i + 2 if i >= 0 else i for i in chosen]
+    shifted = [i + 3 if i >= 0 else i for i in chosen]
     run_cast = autocast(program, policy, rules=DEFAULT_RULES if rules is None else rules, argnums=shifted)
 
     def run(scale: LossScale, args: Sequence[Any], kwargs: Any) -> Any:
         differentiated = {i % len(args) for i in chosen if -len(args) <= i < len(args)}
         hidden = [arg if i in differentiated else hide_static(arg) for i, arg in enumerate(args)]
-        return reveal_static(run_cast(scale, hide_static(kwargs), *hidden))
+        number = np.float32(scale.loss_scale) if isinstance(scale, StaticLossScale) else None
+        return reveal_static(run_cast(scale, number, hide_static(kwargs), *hidden))
 
     return run
 
@@ -191,7 +197,7 @@ def _as_written(
 
     def run(scale: LossScale, args: Sequence[Any], kwargs: Any) -> Any:
         with matmul_precision(policy):
-            return scaled_grad(scale, *args, cast=lambda args: _cast_arguments(args, chosen, policy), **kwargs)
+            return scaled_grad(scale.scale, *args, cast=lambda args: _cast_arguments(args, chosen, policy), **kwargs)
 
     return run
 
