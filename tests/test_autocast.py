@@ -325,6 +325,19 @@ def test_values_kept_for_the_backward_pass_cost_no_accuracy():
     assert low[1] < wide[1] / 2
 
 
+def test_a_product_in_float64_reads_what_was_recorded():
+    with jax.enable_x64(True):
+
+        def loss(w, x):
+            return jnp.sum(jnp.dot(x, w, preferred_element_type=jnp.float64))
+
+        for fn in (loss, jax.grad(loss)):
+            cast = autocast(fn, "mixed_float16")
+            kinds = [dtypes for name, dtypes, _ in equations(cast, W, X) if name == "dot_general"]
+            assert kinds and F16 not in {dtype for dtypes in kinds for dtype in dtypes}
+            np.testing.assert_array_equal(cast(W, X), fn(W, X))
+
+
 def test_which_gradient_products_leave_in_the_reduce_dtype():
     """Those of weights, and of inputs that are asked for; one that goes on to a norm or bias does as in Flax."""
 

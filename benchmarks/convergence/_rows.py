@@ -1,6 +1,7 @@
 """The applications of the suite, in the order of the table."""
 
 from . import (
+    compression,
     detection,
     generation,
     image_classification,
@@ -25,6 +26,7 @@ MODULES = (
     recommendation,
     generation,
     speech_synthesis,
+    compression,
 )
 
 # The short form: convolutions without normalisation and with, and embeddings; in the two mixed precisions.
