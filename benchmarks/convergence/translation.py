@@ -74,7 +74,7 @@ class LSTM(nn.Module):
         encoder = nn.Bidirectional(nn.RNN(nn.OptimizedLSTMCell(WIDTH // 2)), nn.RNN(nn.OptimizedLSTMCell(WIDTH // 2)))
         memory = encoder(x, seq_lengths=lengths)
         y = nn.RNN(nn.OptimizedLSTMCell(WIDTH))(nn.Embed(40, WIDTH)(target))
-        scores = jnp.einsum("btd,bsd->bts", nn.Dense(WIDTH)(y), memory)
+        scores = jnp.einsum("btd,bsd->bts", nn.Dense(WIDTH)(y), memory) / WIDTH**0.5
         weights = jax.nn.softmax(jnp.where((source != PAD)[:, None], scores, -1e9))
         y = nn.tanh(nn.Dense(WIDTH)(jnp.concatenate([y, jnp.einsum("bts,bsd->btd", weights, memory)], axis=-1)))
         y = nn.RNN(nn.OptimizedLSTMCell(WIDTH))(y)
@@ -143,6 +143,6 @@ def translator(name: str, model: nn.Module, rate: float, steps: int) -> Applicat
 def applications() -> list[Application]:
     """The rows of this file."""
     return [
-        translator("translation, LSTM with attention", LSTM(), 8e-3, 600),
+        translator("translation, LSTM with attention", LSTM(), 4e-3, 500),
         translator("translation, Transformer", Transformer(), 3e-3, 250),
     ]
