@@ -70,6 +70,7 @@ IMAGES, ROWS, STEPS = ((64, 56, 56, 128), (16384, 512), (128, 32, 1024))
 # Of Flax's bytes. It writes the gradient of the logits in float32 and casts it in a kernel of its own.
 ROWS_OF_TABLE = {
     "batch norm": (Normed, IMAGES, mean_square, 1.03),
+    "relu": (lambda dtype: Dense(nn.relu, dtype), ROWS, mean_square, 1.03),
     "exact gelu": (lambda dtype: Dense(exact_gelu, dtype), ROWS, mean_square, 1.03),
     "silu": (lambda dtype: Dense(nn.silu, dtype), ROWS, mean_square, 1.03),
     "tanh": (lambda dtype: Dense(nn.tanh, dtype), ROWS, mean_square, 1.03),
@@ -96,5 +97,5 @@ def test_no_more_bytes_than_flax_in_float16(name):
     ours = figures(autocast(gradients(None), get_policy("mixed_float16")), *args)
     flax = figures(gradients(jnp.float16), *args)
     assert ours.bytes <= bound * flax.bytes
-    assert ours.temporary <= 1.2 * flax.temporary
+    assert ours.temporary <= (1.01 if name in ("batch norm", "relu") else 1.2) * flax.temporary
     assert not ours.wide_products and not ours.sixteen_bit_sums

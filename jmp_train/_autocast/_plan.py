@@ -45,6 +45,7 @@ from ._residuals import stack_less
 from ._revised import again_steps, widen_what_only_wide_steps_read
 from ._rules import Rules
 from ._selection import add_one_per_row, adds_one_per_row
+from ._signs import masked_by_results
 from ._states import kept_wide, state_of_result
 from ._steps import Plan, State, Step, dtype_of
 from ._streams import Wait, Waits
@@ -64,7 +65,7 @@ class Planner:
     def program(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place) -> tuple[Program, list[Entry]]:
         key = (id(jaxpr), place)
         if key not in self._programs:
-            program = flatten(jaxpr, replaced=widened)
+            program = masked_by_results(flatten(jaxpr, replaced=widened))
             self._programs[key] = (jaxpr, program, entries_of(program, self.rules, place))
         return self._programs[key][1:]
 

@@ -26,6 +26,7 @@ _CHEAP = frozenset(
 )
 # What functions that JAX writes out, such as erfc's derivative, are made of besides.
 _BITS = frozenset({"and", "or", "bitcast_convert_type", "polynomial"})
+_COMPARISONS = frozenset("eq ne lt le gt ge".split())
 _EXPONENTIALS = frozenset({"exp", "exp2", "expm1"})
 _RULES = (Rule.HIGH, Rule.WIDEST, Rule.FOLLOW, Rule.SHAPE)
 
@@ -39,7 +40,7 @@ def is_repeatable(step: Step) -> bool:
 
 def is_elementwise(step: Step) -> bool:
     """Whether a step as planned, whatever rule it follows, fuses with whatever reads it."""
-    return step.run is None and step.node.name in _COSTLY | _CHEAP
+    return step.run is None and step.node.name in _COSTLY | _CHEAP | _COMPARISONS
 
 
 def is_costly(step: Step) -> bool:

@@ -15,6 +15,7 @@ from .._jaxpr import Program
 from ._flow import DOTS, Flags, Kind
 from ._magnitudes import Numbers, is_huge, range_through
 from ._recompute import is_costly, is_repeatable
+from ._signs import is_positive, is_relu
 from ._steps import State, Step
 from ._table import Rule
 
@@ -48,9 +49,10 @@ def state_of_result(
         numbers=_numbers_of(step, sources, kind, low),
     )
     if kind is Kind.FIXED:
-        # A comparison of floats: one byte, where its operands would be kept.
-        is_mask = program.avals[number].dtype == np.bool_
-        state.root = is_mask and any(k is not Kind.FIXED for k in kinds)
+        # A comparison of floats: one byte, where its operands would be kept, unless those are.
+        is_mask = program.avals[number].dtype == np.bool_ and any(k is not Kind.FIXED for k in kinds)
+        state.again = is_mask and is_positive(step.node, program) and sources[0].relu
+        state.root = is_mask and not state.again
     elif kind is Kind.LOW:
         dot = step.entry.rule is Rule.LOW and step.node.name in DOTS
         state.raw = dot or (moves and any(s.raw for s in sources))
@@ -65,6 +67,7 @@ def state_of_result(
         state.kept = state.root = flags.to_dot and not delicate
         state.again = not state.kept and is_exactly_repeatable(step, states)
         state.costly = is_costly(step) or any(s.again and s.costly for s in sources)
+    state.relu = flags.to_dot and (state.kept or kind is Kind.LOW) and is_relu(step.node, program)
     return state
 
 
@@ -78,7 +81,7 @@ def kept_wide(state: State) -> State:
     """A state for rules that keep float32 values for the backward pass as they are: only narrow values are stored."""
     narrow = state.kind is Kind.LOW
     root = narrow and (state.root or state.again)
-    return dataclasses.replace(state, kept=False, again=False, costly=False, root=root)
+    return dataclasses.replace(state, kept=False, again=False, costly=False, root=root, relu=False)
 
 
 def is_exactly_repeatable(step: Step, states: Sequence[Any]) -> bool:

@@ -32,6 +32,7 @@ class State:
       root: what far readers start from: they read it behind a barrier, so that the compiler stores it once, in 16 bits.
       again: what far readers compute again from roots, rather than have it kept; see `_recompute.py`.
       costly: computed again for kernels of their own too.
+      relu: a relu's result that a dot reads in the compute dtype, so that it is in memory, whatever else reads it.
       origin: the one root that a value in the compute dtype is, or is computed again from, if it is one.
       numbers: what is known of them.
     """
@@ -45,6 +46,7 @@ class State:
     root: bool = False
     again: bool = False
     costly: bool = False
+    relu: bool = False
     origin: int | None = None
     numbers: Numbers = UNKNOWN
 

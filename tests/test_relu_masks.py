@@ -1,0 +1,103 @@
+"""The mask of a relu's derivative: read off the 16-bit result that a dot keeps, with the values of the recorded one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_autocast import equations
+
+from jmp_train import autocast
+
+RNG = np.random.default_rng(0)
+W, X = (RNG.standard_normal((8, 8)).astype(np.float32) for _ in range(2))
+
+
+def stack(w, x):
+    return jax.lax.scan(lambda h, _: (h + jax.nn.relu(h @ w) @ w, None), x, length=3)[0]
+
+
+def normed(w, x):
+    h = x @ w
+    h = h - h.mean(0)
+    return jax.nn.relu(h * jax.lax.rsqrt(jnp.mean(h**2, 0) + 1e-3)) @ w
+
+
+def written_out(w, x):
+    h = x @ w
+    r = jnp.maximum(0.0, h)
+    return (r @ w) * (h > 0)
+
+
+KEPT = ("optimization_barrier", "scan")  # what reads a value that waits in memory
+RELUS = {
+    "of a dot": lambda w, x: jax.nn.relu(x @ w) @ w,
+    "of what is computed again": normed,
+    "written out": written_out,
+    "read by others too": lambda w, x: (lambda h: h @ w + h)(jax.nn.relu(x @ w)),
+    "rematerialised": lambda w, x: jax.checkpoint(lambda h: jax.nn.relu(h @ w) @ w)(x @ w),
+    "in a scan": stack,
+}
+
+
+@pytest.mark.parametrize("name", RELUS)
+def test_the_mask_is_read_off_the_result_and_not_kept(name):
+    def loss(w, x):
+        return jnp.mean(RELUS[name](w, x) ** 2)
+
+    found = equations(autocast(jax.grad(loss), "mixed_float16"), W, X)
+    compared = {dtypes[0].name for name, dtypes, _ in found if name == "gt"}
+    kept = [
+        name for name, dtypes, out in found if name in ("optimization_barrier", "scan") and np.dtype(bool) in dtypes
+    ]
+    assert compared == {"float16"} and not kept
+    got, exact = autocast(jax.grad(loss), "mixed_float16")(W, X), jax.grad(loss)(W, X)
+    assert np.linalg.norm(got - exact) < 2e-3 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_mask_is_that_of_the_number_where_it_does_not_round_to_zero(dtype):
+    x = np.array([np.nan, np.inf, 7e4, 1.0, 1e-5, 4e-8, 2e-8, 1e-30, 0.0, -0.0, -4e-8, -1.0, -7e4, -np.inf], np.float32)
+
+    def slope(x):
+        return jnp.sum(jax.nn.relu(x)[None] @ np.ones((14, 1), np.float32))
+
+    with np.errstate(over="ignore"):
+        positive = np.asarray(x.astype(dtype), np.float32) > 0
+    gradient = autocast(jax.value_and_grad(slope), f"mixed_{dtype}")(x)[1]
+    decided = positive == (x > 0)  # otherwise it is the compiler's, which may drop the rounding
+    np.testing.assert_array_equal(gradient[decided], positive[decided])
+    np.testing.assert_array_equal(decided, (dtype == "bfloat16") | (x <= 0) | (x > 2.0**-25) | np.isnan(x))
+
+
+@jax.custom_jvp
+def cosine(x):
+    return jnp.cos(x)
+
+
+@cosine.defjvp
+def _(primals, tangents):
+    return cosine(primals[0]), -jnp.sin(primals[0]) * tangents[0]
+
+
+OTHERS = {
+    "another bound": lambda h: (jnp.maximum(h, 0.5), h > 0),
+    "another comparison": lambda h: (jax.nn.relu(h), h > 0.5),
+    "of the result": lambda h: (lambda r: (r, r > 0.5))(jax.nn.relu(h)),
+    "the smaller number": lambda h: (jnp.minimum(h, 0.0), h > 0),
+    "another function": lambda h: (cosine(h), h > 0),
+    "of another number": lambda h: (jax.nn.relu(h), h - 1 > 0),
+    "negative": lambda h: (jax.nn.relu(h), h < 0),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_comparisons_are_those_recorded(name):
+    def loss(w, x):
+        r, mask = OTHERS[name](x @ w)
+        return jnp.mean(((r @ w) * jnp.where(mask, x, 1.0)) ** 2)
+
+    cast = autocast(jax.grad(loss), "mixed_float16")
+    got, exact = cast(W, X), jax.grad(loss)(W, X)
+    assert np.linalg.norm(got - exact) < 2e-3 * np.linalg.norm(exact)
+    barriers = [dtypes for name, dtypes, _ in equations(cast, W, X) if name == "optimization_barrier"]
+    assert [np.dtype(bool)] in barriers
