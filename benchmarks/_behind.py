@@ -26,7 +26,7 @@ FLOAT32_GRADIENTS = "weights' gradients leave their products in float32 (`reduce
 SOFTMAX = "autocast computes the softmax again in the backward pass; XLA makes one kernel only of one that is kept"
 OVER_STEPS = "a weight's gradient is summed over the steps in float32, by hand in float16"
 STATE = "the state that a cell hands on stays in float32; each step casts it for its product in a kernel of its own"
-MASK = "autocast keeps relu's mask, a byte a value; XLA computes Flax's again"
+POOL = "XLA stores what the first max-pool reads; in bfloat16, of the same program, it computes that again"
 WHY = {
     ("mlp optimizer", "kernels"): BOOKKEEPING,
     ("mlp", "kernels"): BOOKKEEPING,
@@ -37,8 +37,7 @@ WHY = {
     ("transformer", "copies"): "one layer norm's scale, 6 kB, which is updated in place while it is still to be read",
     ("lstm", "bytes"): OVER_STEPS,
     ("lstm", "kernels"): STATE,
-    ("resnet50", "bytes"): MASK,
-    ("resnet50", "temporary"): MASK,
+    ("resnet50", "temporary"): POOL,
 }
 
 
