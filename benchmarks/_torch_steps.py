@@ -61,7 +61,11 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
     if name == "lstm":
         return torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+    # A buffer that the first step makes is never written if a GradScaler skips that step, and read by the next (2.13).
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 class TorchStepper:
