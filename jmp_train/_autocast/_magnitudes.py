@@ -91,10 +91,12 @@ class Numbers(NamedTuple):
     Attributes:
       range: if it is made of literals and booleans alone.
       huge: whether some are literals beyond the compute dtype, or sums with them, beside others.
+      terms: how many values in the compute dtype each is the sum of at most, where a window was summed.
     """
 
     range: Range | None = None
     huge: bool = False
+    terms: int | None = None
 
     def exceed(self, dtype: np.dtype) -> bool:
         """Whether some would be infinite in `dtype`."""
@@ -102,6 +104,13 @@ class Numbers(NamedTuple):
 
 
 UNKNOWN = Numbers()
+
+
+def divides_by_terms(node: Node, operands: Sequence[Numbers]) -> bool:
+    """Whether a node makes means of values in the compute dtype, which are no larger than these: it holds them, too."""
+    if node.name != "div" or operands[0].terms is None or operands[1].range is None:
+        return False
+    return operands[0].terms <= operands[1].range.smallest < math.inf
 
 
 def is_huge(node: Node, operands: Sequence[Numbers], dtype: np.dtype) -> bool:

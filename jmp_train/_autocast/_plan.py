@@ -38,7 +38,7 @@ from ._flow import (
     is_sixteen_bit,
     kind_of_known,
 )
-from ._magnitudes import Numbers, filled_with, range_of
+from ._magnitudes import Numbers, divides_by_terms, filled_with, range_of
 from ._pooling import scatter_to_windows
 from ._recompute import mark_unread, roots_of_exponents
 from ._residuals import stack_less
@@ -233,6 +233,11 @@ class _Walk:
 
     def _widest(self, node: Node, entry: Entry, kinds: list[Kind]) -> tuple[Step, list[Kind]]:
         only_wide = node.name in ROUNDS and all(self.flow[number].only_wide for number in node.outs)
+        flags = self.flow[node.outs[0]]
+        if divides_by_terms(node, [self.states[number].numbers for number in node.ins]):
+            asked_for = node.outs[0] in self.program.outputs
+            if not (only_wide or asked_for or flags.exact or flags.in_exponent):
+                return Step(node, entry, [FLOAT32, FLOAT32], casts=[self.low]), [Kind.LOW]
         narrow = Kind.LOW if Kind.LOW in kinds else Kind.SOFT
         kind = Kind.WIDE if only_wide or Kind.WIDE in kinds else narrow
         return self._pairwise(node, entry, kinds, kind)

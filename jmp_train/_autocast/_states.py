@@ -6,6 +6,7 @@ Decides the `State` of each result of a step. Does not decide its kind, nor who 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,9 +56,12 @@ def state_of_result(
         state.root = is_mask and not state.again
     elif kind is Kind.LOW:
         dot = step.entry.rule is Rule.LOW and step.node.name in DOTS
-        state.raw = dot or (moves and any(s.raw for s in sources))
+        mean = sources[0].numbers.terms is not None and step.casts == [low]
+        state.raw = dot or mean or (moves and any(s.raw for s in sources))
         state.origin = None if state.raw or flags.to_dot else _common_origin(step, sources)
-        state.again = state.origin is not None
+        # Joined, values are as large as they are apart: readers join them again, unless a dot makes that a copy.
+        joined = step.node.name == "concatenate" and not flags.to_dot and all(s.root or s.again for s in sources)
+        state.again = joined or state.origin is not None
         # What a compiler would rather store than compute twice it would store in float32, its rounding dropped.
         stored = state.raw or (is_costly(step) and not flags.to_dot) or any(s.raw for s in sources)
         state.root = stored and not state.again
@@ -74,7 +78,9 @@ def state_of_result(
 def _numbers_of(step: Step, sources: Sequence[Any], kind: Kind, low: np.dtype) -> Numbers:
     floats = [s.numbers for s in sources if s.kind is not Kind.FIXED]
     made_huge = kind is not Kind.FIXED and is_huge(step.node, floats, low)
-    return Numbers(range_through(step.node, [each.range for each in floats]), made_huge or kind is Kind.HUGE)
+    summed = step.node.name == "reduce_window_sum" and sources[0].kind is Kind.LOW
+    terms = math.prod(step.node.params["window_dimensions"]) if summed else None
+    return Numbers(range_through(step.node, [each.range for each in floats]), made_huge or kind is Kind.HUGE, terms)
 
 
 def kept_wide(state: State) -> State:

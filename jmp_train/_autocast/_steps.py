@@ -28,7 +28,7 @@ class State:
       kept: computed in float32, with a copy in the compute dtype that far readers use.
       computed: computed by the program, rather than an argument or a rearranged one.
       parameter: a differentiated argument, possibly rearranged.
-      raw: a dot's result, possibly rearranged.
+      raw: a dot's result or a mean over windows, possibly rearranged.
       root: what far readers start from: they read it behind a barrier, so that the compiler stores it once, in 16 bits.
       again: what far readers compute again from roots, rather than have it kept; see `_recompute.py`.
       costly: computed again for kernels of their own too.
