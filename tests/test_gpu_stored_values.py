@@ -1,5 +1,6 @@
 """What activations, norms, heads and recurrent cells move in a module compiled for an H200, beside Flax in float16."""
 
+import functools
 from typing import Any
 
 import jax
@@ -25,6 +26,22 @@ class Normed(nn.Module):
             x = nn.Conv(128, (3, 3), use_bias=False, dtype=self.dtype)(x)
             x = nn.relu(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x))
         return nn.Conv(128, (1, 1), dtype=self.dtype)(x)
+
+
+class Joined(nn.Module):
+    """A dense block behind a transition (Huang et al., 2017): every layer reads what all before it made."""
+
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: Any):
+        conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
+        x = nn.avg_pool(conv(128, (1, 1))(x), (2, 2), (2, 2))
+        for _ in range(6):
+            y = nn.relu(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x))
+            y = nn.relu(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(conv(128, (1, 1))(y)))
+            x = jnp.concatenate([x, conv(32, (3, 3))(y)], axis=-1)
+        return conv(128, (1, 1))(nn.relu(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x)))
 
 
 class Dense(nn.Module):
@@ -70,6 +87,7 @@ IMAGES, ROWS, STEPS = ((64, 56, 56, 128), (16384, 512), (128, 32, 1024))
 # Of Flax's bytes. It writes the gradient of the logits in float32 and casts it in a kernel of its own.
 ROWS_OF_TABLE = {
     "batch norm": (Normed, IMAGES, mean_square, 1.03),
+    "dense block": (Joined, IMAGES, mean_square, 1.0),
     "relu": (lambda dtype: Dense(nn.relu, dtype), ROWS, mean_square, 1.03),
     "exact gelu": (lambda dtype: Dense(exact_gelu, dtype), ROWS, mean_square, 1.03),
     "silu": (lambda dtype: Dense(nn.silu, dtype), ROWS, mean_square, 1.03),

@@ -1,4 +1,4 @@
-"""What dense blocks are made of: means over windows stay in 16 bits where these hold them, joined values are not kept."""
+"""What dense blocks are made of: means over windows are kept in 16 bits, joined values are not kept at all."""
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,7 @@ class Block(nn.Module):
         return nn.Dense(4)(nn.relu(nn.GroupNorm(4)(x)))
 
 
-@BOTH
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_joined_values_are_joined_again_and_not_kept(dtype):
     model = Block()
     params = model.init(jax.random.key(2), X)
@@ -116,7 +116,7 @@ def test_joined_values_are_joined_again_and_not_kept(dtype):
 
 def test_what_a_dot_reads_is_joined_once():
     def loss(w, x):
-        return jnp.mean((jnp.concatenate([x @ w, jnp.sin(x @ w)], axis=-1) @ jnp.concatenate([w, w])) ** 2)
+        return jnp.mean((jnp.concatenate([x @ w, x @ (2 * w)], axis=-1) @ jnp.concatenate([w, w])) ** 2)
 
-    assert len([name for name, _, out in equations(autocast(jax.grad(loss), "mixed_float16"), W, X[0, 0])
-                if name == "concatenate"]) == 2  # fmt: skip
+    found = equations(autocast(jax.grad(loss), "mixed_float16"), W, X[0, 0])
+    assert [name for name, _, _ in found].count("concatenate") == 2
