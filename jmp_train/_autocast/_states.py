@@ -59,9 +59,7 @@ def state_of_result(
         mean = sources[0].numbers.terms is not None and step.casts == [low]
         state.raw = dot or mean or (moves and any(s.raw for s in sources))
         state.origin = None if state.raw or flags.to_dot else _common_origin(step, sources)
-        # Joined, values are as large as they are apart: readers join them again, unless a dot makes that a copy.
-        joined = step.node.name == "concatenate" and not flags.to_dot and all(s.root or s.again for s in sources)
-        state.again = joined or state.origin is not None
+        state.again = state.origin is not None or (_joins_stored(step, sources) and not flags.to_dot)
         # What a compiler would rather store than compute twice it would store in float32, its rounding dropped.
         stored = state.raw or (is_costly(step) and not flags.to_dot) or any(s.raw for s in sources)
         state.root = stored and not state.again
@@ -95,6 +93,11 @@ def is_exactly_repeatable(step: Step, states: Sequence[Any]) -> bool:
     sources = [states[number] for number in step.node.ins]
     exact = any(s.root or s.again for s in sources) and not any(s.kept for s in sources)
     return exact and is_repeatable(step)
+
+
+def _joins_stored(step: Step, sources: Sequence[State]) -> bool:
+    """Whether a step joins values that far readers find stored: joined, they are as large as they are apart."""
+    return step.node.name == "concatenate" and all(state.root or state.again for state in sources)
 
 
 def _common_origin(step: Step, sources: Sequence[State]) -> int | None:
