@@ -183,7 +183,7 @@ def _under_autocast(
     def run(scale: LossScale, args: Sequence[Any], kwargs: Any) -> Any:
         differentiated = {i % len(args) for i in chosen if -len(args) <= i < len(args)}
         hidden = [arg if i in differentiated else hide_static(arg) for i, arg in enumerate(args)]
-        number = np.float32(scale.loss_scale) if isinstance(scale, StaticLossScale) else None
+        number = np.float32(scale.loss_scale) if type(scale) is StaticLossScale else None
         return reveal_static(run_cast(scale, number, hide_static(kwargs), *hidden))
 
     return run

@@ -16,9 +16,9 @@ W = RNG.standard_normal((16, 16)).astype(np.float32) / 4
 BOTH = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 
 
-def pooled(x, count=None):
+def pooled(x, count=4.0):
     sums = lax.reduce_window(x, 0.0, lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
-    return sums / (count or 4.0)
+    return sums / count
 
 
 def normed(x):
@@ -50,6 +50,8 @@ def test_a_mean_fits_where_its_sum_does_not():
 
 
 STAY_WIDE = {
+    "a sum divided by far more": lambda w, x: pooled(x @ w, 1e10) + 0.0,
+    "a sum divided by a difference": lambda w, x: pooled(x @ w, jnp.full((8,), 8.0)[:1] - 7.5) + 0.0,
     "a sum divided by less": lambda w, x: pooled(x @ w, 2.0) + 0.0,
     "of data": lambda w, x: pooled(x) + 0.0,
     "of what was normalised": lambda w, x: pooled(normed(x @ w)) + 0.0,
@@ -73,6 +75,21 @@ def test_a_sum_divided_by_less_does_not_overflow():
     x = np.full((1, 2, 2, 16), 3750.0, np.float32)
     fn = STAY_WIDE["a sum divided by less"]
     np.testing.assert_array_equal(autocast(fn, "mixed_float16")(jnp.ones((16, 1)), x), 120_000)
+
+
+BODIES = {
+    "checkpoint": jax.checkpoint,
+    "jit": jax.jit,
+    "scan": lambda fn: lambda: lax.scan(lambda carry, _: (carry, fn()), 0, None, 2)[1][0],
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body_may_have_no_operands(name):
+    def fn(w):
+        return w + BODIES[name](lambda: jnp.ones((16, 4)) @ jnp.ones((4, 16)))()
+
+    np.testing.assert_allclose(autocast(fn, "mixed_float16")(W), W + 4, rtol=1e-3)
 
 
 class Block(nn.Module):

@@ -101,3 +101,33 @@ def test_other_comparisons_are_those_recorded(name):
     assert np.linalg.norm(got - exact) < 2e-3 * np.linalg.norm(exact)
     barriers = [dtypes for name, dtypes, _ in equations(cast, W, X) if name == "optimization_barrier"]
     assert [np.dtype(bool)] in barriers
+
+
+@jax.custom_jvp
+def passed(x):
+    return np.float32(-1.0), jnp.maximum(x, 0.0)
+
+
+@passed.defjvp
+def _(primals, tangents):
+    return passed(primals[0]), (np.float32(0.0), jnp.where(primals[0] > 0, tangents[0], 0.0))
+
+
+def test_the_second_of_two_results_is_not_taken_for_the_first():
+    def loss(w, x):
+        return jnp.sum(passed(x @ w)[1] @ w)
+
+    np.testing.assert_allclose(
+        autocast(jax.grad(loss), "mixed_float16")(W, X), jax.grad(loss)(W, X), rtol=0.02, atol=0.05
+    )
+
+
+def test_masks_keep_their_shape_and_their_operand():
+    zero = jnp.zeros((1,))
+
+    def fn(w, x):
+        total, first = jnp.sum(x @ w), (x @ w)[0, :1]
+        return jnp.maximum(total, zero), total > 0, jnp.maximum(first, zero), zero > 0
+
+    cast = autocast(fn, "mixed_float16")(W, X)
+    assert [each.shape for each in cast] == [(1,), (), (1,), (1,)] and not cast[3]

@@ -134,13 +134,13 @@ class _Store:
 
 def _last_reads(plan: Plan) -> list[list[int]]:
     """For each step the values that nothing reads afterwards."""
-    alive = set(plan.program.outputs)
+    alive, seen = set(plan.program.outputs), set()
     dying: list[list[int]] = []
     for step in reversed(plan.steps):
         reads = set(step.node.outs)
         if not step.unread:
             for number, far in zip(step.node.ins, step.far, strict=True):
-                reads.update({number}, sources(plan, number, far))
+                reads.update({number}, sources(plan, number, far, seen))
         dying.append(list(reads - alive))
         alive |= reads
     return dying[::-1]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._dtypes import BFLOAT16, FLOAT16, FLOAT32
+from .._dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from .._jaxpr import FULL_PRECISION_MARK, Node, Program, is_backward, is_recomputed, region_mark, scope_of
 from ._magnitudes import range_of
 from ._pooling import windows_are_small
@@ -123,6 +123,8 @@ def _entry(program: Program, node: Node, rules: Rules, place: Place) -> Entry:
         if entry.never_low and any(map(is_sixteen_bit, avals)):
             return entry
         return Entry(Rule.RECORDED, "not recorded in float32")
+    if node.name in DOTS and FLOAT64 in {aval.dtype for aval in (*avals, program.avals[node.outs[0]])}:
+        return Entry(Rule.RECORDED, "it reads or makes float64")
     if low_region or scoped is not None:
         reason = "low_precision region" if low_region else "with_scopes"
         return entry if entry.never_low or entry.rule is Rule.LOW else Entry(Rule.LOW, reason)

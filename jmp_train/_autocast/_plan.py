@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from .._dtypes import FLOAT32, FLOAT64
+from .._dtypes import FLOAT32
 from .._jaxpr import ClosedJaxpr, Jaxpr, Node, Program, flatten
 from .._policy import Policy
 from . import _control_flow
@@ -256,8 +256,6 @@ class _Walk:
                 node, Entry(Rule.RECORDED, f"some of its numbers are infinite in {self.low.name}"), kinds
             )
         avals = [self.program.avals[number] for number in node.ins]
-        if FLOAT64 in {aval.dtype for aval in (*avals, self.program.avals[node.outs[0]])}:
-            return self._recorded(node, Entry(Rule.RECORDED, "it reads or makes float64"), kinds)
         low = next((aval.dtype for aval in avals if is_sixteen_bit(aval)), self.low)
         reads = [None if kind is Kind.FIXED else low for kind in kinds]
         if not is_float32(self.program.avals[node.outs[0]]):

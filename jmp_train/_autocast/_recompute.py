@@ -26,7 +26,7 @@ _CHEAP = frozenset(
 )
 # What functions that JAX writes out, such as erfc's derivative, are made of besides.
 _BITS = frozenset({"and", "or", "bitcast_convert_type", "polynomial"})
-_COMPARISONS = frozenset("eq ne lt le gt ge".split())
+_COMPARISONS = frozenset("lt le gt ge".split())  # equal is what no rounding may come between
 _EXPONENTIALS = frozenset({"exp", "exp2", "expm1"})
 _RULES = (Rule.HIGH, Rule.WIDEST, Rule.FOLLOW, Rule.SHAPE)
 
@@ -49,9 +49,9 @@ def is_costly(step: Step) -> bool:
     return step.node.name in _COSTLY or any(inner.node.name in _COSTLY for inner in inside)
 
 
-def sources(plan: Plan, number: int, far: bool) -> Iterator[int]:
-    """The values that reading `number` needs: itself, or what it is computed again from."""
-    pending, seen = [number], {number}
+def sources(plan: Plan, number: int, far: bool, seen: set[int]) -> Iterator[int]:
+    """The values that reading `number` needs: itself, or what it is computed again from, but for what was `seen`."""
+    pending = [number]
     while pending:
         current = pending.pop()
         if not far or current not in plan.again:
@@ -98,10 +98,10 @@ def rounded_before_exponentials(steps: Sequence[Step], kinds: Sequence[Kind]) ->
 
 def mark_unread(plan: Plan) -> set[int]:
     """Marks the steps whose results are only read as computed again, or not at all; returns what else is needed."""
-    needed = set(plan.program.outputs)
+    needed, seen = set(plan.program.outputs), set()
     for step in reversed(plan.steps):
         step.unread = not step.node.eqn.effects and needed.isdisjoint(step.node.outs)
         if not step.unread:
             for number, far in zip(step.node.ins, step.far, strict=True):
-                needed.update(sources(plan, number, far))
+                needed.update(sources(plan, number, far, seen))
     return needed

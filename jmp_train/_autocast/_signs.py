@@ -25,8 +25,8 @@ def masked_by_results(program: Program) -> Program:
     results: dict[int, int] = {}
     nodes: list[Node] = []
     for node in program.nodes:
-        if is_relu(node, program):
-            results.update(dict.fromkeys(node.ins, node.outs[0]))
+        if (operand := relu_operand(node, program)) is not None:
+            results[operand] = node.outs[0]
         elif is_positive(node, program) and node.ins[0] in results:
             node = dataclasses.replace(node, ins=(results[node.ins[0]], node.ins[1]))
         nodes.append(node)
@@ -38,14 +38,17 @@ def is_positive(node: Node, program: Program) -> bool:
     return node.name == "gt" and _is_zero(program.known.get(node.ins[1]))
 
 
-def is_relu(node: Node, program: Program) -> bool:
-    """Whether a node is `max(x, 0)`, alone or, as `jax.nn.relu` is, with a derivative rule of its own."""
+def relu_operand(node: Node, program: Program) -> int | None:
+    """The `x` of a node that is `max(x, 0)`, alone or, as `jax.nn.relu` is, with a derivative rule of its own."""
     if node.name == "max":
-        return any(_is_zero(program.known.get(number)) for number in node.ins)
-    if node.name != "custom_jvp_call" or len(node.ins) != 1:
-        return False
+        others = [number for number in node.ins if not _is_zero(program.known.get(number))]
+        same = len(others) == 1 and program.avals[others[0]].shape == program.avals[node.outs[0]].shape
+        return others[0] if same else None
+    if node.name != "custom_jvp_call" or len(node.ins) != 1 or len(node.outs) != 1:
+        return None
     body = flatten(node.params["call_jaxpr"])
-    return len(body.nodes) == 1 and body.inputs[0] in body.nodes[0].ins and is_relu(body.nodes[0], body)
+    whole = len(body.nodes) == 1 and body.outputs == body.nodes[0].outs
+    return node.ins[0] if whole and relu_operand(body.nodes[0], body) == body.inputs[0] else None
 
 
 def _is_zero(value: Any) -> bool:

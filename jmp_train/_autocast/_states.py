@@ -16,7 +16,7 @@ from .._jaxpr import Program
 from ._flow import DOTS, Flags, Kind
 from ._magnitudes import Numbers, is_huge, range_through
 from ._recompute import is_costly, is_repeatable
-from ._signs import is_positive, is_relu
+from ._signs import is_positive, relu_operand
 from ._steps import State, Step
 from ._table import Rule
 
@@ -56,7 +56,7 @@ def state_of_result(
         state.root = is_mask and not state.again
     elif kind is Kind.LOW:
         dot = step.entry.rule is Rule.LOW and step.node.name in DOTS
-        mean = sources[0].numbers.terms is not None and step.casts == [low]
+        mean = step.node.name == "div" and step.casts == [low]
         state.raw = dot or mean or (moves and any(s.raw for s in sources))
         state.origin = None if state.raw or flags.to_dot else _common_origin(step, sources)
         state.again = state.origin is not None or (_joins_stored(step, sources) and not flags.to_dot)
@@ -69,7 +69,7 @@ def state_of_result(
         state.kept = state.root = flags.to_dot and not delicate
         state.again = not state.kept and is_exactly_repeatable(step, states)
         state.costly = is_costly(step) or any(s.again and s.costly for s in sources)
-    state.relu = flags.to_dot and (state.kept or kind is Kind.LOW) and is_relu(step.node, program)
+    state.relu = flags.to_dot and (state.kept or kind is Kind.LOW) and relu_operand(step.node, program) is not None
     return state
 
 
