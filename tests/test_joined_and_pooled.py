@@ -1,5 +1,7 @@
 """What dense blocks are made of: means over windows are kept in 16 bits, joined values are not kept at all."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ W = RNG.standard_normal((16, 16)).astype(np.float32) / 4
 BOTH = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 
 
-def pooled(x, count=4.0):
+def pooled(x, count: Any = 4.0):
     sums = lax.reduce_window(x, 0.0, lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
     return sums / count
 
@@ -110,7 +112,7 @@ def test_joined_values_are_joined_again_and_not_kept(dtype):
     params = model.init(jax.random.key(2), X)
 
     def loss(params, x):
-        return jnp.mean(model.apply(params, x) ** 2)
+        return jnp.mean(jnp.asarray(model.apply(params, x)) ** 2)
 
     cast = autocast(jax.grad(loss), f"mixed_{dtype}")
     joined = [dtypes for name, dtypes, _ in equations(cast, params, X) if name == "concatenate"]
