@@ -1,5 +1,6 @@
 """What autocast adds to `value_and_grad`: unmodified loss functions, arguments of any kind, and the same contract."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -141,3 +142,20 @@ def test_rules_belong_to_autocast():
     args = data()
     jaxpr = jax.make_jaxpr(lambda *args: jmp.grad(loss_fn, "mixed_bfloat16", rules=rules)(*args))(*args)
     assert dots(jaxpr) == [np.float32] * 2
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class SquaredScale(jmp.StaticLossScale):
+    """A user's own: the loss times the square of S."""
+
+    def scale(self, tree):
+        return super().scale(super().scale(tree))
+
+    def unscale(self, tree):
+        return super().unscale(super().unscale(tree))
+
+
+def test_a_loss_scale_of_the_users_own_scales_as_it_says():
+    grad_fn = jmp.grad(lambda w: jnp.sum(w**2), "mixed_float16")
+    np.testing.assert_array_equal(grad_fn(jnp.ones(2), loss_scale=SquaredScale(8.0)), [2, 2])
