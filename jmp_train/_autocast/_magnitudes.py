@@ -106,13 +106,13 @@ class Numbers(NamedTuple):
 UNKNOWN = Numbers()
 
 
-def divides_by_terms(node: Node, operands: Sequence[Numbers]) -> bool:
-    """Whether a node makes means of values in the compute dtype, which are no larger than these: it holds them, too."""
-    if node.name != "div" or operands[0].terms is None or operands[1].range is None:
+def divides_by_terms(sums: Numbers, divisor: Numbers) -> bool:
+    """Whether the quotients are means of values in the compute dtype, which are no larger than these: they fit, too."""
+    if sums.terms is None or divisor.range is None:
         return False
     # One number, known; a much larger one would make the means too small for the compute dtype.
-    smallest, largest = operands[1].range
-    return smallest == largest and operands[0].terms <= smallest <= 2 * operands[0].terms
+    smallest, largest = divisor.range
+    return smallest == largest and sums.terms <= smallest <= 2 * sums.terms
 
 
 def is_huge(node: Node, operands: Sequence[Numbers], dtype: np.dtype) -> bool:

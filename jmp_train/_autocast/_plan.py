@@ -233,14 +233,17 @@ class _Walk:
 
     def _widest(self, node: Node, entry: Entry, kinds: list[Kind]) -> tuple[Step, list[Kind]]:
         only_wide = node.name in ROUNDS and all(self.flow[number].only_wide for number in node.outs)
-        flags = self.flow[node.outs[0]]
-        if divides_by_terms(node, [self.states[number].numbers for number in node.ins]):
-            asked_for = node.outs[0] in self.program.outputs
-            if not (only_wide or asked_for or flags.exact or flags.in_exponent):
-                return Step(node, entry, [FLOAT32, FLOAT32], casts=[self.low]), [Kind.LOW]
+        if node.name == "div" and not only_wide and self._is_mean_to_keep(node):
+            entry = Entry(entry.rule, "a mean of 16-bit values, which fits where they do")
+            return Step(node, entry, [FLOAT32, FLOAT32], casts=[self.low]), [Kind.LOW]
         narrow = Kind.LOW if Kind.LOW in kinds else Kind.SOFT
         kind = Kind.WIDE if only_wide or Kind.WIDE in kinds else narrow
         return self._pairwise(node, entry, kinds, kind)
+
+    def _is_mean_to_keep(self, node: Node) -> bool:
+        flags, asked_for = self.flow[node.outs[0]], node.outs[0] in self.program.outputs
+        mean = divides_by_terms(*(self.states[number].numbers for number in node.ins))
+        return mean and not (asked_for or flags.exact or flags.in_exponent)
 
     def _pairwise(self, node: Node, entry: Entry, kinds: list[Kind], kind: Kind) -> tuple[Step, list[Kind]]:
         reads = [None if k is Kind.FIXED else dtype_of(kind, self.low) for k in kinds]
