@@ -263,6 +263,11 @@ def is_backward(node: Node) -> bool:
     return "transpose(" in str(node.name_stack)
 
 
+def in_jvp(node: Node) -> bool:
+    """Whether the node was made by differentiating forward, with the function itself or beside it."""
+    return "jvp(" in str(node.name_stack)
+
+
 def is_recomputed(node: Node) -> bool:
     """Whether the node is a piece of the forward pass that rematerialisation runs again in the backward pass."""
     return _RECOMPUTED in str(node.name_stack)

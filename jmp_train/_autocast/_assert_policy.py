@@ -49,7 +49,7 @@ def assert_policy(
     >>> import jax, jax.numpy as jnp
     >>> def loss(w, x):
     ...     return jnp.mean(jax.nn.relu(x @ w))
-    >>> report = assert_policy(jax.grad(loss), "mixed_float16")(jnp.ones((4, 2)), jnp.ones((8, 4)))
+    >>> report = assert_policy(jax.grad(loss), "mixed_float16")(jnp.ones((16, 8)), jnp.ones((8, 16)))
     >>> report.low_flop_share
     1.0
     """

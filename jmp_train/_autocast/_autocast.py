@@ -111,7 +111,7 @@ def make_planned(
         kinds = _argument_kinds(body, args, kwargs, policy, chosen)
         known = plans.setdefault(body, {})
         if kinds not in known:
-            known[kinds] = Planner(policy, rules).plan(jaxpr, kinds, [Flags()] * len(body.outvars))
+            known[kinds] = Planner(policy, rules).plan_whole(jaxpr, kinds, [Flags()] * len(body.outvars))
         return known[kinds], jax.tree.structure(shape)
 
     return planned

@@ -161,7 +161,7 @@ def _plan_loop(
     whole = flatten(body, also=("remat2",)) if Kind.LOW in starts else program
     weights = [n for n, kind in zip(whole.inputs[first:], kinds[first:], strict=True) if kind is Kind.SOFT]
     ends = zip(starts, whole.inputs[consts:first], whole.outputs[:carry], strict=True)
-    low = [kind is Kind.LOW and may_be_narrow(whole, inside, weights, *end) for kind, *end in ends]
+    low = [kind is Kind.LOW and may_be_narrow(whole, inside, weights, *end, planner.wide) for kind, *end in ends]
     pairs = zip(starts, recorded, low, strict=True)
     carried = [kind if kind is Kind.HUGE or is_low else wide for kind, wide, is_low in pairs]
     while True:
@@ -236,7 +236,7 @@ def replan(planner: Planner, fn: Callable, args: Sequence[Any], kinds: Sequence[
     jaxpr, _ = trace(arrays_of, *given)
     fresh = _plan.Planner(planner.policy, planner.rules)
     out_flags = [Flags()] * len(open_jaxpr(jaxpr).outvars)
-    plan = fresh.plan(jaxpr, [kinds[i] for i in positions], out_flags, place)
+    plan = fresh.plan_whole(jaxpr, [kinds[i] for i in positions], out_flags, place)
     arrays = iter(evaluate(plan, given, recorded_dtypes(plan)))
     tree, others = structure
     return jax.tree.unflatten(tree, [next(arrays) if other is None else other for other in others])

@@ -111,12 +111,15 @@ class _Store:
         """A value as the far side of a dot sees it: its stored copy behind a barrier, or computed again from such."""
         if number in self._plan.again:
             return self._cast(number, self._compute_again(self._plan.again[number]), dtype)
+        if number in self._plan.barred:
+            return lax.optimization_barrier(self.read(number, dtype, False))
         if dtype is not None and dtype != self._low:
             return cast(self.read(number, self._low, True), dtype)
         return lax.optimization_barrier(self.read(number, dtype, False))
 
     def _compute_again(self, step: Step) -> Any:
-        far = [number in self._plan.roots or number in self._plan.again for number in step.node.ins]
+        plan = self._plan
+        far = [number in plan.roots or number in plan.again or number in plan.barred for number in step.node.ins]
         operands = list(map(self.read, step.node.ins, step.reads, far))
         return (step.run(operands) if step.run else bind(step.node.eqn, operands, **step.params))[0]
 

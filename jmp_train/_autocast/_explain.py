@@ -50,7 +50,7 @@ def explain(
     >>> import jax.numpy as jnp
     >>> def loss(w, x):
     ...     return jnp.mean(x @ w)
-    >>> report = explain(loss, "mixed_float16")(jnp.ones((4, 2)), jnp.ones((8, 4)))
+    >>> report = explain(loss, "mixed_float16")(jnp.ones((16, 8)), jnp.ones((8, 16)))
     >>> report.summary
     'Converted 1/3 operations to float16 using 3 casts'
     >>> [(op.primitive, op.rule, op.dtype) for op in report.operations if op.flops]

@@ -15,10 +15,12 @@ import numpy as np
 
 from .._dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from .._jaxpr import FULL_PRECISION_MARK, Node, Program, is_backward, is_recomputed, region_mark, scope_of
+from ._lineage import Lineage
 from ._magnitudes import range_of
 from ._pooling import windows_are_small
 from ._rules import Rules
 from ._table import Entry, Rule
+from ._wide_product import WideProduct
 
 # Rounding before these is rounding after them: they pass values on, some of them, or their negatives.
 _EXACT = frozenset("max min neg abs select_n clamp concatenate pad stack dynamic_update_slice scatter".split())
@@ -105,7 +107,18 @@ def kind_of_known(value: Any, aval: Any, low: np.dtype) -> Kind:
 
 def entries_of(program: Program, rules: Rules, place: Place) -> list[Entry]:
     """The rule of every node, with its reason."""
-    return [_entry(program, node, rules, place) for node in program.nodes]
+    lineage = Lineage(program)
+    entries = (_entry(program, node, rules, place) for node in program.nodes)
+    return [_of_tree(lineage, *each) for each in zip(program.nodes, entries, strict=True)]
+
+
+def _of_tree(lineage: Lineage, node: Node, entry: Entry) -> Entry:
+    """The entry of an addition of two parts of one value, as cumulative sums that are written as trees consist of."""
+    if node.name not in ("add", "add_any") or entry.rule is not Rule.WIDEST or node.ins[0] == node.ins[1]:
+        return entry
+    left, right = map(lineage.whole, node.ins)
+    of_one = left is not None and left == right
+    return Entry(Rule.HIGH, "adds parts of one value, as a sum written as a tree does") if of_one else entry
 
 
 def _entry(program: Program, node: Node, rules: Rules, place: Place) -> Entry:
@@ -202,6 +215,8 @@ class Backward:
         elif entry.rule is Rule.WIDEST:
             to_dot = node.name in _EXACT and any(out.to_dot for out in outs)
             flags = Flags(reaches, to_dot, all(out.only_wide for out in outs))
+        elif isinstance(entry, WideProduct):
+            flags = Flags(True, False, True)
         else:
             to_dot = node.name in _EXACT | POOLS and any(out.to_dot for out in outs)
             # A dot kept in float32 is one too: what a narrow dot hands it is no weight's gradient.

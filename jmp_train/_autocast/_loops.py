@@ -6,7 +6,7 @@ Decides them by following dependencies through the body. Does not decide dtypes;
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,17 +21,29 @@ _STREAMS = frozenset(
 )
 _PASSES = frozenset("convert_element_type reshape squeeze broadcast_in_dim transpose copy optimization_barrier".split())
 
+# Linear in each of their operands, or in all of them together.
+_TERMS = frozenset("add sub add_any concatenate pad select_n".split())
+_LINEAR = (
+    frozenset("dot_general mul div neg slice squeeze reshape broadcast_in_dim transpose rev copy reduce_sum".split())
+    | _PASSES
+    | _TERMS
+)
 
-def dependents(program: Program, numbers: Iterable[int], around: frozenset[str] = frozenset()) -> set[int]:
-    """The values that depend on any of `numbers`, which are among them, by a path around the primitives `around`."""
+
+def dependents(
+    program: Program, numbers: Iterable[int], around: Callable[[Node], bool] = lambda node: False
+) -> set[int]:
+    """The values that depend on any of `numbers`, which are among them, by a path that leaves out nodes `around`."""
     found = set(numbers)
     for node in program.nodes:
-        if node.name not in around and not found.isdisjoint(node.ins):
+        if not found.isdisjoint(node.ins) and not around(node):
             found.update(node.outs)
     return found
 
 
-def may_be_narrow(body: Program, place: Place, weights: Iterable[int], start: int, result: int) -> bool:
+def may_be_narrow(
+    body: Program, place: Place, weights: Iterable[int], start: int, result: int, wide: Container[int]
+) -> bool:
     """Whether a carry in the compute dtype loses no more than the same layers do outside of a loop.
 
     Either the body rounds all that it makes of the carry for a dot anyway, as a plain recurrent network does, or the
@@ -44,8 +56,9 @@ def may_be_narrow(body: Program, place: Place, weights: Iterable[int], start: in
       place: where it stands.
       weights: the arguments of `body` that are rows of parameters.
       start, result: the carry, as `body` is given it and as `body` returns it.
+      wide: the ids of equations that are products kept in float32.
     """
-    if result not in dependents(body, [start], DOTS):
+    if result not in dependents(body, [start], lambda node: node.name in DOTS and id(node.eqn) not in wide):
         return True
     if not place.backward and any(map(place.is_backward, body.nodes)):
         return False
@@ -154,6 +167,34 @@ def is_stream(program: Program, start: int, result: int) -> bool:
             pending.extend(operand for operand in node.ins if operand not in seen)
             seen.update(node.ins)
     return False
+
+
+def is_linear(program: Program, start: int, result: int) -> bool:
+    """Whether a carry is the state of a linear system: it comes back as a product of itself with something, and sums.
+
+    Each rounding of such a state stays in it, and they add up.
+    """
+    dependent, products = {start}, False
+    leading = _leads_to(program, result)
+    for node in program.nodes:
+        if dependent.isdisjoint(node.ins):
+            continue
+        dependent.update(node.outs)
+        if leading.isdisjoint(node.outs):
+            continue
+        several = node.name not in _TERMS and sum(number in dependent for number in node.ins) > 1
+        if node.name not in _LINEAR or several or (node.name == "div" and node.ins[1] in dependent):
+            return False
+        products |= node.name == "dot_general"
+    return products and result in dependent
+
+
+def _leads_to(program: Program, result: int) -> set[int]:
+    found = {result}
+    for node in reversed(program.nodes):
+        if not found.isdisjoint(node.outs):
+            found.update(node.ins)
+    return found
 
 
 def is_counted(params: dict[str, Any]) -> bool:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jax import lax
 
 from .._dtypes import FLOAT32
 from .._jaxpr import ClosedJaxpr, Jaxpr, Node, Program, flatten
@@ -40,17 +41,20 @@ from ._flow import (
 )
 from ._magnitudes import Numbers, divides_by_terms, filled_with, range_of
 from ._pooling import scatter_to_windows
-from ._recompute import mark_unread, roots_of_exponents
+from ._products import Products, leaves_small_result
+from ._recompute import mark_unread, operands_to_read_again, roots_of_exponents
 from ._residuals import stack_less
 from ._revised import again_steps, widen_what_only_wide_steps_read
 from ._rules import Rules
 from ._selection import add_one_per_row, adds_one_per_row
+from ._short_products import multiply_and_add
 from ._signs import masked_by_results
 from ._states import kept_wide, state_of_result
 from ._steps import Plan, State, Step, dtype_of
 from ._streams import Wait, Waits
 from ._table import Entry, Rule
 from ._transposes import fold_transposes
+from ._wide_product import Cause, WideProduct
 
 
 class Planner:
@@ -61,6 +65,7 @@ class Planner:
         self.low, self.reduce = policy.compute_dtype, policy.reduce_dtype
         self._programs: dict[tuple[int, Place], tuple[Any, Program, list[Entry]]] = {}
         self._flows: dict[tuple, Backward] = {}
+        self.wide: set[int] = set()  # the ids of equations that are products kept in float32
 
     def program(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place) -> tuple[Program, list[Entry]]:
         key = (id(jaxpr), place)
@@ -68,6 +73,13 @@ class Planner:
             program = masked_by_results(flatten(jaxpr, replaced=widened))
             self._programs[key] = (jaxpr, program, entries_of(program, self.rules, place))
         return self._programs[key][1:]
+
+    def plan_whole(
+        self, jaxpr: ClosedJaxpr | Jaxpr, kinds: Sequence[Kind], out_flags: Sequence[Flags], place: Place = TOP
+    ) -> Plan:
+        """Plans a program that is inside no other; arguments and result as of `plan`."""
+        Products(self).find(jaxpr, kinds, place)
+        return self.plan(jaxpr, kinds, out_flags, place)
 
     def flow(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, out_flags: Sequence[Flags]) -> Backward:
         key = (id(jaxpr), place, tuple(out_flags))
@@ -114,6 +126,7 @@ class Planner:
         roots = frozenset(number for number, state in enumerate(walk.states) if state.root)
         made, again = [state.kind for state in walk.states], again_steps(walk.steps, walk.states)
         plan = Plan(program, place, walk.steps, in_dtypes, out_kinds, self.low, made, roots, again)
+        plan.barred = operands_to_read_again(again, roots)
         plan.rounded = roots_of_exponents(plan)
         plan = stack_less(plan) if self.rules.low_residuals else plan
         mark_unread(plan)
@@ -126,7 +139,7 @@ class _Walk:
     def __init__(self, planner: Planner, program: Program, place: Place, flow: Backward, kinds: Sequence[Kind]):
         self.planner, self.program, self.place, self.flow = planner, program, place, flow
         self.low = planner.low
-        self.waits = Waits(program, place)
+        self.waits = Waits(program, place, planner.wide)
         self.steps: list[Step] = []
         self.depths: list[int] = []
         self.forward_depth = 0
@@ -191,7 +204,21 @@ class _Walk:
     def _recorded_kind(self, number: int) -> Kind:
         return Kind.WIDE if is_float32(self.program.avals[number]) else Kind.FIXED
 
+    def _wide_product(self, node: Node, entry: WideProduct, kinds: list[Kind]) -> tuple[Step, list[Kind]]:
+        wide = [self._recorded_kind(node.outs[0])]
+        if entry.cause is Cause.SQUARE and not entry.of_derivative and all(kind is Kind.LOW for kind in kinds):
+            # Products of 16-bit numbers are exact in float32; rounding is what a square must not have.
+            params = {"preferred_element_type": FLOAT32}
+            return Step(node, entry, [self.low, self.low], params=params), wide
+        run = functools.partial(multiply_and_add, node) if entry.as_sums else None
+        unset = node.params["precision"] is None
+        params = {"precision": (lax.Precision.HIGHEST,) * 2} if unset else {}  # float32, where a GPU would use TF32
+        reads = [None if kind is Kind.FIXED else FLOAT32 for kind in kinds]
+        return Step(node, entry, reads, params=params, run=run), wide
+
     def _recorded(self, node: Node, entry: Entry, kinds: list[Kind]) -> tuple[Step, list[Kind]]:
+        if isinstance(entry, WideProduct):
+            return self._wide_product(node, entry, kinds)
         reads: list[np.dtype | None] = [None if kind is Kind.FIXED else FLOAT32 for kind in kinds]
         outs = [self._recorded_kind(number) for number in node.outs]
         if node.name == "convert_element_type" and kinds[0] is Kind.LOW and node.params["new_dtype"] == self.low:
@@ -266,6 +293,8 @@ class _Walk:
         gradient = node.name != "conv_general_dilated" and self.place.is_backward(node)
         weights = self.weights if any(self.states[number].parameter for number in node.ins) else None
         leaves = self.planner.reduce if gradient and self.flow.ends_at(node.outs[0], weights) else low
+        if not self.place.is_backward(node) and leaves_small_result(self.program, node):
+            entry, leaves = Entry(entry.rule, f"{entry.reason}; its small result stays in float32"), FLOAT32
         params = {"preferred_element_type": leaves}
         if leaves == self.low:
             return Step(node, entry, reads, params=params), [Kind.LOW]

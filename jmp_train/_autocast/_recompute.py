@@ -11,11 +11,12 @@ see `_plan.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ._flow import Kind
 from ._steps import Plan, Step
 from ._table import Rule
+from ._wide_product import Cause, WideProduct
 
 _COSTLY = frozenset(
     "exp exp2 expm1 log log1p log2 logistic tanh erf erfc erf_inv pow sin cos tan sqrt rsqrt cbrt".split()
@@ -60,6 +61,17 @@ def sources(plan: Plan, number: int, far: bool, seen: set[int]) -> Iterator[int]
         more = [operand for operand in plan.again[current].node.ins if operand not in seen]
         seen.update(more)
         pending.extend(more)
+
+
+def operands_to_read_again(again: Mapping[int, Step], roots: frozenset[int]) -> frozenset[int]:
+    """What products that are computed again read that is neither stored for far readers nor computed again itself."""
+    products = (step for step in again.values() if is_short_product(step))
+    return frozenset(n for step in products for n in step.node.ins if n not in roots and n not in again)
+
+
+def is_short_product(step: Step) -> bool:
+    """Whether a step is a product written as a few multiplications and additions, which fuse with what reads it."""
+    return isinstance(step.entry, WideProduct) and step.entry.cause is Cause.SHORT and not step.entry.of_derivative
 
 
 def _computed_from(plan: Plan, number: int) -> set[int]:

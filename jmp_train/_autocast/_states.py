@@ -15,7 +15,8 @@ import numpy as np
 from .._jaxpr import Program
 from ._flow import DOTS, Flags, Kind
 from ._magnitudes import Numbers, is_huge, range_through
-from ._recompute import is_costly, is_repeatable
+from ._products import DotSizes
+from ._recompute import is_costly, is_repeatable, is_short_product
 from ._signs import is_positive, relu_operand
 from ._steps import State, Step
 from ._table import Rule
@@ -67,7 +68,11 @@ def state_of_result(
     elif state.kind is Kind.WIDE and state.computed:
         delicate = flags.exact or flags.in_exponent or state.numbers.exceed(low)
         state.kept = state.root = flags.to_dot and not delicate
-        state.again = not state.kept and is_exactly_repeatable(step, states)
+        state.again = not state.kept and (
+            is_exactly_repeatable(step, states)
+            or _is_expanding(step, program)
+            or (not delicate and _is_distance(step, program, sources))
+        )
         state.costly = is_costly(step) or any(s.again and s.costly for s in sources)
     state.relu = flags.to_dot and (state.kept or kind is Kind.LOW) and relu_operand(step.node, program) is not None
     return state
@@ -93,6 +98,19 @@ def is_exactly_repeatable(step: Step, states: Sequence[Any]) -> bool:
     sources = [states[number] for number in step.node.ins]
     exact = any(s.root or s.again for s in sources) and not any(s.kept for s in sources)
     return exact and is_repeatable(step)
+
+
+def _is_expanding(step: Step, program: Program) -> bool:
+    """Whether a step is a short product that makes more numbers than it reads: reading those again moves less."""
+    sizes = DotSizes.of(program, step.node) if is_short_product(step) else None
+    return sizes is not None and sizes.result > max(sizes.operands)
+
+
+def _is_distance(step: Step, program: Program, sources: Sequence[State]) -> bool:
+    """Whether a step adds a stored value and a literal, as the derivative `(1 + y) * (1 - y)` of a `tanh` does."""
+    kept = [number for number, state in zip(step.node.ins, sources, strict=True) if state.kept]
+    others = [number for number in step.node.ins if number not in kept]
+    return step.node.name in ("add", "sub") and len(kept) == 1 and all(n in program.known for n in others)
 
 
 def _joins_stored(step: Step, sources: Sequence[State]) -> bool:

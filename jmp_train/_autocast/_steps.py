@@ -89,6 +89,7 @@ class Plan:
       kinds: what became of every value, by number; for `explain`.
       roots: values that far readers read through a stored copy.
       again: values that far readers compute again, and the step that does.
+      barred: values that far readers start from as they are, behind a barrier: a product is computed again from them.
       rounded: values whose rounding no reader may lose; see `roots_of_exponents`.
     """
 
@@ -101,6 +102,7 @@ class Plan:
     kinds: list[Kind]
     roots: frozenset[int]
     again: dict[int, Step]
+    barred: frozenset[int] = frozenset()
     rounded: frozenset[int] = frozenset()
 
     def dtypes_of(self, kinds: Sequence[Kind]) -> list[np.dtype | None]:

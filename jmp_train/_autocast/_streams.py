@@ -12,7 +12,7 @@ return a carry in the compute dtype; see `_control_flow.py`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from .._jaxpr import Node, Program, flatten, scan_counts
 from ._flow import POOLS, Kind, Place
@@ -33,8 +33,8 @@ class Wait(enum.Enum):
 class Waits:
     """Says of each node of a program how its operands get to it; asked in the order of the nodes."""
 
-    def __init__(self, program: Program, place: Place):
-        self._program, self._place = program, place
+    def __init__(self, program: Program, place: Place, wide: Container[int]):
+        self._program, self._place, self._wide = program, place, wide
         self._scans: dict[int, Node] = {}
 
     def of(self, node: Node, entry: Entry, states: Sequence[State]) -> list[Wait]:
@@ -66,7 +66,7 @@ class Waits:
         rows = zip(body.inputs, node.ins, strict=True)
         weights = [inner for inner, number in [*rows][consts + len(carry) :] if states[number].kind is Kind.SOFT]
         ends = list(zip(body.inputs[consts:], body.outputs[: len(carry)], strict=False))
-        streams = {p for p in candidates if may_be_narrow(body, inside, weights, *ends[p])}
+        streams = {p for p in candidates if may_be_narrow(body, inside, weights, *ends[p], self._wide)}
         return [Wait.NARROW if position in streams else Wait.CARRIED for position in range(len(carry))]
 
     def _narrow_shapes(self, node: Node, states: Sequence[State]) -> set[tuple[int, ...]]:

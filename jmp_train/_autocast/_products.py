@@ -1,0 +1,394 @@
+"""Which products are no layers of a network, so that rounding their operands would lose what they compute.
+
+A dot with a weight averages over many numbers, and networks are robust to its rounding: that is what 16 bits are for.
+Programs around networks contain other dots. The angle of a rotary embedding is a position times a frequency, and half
+of its digits are a wrong angle; a Gram matrix sums squares; a table of bins holds numbers that float16 does not. And
+somebody may have asked for float32 by name. Such products run in float32, forward and backward.
+
+Decides which products these are and why, before dtypes are assigned: by what they multiply (a value with itself, few
+numbers, constants) and by what was asked for. Does not decide anything about other operations; see `_plan.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .._jaxpr import ClosedJaxpr, Jaxpr, Node, Program, in_jvp, scan_counts, source_line
+from ._flow import DOTS, Kind, Place, is_float32
+from ._lineage import Lineage, Table, known_size, makes_constants, table_of
+from ._loops import is_counted, is_linear
+from ._table import Entry, Rule
+from ._wide_product import Cause, WideProduct, wide_product
+
+if TYPE_CHECKING:
+    from ._plan import Planner
+
+# Tensor Cores contract 16 numbers of 16 bits at a time; with fewer they mostly multiply padding.
+TENSOR_CORE_DEPTH = 16
+# A result that many times smaller than an operand moves no bytes worth counting in float32.
+_SMALL = 128
+# An expectation over fewer constants, of 16 bits each, is a short contraction.
+_MOST_EXPECTATIONS = 16
+# There is an instruction for half as many. Data times a weight of that depth is a layer's, as it is if there are more
+# and the result is larger than both: in float32 it would move more bytes.
+_HALF_DEPTH = 8
+# Written as multiplications and additions, which fuse with their neighbours and are float32 on every GPU.
+_AS_SUMS = frozenset({Cause.SHORT, Cause.INNER})
+# A kernel with at most so many different filters of one channel, known when planning, is no layer.
+_FEW_FILTERS = 4
+
+_FLOAT32_PRESETS = frozenset(
+    "F32_F32_F32 F64_F64_F64 TF32_TF32_F32_X3 BF16_BF16_F32_X3 BF16_BF16_F32_X6 BF16_BF16_F32_X9".split()
+)
+
+
+class Origin(enum.Enum):
+    """What a value is to a multiplication: what the planner's `Kind` will be, as far as products need it."""
+
+    EXACT = "exact"  # single numbers and booleans: zeros, ones, a literal
+    TABLE = "table"  # arrays that no argument decides
+    PARAMETER = "parameter"  # narrows to what it meets
+    NARROW = "narrow"  # rounded to 16 bits by a product, as activations are
+    DATA = "data"  # float32: other arguments, captured arrays, and what float32 operations computed
+    STATE = "state"  # the same, and carried by a loop that is linear in it
+
+
+_FLOAT32 = (Origin.TABLE, Origin.DATA, Origin.STATE)
+
+
+def joined(origins: Iterable[Origin]) -> Origin:
+    """What an operation makes of operands that it reads in one dtype: float32 data widens all others."""
+    found = set(origins) - {Origin.EXACT}
+    if len(found) <= 1:
+        return next(iter(found), Origin.EXACT)
+    return Origin.DATA if not found.isdisjoint(_FLOAT32) else Origin.NARROW
+
+
+class Fact(NamedTuple):
+    """What is known of a value at the boundary of a program.
+
+    Attributes:
+      origin: what it was computed from.
+      token: equal for equal values.
+      numbers: gives its numbers, if it is a constant.
+    """
+
+    origin: Origin
+    token: Any = None
+    numbers: Any = None
+
+
+_COMPUTES_FLOAT32 = (Rule.HIGH, Rule.COLLECTIVE, Rule.RECORDED)
+_ORIGIN_OF = {Kind.LOW: Origin.NARROW, Kind.SOFT: Origin.PARAMETER}
+
+# The operands that decide what a result is made of, where indices and predicates are operands too.
+_VALUES = {
+    "gather": (0,),
+    "dynamic_slice": (0,),
+    "dynamic_update_slice": (0, 1),
+    "scatter": (0, 2),
+    "scatter-add": (0, 2),
+}
+
+
+class _Forward(NamedTuple):
+    """A product kept in float32 that has derivatives: where it stands, what it multiplies, why it is kept."""
+
+    site: tuple
+    roots: set[Any]
+    cause: Cause
+
+
+class Products:
+    """Finds the products of a whole program that are no layers, those inside loops, branches and calls included."""
+
+    def __init__(self, planner: Planner):
+        self._planner = planner
+        self._found: dict[tuple, list[tuple[list[Entry], int, Node, WideProduct]]] = {}
+        self._forward: dict[Any, dict[tuple, _Forward]] = {}
+
+    def find(self, jaxpr: ClosedJaxpr | Jaxpr, kinds: Sequence[Kind], place: Place) -> None:
+        """Gives those products a `WideProduct` for an entry, in the programs that the planner remembers."""
+        facts = [Fact(_ORIGIN_OF.get(kind, Origin.DATA), ("argument", i)) for i, kind in enumerate(kinds)]
+        self._visit(jaxpr, place, facts, ())
+        # A program that several nodes call is planned once: what one of them needs in float32 is.
+        for found in self._found.values():
+            for entries, position, node, entry in found:
+                entries[position] = entry
+                self._planner.wide.add(id(node.eqn))
+
+    def _visit(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, facts: Sequence[Fact], site: tuple) -> list[Fact]:
+        """Looks at every product of a program; returns what is known of its results.
+
+        Args:
+          jaxpr: the program.
+          place: where it stands.
+          facts: what is known of its arguments.
+          site: the nodes that lead to it.
+        """
+        program, entries = self._planner.program(jaxpr, place)
+        view = _View(self, program, place, facts, site)
+        found = self._found[site] = []
+        for position, (node, entry) in enumerate(zip(program.nodes, entries, strict=True)):
+            if entry.rule is Rule.ENTER:
+                view.enter(node)
+                continue
+            candidate = entry.reason == self._planner.rules.entry(node.name).reason and entry.rule is Rule.LOW
+            wide = view.product(node, position) if candidate and node.name in DOTS else None
+            if wide is not None:
+                found.append((entries, position, node, wide))
+            view.compute(node, entry.rule if wide is None else wide.rule)
+        return [view.fact(number) for number in program.outputs]
+
+
+class _View:
+    """What is known of the values of one program while it is visited."""
+
+    def __init__(self, products: Products, program: Program, place: Place, facts: Sequence[Fact], site: tuple):
+        self._products, self._planner = products, products._planner
+        self._program, self._place, self._site = program, place, site
+        constants = {n: fact.numbers for n, fact in zip(program.inputs, facts, strict=True) if fact.numbers}
+        self._lineage = Lineage(program, tuple(fact.token for fact in facts), constants)
+        self._origins = [Origin.DATA] * len(program.avals)
+        self._constant = [False] * len(program.avals)
+        for number, fact in zip(program.inputs, facts, strict=True):
+            self._origins[number], self._constant[number] = fact.origin, fact.numbers is not None
+        for number, value in program.known.items():
+            self._origins[number] = Origin.EXACT if np.size(value) == 1 else Origin.DATA
+            self._constant[number] = not isinstance(value, jax.core.Tracer)
+
+    def fact(self, number: int) -> Fact:
+        numbers = self._lineage.thunk(number) if self._constant[number] else None
+        return Fact(self._origins[number], ("outside", self._lineage.root(number)), numbers)
+
+    def compute(self, node: Node, rule: Rule) -> None:
+        """What the results of a node are, given its operands and the rule that holds for it."""
+        values = [node.ins[i] for i in _VALUES[node.name]] if node.name in _VALUES else node.ins
+        values = values[1:] if node.name == "select_n" else values
+        constant = all(self._constant[number] for number in node.ins) and makes_constants(node)
+        origin = joined(self._origins[number] for number in values)
+        if not node.ins or (rule in _COMPUTES_FLOAT32 and origin is not Origin.EXACT):
+            origin = Origin.TABLE if constant else Origin.DATA
+        for number in node.outs:
+            dtype = getattr(self._program.avals[number], "dtype", None)
+            rounded = rule is Rule.LOW or getattr(dtype, "itemsize", 4) == 2
+            self._origins[number] = Origin.EXACT if dtype == np.bool_ else Origin.NARROW if rounded else origin
+            self._constant[number] = constant
+
+    def enter(self, node: Node) -> None:
+        """Visits the programs inside a node and notes what its results are made of."""
+        facts = [self.fact(number) for number in node.ins]
+        results = self._results(node, facts)
+        for number, fact in zip(node.outs, results, strict=True):
+            self._origins[number] = fact.origin
+
+    def _results(self, node: Node, facts: list[Fact]) -> list[Fact]:
+        params = node.params
+        if node.name == "scan":
+            consts, carry = scan_counts(node.eqn)
+            return self._loop(node, params["jaxpr"], facts, consts, carry)
+        if node.name == "while":
+            if not is_counted(params):
+                return [Fact(Origin.DATA)] * len(node.outs)
+            consts, facts = params["body_nconsts"], facts[params["cond_nconsts"] :]
+            return self._loop(node, params["body_jaxpr"], facts, consts, len(facts) - consts)
+        bodies = params["branches"] if node.name == "cond" else [params[key] for key in _BODY if key in params][:1]
+        operands = facts[1:] if node.name == "cond" else facts
+        found = [self._inside(node, body, operands, i) for i, body in enumerate(bodies)]
+        if not found or len(found[0]) != len(node.outs):
+            return [Fact(Origin.DATA)] * len(node.outs)
+        return [Fact(joined(fact.origin for fact in each)) for each in zip(*found, strict=True)]
+
+    def _loop(self, node: Node, body: Any, facts: list[Fact], consts: int, carry: int) -> list[Fact]:
+        """The results of a loop: its carries start as they are given and come back as the body returns them."""
+        program, _ = self._planner.program(body, self._place.inside(node))
+        ends = zip(program.inputs[consts:], program.outputs[:carry], strict=False)
+        states = [is_linear(program, *end) for end in ends]
+        rows = [Fact(fact.origin) for fact in facts[consts + carry :]]
+        carried = [_state(fact.origin, s) for fact, s in zip(facts[consts:], states, strict=False)]
+        while True:
+            inside = [*facts[:consts], *map(Fact, carried), *rows]
+            results = self._inside(node, body, inside, 0)
+            after = [joined((a, fact.origin)) for a, fact in zip(carried, results, strict=False)]
+            after = list(map(_state, after, states))
+            if after == carried:
+                return results
+            carried = after
+
+    def _inside(self, node: Node, body: Any, facts: list[Fact], which: int) -> list[Fact]:
+        facts = [fact if fact.token else fact._replace(token=("argument", i)) for i, fact in enumerate(facts)]
+        return self._products._visit(body, self._place.inside(node), facts, (*self._site, id(node), which))
+
+    def product(self, node: Node, position: int) -> WideProduct | None:
+        """The entry of a product that has to run in float32; `None` for a layer's."""
+        avals = [self._program.avals[number] for number in (*node.ins[:2], *node.outs)]
+        if not is_float32(avals[-1]) or any(aval.dtype.itemsize == 2 for aval in avals):
+            return None  # cast by hand; integers times float32 numbers are a product as any other
+        roots = {self._lineage.root(number) for number in node.ins[:2]}
+        forward = self._products._forward.setdefault(self._key(node, avals), {})
+        forward.pop((self._site, position), None)
+        if asks_for_float32(node.params.get("precision"), self._planner.policy.matmul_precision):
+            return None if self._interpolates(node) else wide_product(Cause.PRECISION)  # as its derivatives do
+        backward = self._place.is_backward(node)
+        if backward or in_jvp(node):
+            for other in forward.values():
+                if other.site != self._site or not roots.isdisjoint(other.roots):
+                    other.roots.update(roots)
+                    return wide_product(other.cause, of_derivative=True, as_sums=self._as_sums(node, other.cause))
+        cause = None if backward else self._cause(node)
+        if cause is not None:
+            forward[self._site, position] = _Forward(self._site, roots, cause)
+        return cause and wide_product(cause, as_sums=cause in _AS_SUMS)
+
+    def _as_sums(self, node: Node, cause: Cause) -> bool:
+        """Whether a derivative is best written as multiplications and additions: as a few, or as one long sum."""
+        sizes = DotSizes.of(self._program, node) if cause in _AS_SUMS and node.name == "dot_general" else None
+        return sizes is not None and (sizes.contracted < TENSOR_CORE_DEPTH or sizes.contracted > sizes.result)
+
+    def _key(self, node: Node, avals: Sequence[Any]) -> Any:
+        """Equal for a product and its derivatives: they multiply and make values of the same three sizes."""
+        sizes = [str(known_size(aval) or aval.shape) for aval in avals]
+        return source_line(node), self._place.scope_of(node), tuple(sorted(sizes))
+
+    def _cause(self, node: Node) -> Cause | None:
+        if self._exceeds(node):
+            return Cause.TABLE
+        if node.name == "conv_general_dilated":
+            return Cause.FILTER if self._is_fixed_filter(node) else None
+        if node.name != "dot_general":
+            return None
+        sizes = DotSizes.of(self._program, node)
+        if self._lineage.are_one(*node.ins) and self._contracts_one_axis(node):
+            return Cause.SQUARE
+        if sizes is None:
+            return None
+        if sizes.left == sizes.right == 1 and sizes.contracted > 1:
+            return Cause.INNER
+        origins = [self._origins[number] for number in node.ins]
+        if sizes.contracted < TENSOR_CORE_DEPTH and self._is_data(node, origins, sizes):
+            return Cause.SHORT
+        if 1 in (sizes.left, sizes.right) and all(origin in _FLOAT32 for origin in origins):
+            return Cause.VECTOR
+        return Cause.GRID if self._is_expectation(node, origins, sizes) else None
+
+    def _contracts_one_axis(self, node: Node) -> bool:
+        """Whether a product of a value with itself sums squares: a power of a matrix contracts two axes of it."""
+        pairs = zip(node.ins, node.params["dimension_numbers"][0], strict=True)
+        one, other = (self._lineage.axes_of_root(number, axes) for number, axes in pairs)
+        return one is None or other is None or one == other
+
+    def _table(self, node: Node, operand: int) -> Table | None:
+        """What is known of an operand of a product that is an array of constants."""
+        number = node.ins[operand]
+        if not self._constant[number] or known_size(self._program.avals[number]) == 1:
+            return None
+        numbers = self._lineage.numbers(number)
+        if numbers is None:
+            return None
+        axes = tuple(range(numbers.ndim))
+        if node.name == "dot_general" and self._origins[number] in (Origin.EXACT, Origin.TABLE):
+            axes = node.params["dimension_numbers"][0][operand]
+        return table_of(numbers, axes, self._planner.low)
+
+    def _exceeds(self, node: Node) -> bool:
+        tables = [self._table(node, operand) for operand in (0, 1)]
+        return any(t is not None and (t.infinite or t.vanishing or t.loses_integers) for t in tables)
+
+    def _is_data(self, node: Node, origins: Sequence[Origin], sizes: DotSizes) -> bool:
+        """Whether a short contraction reads float32 data, which it keeps as a multiplication does."""
+        grows, fills = sizes.result > max(sizes.operands), sizes.contracted == _HALF_DEPTH
+        if set(origins).isdisjoint(_FLOAT32):
+            # A matrix of parameters times another, no larger: dynamics. A larger one has them for its factors.
+            return origins[0] is origins[1] is Origin.PARAMETER and not (grows or fills)
+        if not all(origin in _FLOAT32 for origin in origins) and Origin.STATE not in origins and (grows or fills):
+            return sizes.contracted < _HALF_DEPTH
+        return not (sizes.contracted > 1 and self._interpolates(node))
+
+    def _interpolates(self, node: Node) -> bool:
+        """Whether a product averages or selects rounded values with exact weights, which rounds no operand."""
+        origins = [self._origins[number] for number in node.ins[:2]]
+        if node.name != "dot_general" or Origin.NARROW not in origins or origins[0] is origins[1]:
+            return False
+        table = self._table(node, 1 - origins.index(Origin.NARROW))
+        return table is not None and table.averages
+
+    def _is_expectation(self, node: Node, origins: Sequence[Origin], sizes: DotSizes) -> bool:
+        if sizes.result * _MOST_EXPECTATIONS > max(sizes.operands):
+            return False
+        tables = [(origin, self._table(node, i)) for i, origin in enumerate(origins)]
+        return any(t is not None and not t.exact and (o is Origin.TABLE or t.ordered) for o, t in tables)
+
+    def _is_fixed_filter(self, node: Node) -> bool:
+        kernel, numbers = node.ins[1], node.params["dimension_numbers"]
+        origin, aval = self._origins[kernel], self._program.avals[kernel]
+        if aval.shape[numbers.rhs_spec[1]] != 1 or origin not in (Origin.EXACT, Origin.TABLE, Origin.DATA):
+            return False
+        filters = aval.shape[numbers.rhs_spec[0]]
+        root = self._lineage.root(kernel)
+        source = known_size(self._program.avals[root]) if isinstance(root, int) else None
+        spread = source is not None and source * filters <= math.prod(aval.shape)
+        if filters == 1 or spread or origin is not Origin.DATA:
+            return True
+        values = self._lineage.numbers(kernel) if self._constant[kernel] else None
+        if values is None:
+            return False
+        rows = np.moveaxis(values, numbers.rhs_spec[0], 0).reshape(filters, -1)
+        return len(np.unique(rows, axis=0)) <= _FEW_FILTERS
+
+
+_BODY = ("jaxpr", "call_jaxpr")
+
+
+def _state(origin: Origin, linear: bool) -> Origin:
+    """What a loop carries: the state of a linear system is float32 data, as the roundings of its steps add up."""
+    return Origin.STATE if linear and origin in (Origin.DATA, Origin.NARROW) else origin
+
+
+class DotSizes(NamedTuple):
+    """How many numbers a `dot_general` contracts, how many each side has beside them, and the sizes of its values."""
+
+    contracted: int
+    left: int
+    right: int
+    operands: tuple[int, int]
+    result: int
+
+    @staticmethod
+    def of(program: Program, node: Node) -> DotSizes | None:
+        """`None` where a dimension is symbolic."""
+        (contracted, _), (batch, _) = node.params["dimension_numbers"]
+        avals = [program.avals[number] for number in (*node.ins, *node.outs)]
+        one, other, result = map(known_size, avals)
+        if one is None or other is None or result is None or not one or not other:
+            return None
+        depth = math.prod(avals[0].shape[axis] for axis in contracted)
+        shared = depth * math.prod(avals[0].shape[axis] for axis in batch)
+        return DotSizes(depth, one // shared, other // shared, (one, other), result)
+
+
+def leaves_small_result(program: Program, node: Node) -> bool:
+    """Whether a product's result is so small beside its operands that it costs nothing in float32."""
+    sizes = DotSizes.of(program, node) if node.name == "dot_general" else None
+    if sizes is None:
+        return False
+    return sizes.result * _SMALL <= max(sizes.operands)
+
+
+def asks_for_float32(precision: Any, policys: str | None) -> bool:
+    """Whether a product was recorded with a precision of float32 that is not the policy's own.
+
+    Args:
+      precision: the product's parameter: `None`, two of `jax.lax.Precision`, a preset or a `DotAlgorithm`.
+      policys: the policy's `matmul_precision`, under which the program was traced.
+    """
+    if isinstance(precision, jax.lax.DotAlgorithmPreset):
+        return precision.name in _FLOAT32_PRESETS and precision.name != policys
+    if isinstance(precision, jax.lax.DotAlgorithm):
+        return precision.lhs_precision_type == np.float32
+    return isinstance(precision, tuple) and jax.lax.Precision.HIGHEST in precision and policys != "highest"

@@ -1,0 +1,44 @@
+"""What the plan says of a product that runs in float32, and why.
+
+Decides the reasons there are. Does not decide which product has one; see `_products.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from ._table import Entry, Rule
+
+
+class Cause(enum.Enum):
+    """Why a product runs in float32: its reason in `explain`."""
+
+    PRECISION = "its precision was set to float32"
+    SHORT = "contracts too few numbers for a Tensor Core, and follows its float32 data"
+    INNER = "an inner product: no Tensor Core computes one"
+    VECTOR = "a matrix times a vector, both float32 data: no Tensor Core computes one"
+    SQUARE = "a value times itself, a square"
+    TABLE = "multiplies constants that the compute dtype cannot hold"
+    GRID = "an expectation over a table of constants"
+    FILTER = "a fixed filter of one channel: no Tensor Core computes one"
+
+
+@dataclasses.dataclass(frozen=True)
+class WideProduct(Entry):
+    """The entry of a product that runs in float32.
+
+    Attributes:
+      cause: why.
+      of_derivative: whether it belongs to the derivative of another, whose cause this is.
+      as_sums: whether it is written as multiplications and additions; see `_short_products.py`.
+    """
+
+    cause: Cause = Cause.PRECISION
+    of_derivative: bool = False
+    as_sums: bool = False
+
+
+def wide_product(cause: Cause, of_derivative: bool = False, as_sums: bool = False) -> WideProduct:
+    reason = f"derivative of a product kept in float32: {cause.value}" if of_derivative else cause.value
+    return WideProduct(Rule.RECORDED, reason, cause=cause, of_derivative=of_derivative, as_sums=as_sums)
