@@ -1,4 +1,4 @@
-"""The package's layout: who may import whom, how long files and functions are, which names are public.
+"""The package's layout: who may import whom, which names are public. `lengths.py` prints how long files are.
 
 Read with `ast`, so that an import inside a function counts too.
 """
@@ -6,8 +6,6 @@ Read with `ast`, so that an import inside a function counts too.
 import ast
 import inspect
 from pathlib import Path
-
-import pytest
 
 import jmp_train
 
@@ -99,8 +97,6 @@ PUBLIC = {
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))
-MAX_LINES = 300
-MAX_FUNCTION_LINES = 40
 
 
 def module_of(path):
@@ -124,54 +120,35 @@ def inside(name, package):
     return name == package or name.startswith(package + ".")
 
 
-def function_lengths(path):
-    """Lines of each function without its docstring and without the functions inside it, which count by themselves."""
-    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
-    return {node.name: len(own_lines(node)) for node in functions}
+def test_every_module_has_a_level_and_a_docstring():
+    missing = [path.name for path in FILES if module_of(path)[0] not in LEVEL_OF]
+    assert not missing, f"add them to LEVELS: {missing}"
+    assert not [path.name for path in FILES if not ast.get_docstring(ast.parse(path.read_text()))]
 
 
-def own_lines(function):
-    lines = lines_of(function)
-    if ast.get_docstring(function) is not None:
-        lines -= lines_of(function.body[0])
-    for node in ast.walk(function):
-        if isinstance(node, ast.FunctionDef) and node is not function:
-            lines -= lines_of(node)
-    return lines
-
-
-def lines_of(node):
-    assert node.end_lineno is not None
-    return set(range(node.lineno, node.end_lineno + 1))
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: "/".join(module_of(path)))
-class TestFile:
-    def test_has_a_level(self, path):
-        assert module_of(path)[0] in LEVEL_OF, f"add {path.name} to LEVELS"
-
-    def test_imports_only_from_lower_levels(self, path):
-        own = module_of(path)[0]
-        for name, line in imports_of(path):
-            if not inside(name, "jmp_train"):
-                continue
+def upward_imports(path):
+    own = module_of(path)[0]
+    for name, line in imports_of(path):
+        if inside(name, "jmp_train"):
             imported = name.split(".")[1]
-            assert imported in LEVEL_OF, f"{path.name}:{line} imports {name}; import it from the module that defines it"
             inside_package = imported == own and len(module_of(path)) > 1
-            assert inside_package or LEVEL_OF[imported] < LEVEL_OF[own], f"{path.name}:{line} imports {name}"
+            if not inside_package and LEVEL_OF.get(imported, len(LEVELS)) >= LEVEL_OF[own]:
+                yield f"{path.name}:{line} imports {name}"
 
-    @pytest.mark.parametrize("package", ONLY)
-    def test_imports_nothing_reserved(self, path, package):
-        found = [line for name, line in imports_of(path) if inside(name, package)]
-        assert not found or module_of(path)[0] in ONLY[package], f"{path.name}:{found} imports {package}"
 
-    def test_is_short_and_documented(self, path):
-        text = path.read_text()
-        assert len(text.splitlines()) <= MAX_LINES
-        assert ast.get_docstring(ast.parse(text)), f"{path.name} has no docstring"
+def test_imports_point_to_lower_levels():
+    assert [found for path in FILES for found in upward_imports(path)] == []
 
-    def test_functions_are_short(self, path):
-        assert {name: n for name, n in function_lengths(path).items() if n > MAX_FUNCTION_LINES} == {}
+
+def test_reserved_packages_are_imported_where_they_may_be():
+    found = [
+        f"{path.name}:{line} imports {name}"
+        for path in FILES
+        for name, line in imports_of(path)
+        for package, allowed in ONLY.items()
+        if inside(name, package) and module_of(path)[0] not in allowed
+    ]
+    assert found == []
 
 
 def public_names():
@@ -189,13 +166,15 @@ def test_init_is_a_table_of_contents():
     assert {type(node) for node in rest} == {ast.ImportFrom}
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC))
-def test_public_names_are_documented_by_example(name):
-    thing = getattr(jmp_train, name)
-    if inspect.isclass(thing) or inspect.isfunction(thing):
-        docstring = inspect.cleandoc(thing.__doc__ or "")
-        # A dataclass without one has its signature for a docstring.
-        assert docstring and not docstring.startswith(f"{name}("), f"{name} has no docstring"
-    # States and enumerations are read where they are returned; what is called is shown being called.
-    if inspect.isfunction(thing):
-        assert ">>>" in (thing.__doc__ or ""), f"{name} has no example"
+def test_public_names_are_documented_by_example():
+    undocumented, without_example = [], []
+    for name in sorted(PUBLIC):
+        thing = getattr(jmp_train, name)
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            docstring = inspect.cleandoc(thing.__doc__ or "")
+            # A dataclass without one has its signature for a docstring.
+            undocumented += [name] * (not docstring or docstring.startswith(f"{name}("))
+        # States and enumerations are read where they are returned; what is called is shown being called.
+        if inspect.isfunction(thing) and ">>>" not in (thing.__doc__ or ""):
+            without_example.append(name)
+    assert not undocumented and not without_example

@@ -174,7 +174,7 @@ class Lineage:
 
     def are_one(self, left: int, right: int) -> bool:
         """Whether two values are one but for moves and factors, as `x` and `2 * x.T`, or were computed alike."""
-        return self._equal(self.root(left), self.root(right), [_MOST_COMPARED])
+        return self._equal(_without_rows(self.root(left)), _without_rows(self.root(right)), [_MOST_COMPARED])
 
     def _equal(self, left: Any, right: Any, budget: list[int]) -> bool:
         if left == right:
@@ -252,6 +252,18 @@ class Lineage:
                 return np.asarray(read(number))
         except Exception:  # a mesh that is not there, an array of another process: not known before the program runs
             return None
+
+
+def row_of(token: Any) -> Any:
+    """The token of the rows that a loop is given one by one of a value, whose token is `token`."""
+    return "row", token
+
+
+def _without_rows(root: Any) -> Any:
+    """What a value is a row of, at any depth: a block of a Gram matrix is made of rows and the whole."""
+    while isinstance(root, tuple) and root[0] == "row":
+        root = root[1]
+    return root
 
 
 def _alike(left: Any, right: Any) -> bool:

@@ -42,7 +42,7 @@ from ._flow import (
 from ._magnitudes import Numbers, divides_by_terms, filled_with, range_of
 from ._pooling import scatter_to_windows
 from ._products import Products, leaves_small_result
-from ._recompute import mark_unread, operands_to_read_again, roots_of_exponents
+from ._recompute import mark_unread, operands_to_read_again, roots_of_exponents, squared_operands
 from ._residuals import stack_less
 from ._revised import again_steps, widen_what_only_wide_steps_read
 from ._rules import Rules
@@ -127,7 +127,7 @@ class Planner:
         made, again = [state.kind for state in walk.states], again_steps(walk.steps, walk.states)
         plan = Plan(program, place, walk.steps, in_dtypes, out_kinds, self.low, made, roots, again)
         plan.barred = operands_to_read_again(again, roots)
-        plan.rounded = roots_of_exponents(plan)
+        plan.rounded = roots_of_exponents(plan) | squared_operands(plan)
         plan = stack_less(plan) if self.rules.low_residuals else plan
         mark_unread(plan)
         return plan

@@ -21,7 +21,7 @@ import numpy as np
 
 from .._jaxpr import ClosedJaxpr, Jaxpr, Node, Program, in_jvp, scan_counts, source_line
 from ._flow import DOTS, Kind, Place, is_float32
-from ._lineage import Lineage, Table, known_size, makes_constants, table_of
+from ._lineage import Lineage, Table, known_size, makes_constants, row_of, table_of
 from ._loops import is_counted, is_linear
 from ._table import Entry, Rule
 from ._wide_product import Cause, WideProduct, wide_product
@@ -210,7 +210,7 @@ class _View:
         program, _ = self._planner.program(body, self._place.inside(node))
         ends = zip(program.inputs[consts:], program.outputs[:carry], strict=False)
         states = [is_linear(program, *end) for end in ends]
-        rows = [Fact(fact.origin) for fact in facts[consts + carry :]]
+        rows = [Fact(fact.origin, row_of(fact.token)) for fact in facts[consts + carry :]]
         carried = [_state(fact.origin, s) for fact, s in zip(facts[consts:], states, strict=False)]
         while True:
             inside = [*facts[:consts], *map(Fact, carried), *rows]
@@ -319,6 +319,9 @@ class _View:
         return table is not None and table.averages
 
     def _is_expectation(self, node: Node, origins: Sequence[Origin], sizes: DotSizes) -> bool:
+        if all(origin in _FLOAT32 for origin in origins) and Origin.TABLE in origins:
+            table = self._table(node, origins.index(Origin.TABLE))
+            return table is not None and not table.exact
         if sizes.result * _MOST_EXPECTATIONS > max(sizes.operands):
             return False
         tables = [(origin, self._table(node, i)) for i, origin in enumerate(origins)]

@@ -99,6 +99,26 @@ def roots_of_exponents(plan: Plan) -> frozenset[int]:
     return frozenset(number for number in rounded if plan.kinds[number] is Kind.LOW)
 
 
+def squared_operands(plan: Plan) -> frozenset[int]:
+    """The values in the compute dtype that a product multiplies with themselves.
+
+    What else is computed from them is often subtracted from that, as a squared distance is: it has to read the numbers
+    that the product reads.
+    """
+    steps = (s for s in plan.steps if isinstance(s.entry, WideProduct) and s.entry.cause is Cause.SQUARE)
+    read = {number for step in steps for number in step.node.ins}
+    return frozenset(number for number in _moved_from(plan, read) if plan.kinds[number] is Kind.LOW)
+
+
+def _moved_from(plan: Plan, numbers: set[int]) -> set[int]:
+    """The values that some are moved from, and these."""
+    found = set(numbers)
+    for step in reversed(plan.steps):
+        if step.entry.rule is Rule.SHAPE and not found.isdisjoint(step.node.outs):
+            found.update(step.node.ins)
+    return found
+
+
 def rounded_before_exponentials(steps: Sequence[Step], kinds: Sequence[Kind]) -> frozenset[int]:
     """The values in the compute dtype from which `steps` compute an exponential."""
     found: set[int] = set()

@@ -19,11 +19,13 @@ from .._grad import grad
 from .._grad_inputs import check_loss_scale
 from .._loss_scale import LossScale, NoOpLossScale
 from .._paths import leaf_paths
-from .._policy import Policy
+from .._policy import Policy, get_policy
 from .._static import hide_static, reveal_static
 from ._bits import check_readable
 
-_STRICT = "float32"
+_STRICT = get_policy("float32")
+# What a policy is explained on: a precision that was set for all products would keep all of them in float32.
+_AS_RECORDED = _STRICT.replace(matmul_precision=None)
 
 
 class GradientErrors:
@@ -80,7 +82,8 @@ class GradientErrors:
         """What `explain` says of the gradient under the policy with these rules."""
         chosen = (self._argnums,) if isinstance(self._argnums, int) else self._argnums
         shifted = [i + 2 if i >= 0 else i for i in chosen]  # after the scale and the keywords
-        return explain(self._program(_STRICT, None), self._policy, rules, shifted)(self._scale, *self._args)
+        recorded = self._program(_AS_RECORDED, None)
+        return explain(recorded, self._policy, rules, shifted)(self._scale, *self._args)
 
     def _gradient(self, policy: Policy | str, rules: Rules | None, scale: LossScale) -> Any:
         self.compiled += 1

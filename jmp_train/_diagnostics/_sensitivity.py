@@ -87,7 +87,7 @@ def sensitivity(
     ...     with jax.named_scope("Cancelling"):
     ...         hard = jnp.tanh((x + 1000) @ w - 1000 * jnp.sum(w, axis=0))
     ...     return jnp.mean(easy) + jnp.mean(hard)
-    >>> args = jnp.linspace(-1, 1, 16).reshape(4, 4), jnp.linspace(-2, 2, 32).reshape(8, 4)
+    >>> args = jnp.linspace(-1, 1, 256).reshape(16, 16), jnp.linspace(-2, 2, 128).reshape(8, 16)
     >>> report = sensitivity(loss, "mixed_bfloat16")(*args)
     >>> report.rows[0].scope, report.line
     ('Cancelling', 'rules=jmp.DEFAULT_RULES.with_scopes({"Cancelling": "float32"})')
