@@ -14,6 +14,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ._paths import OVERWRITE_WITH_GRADIENT
+from ._sizes import is_less
 
 T = TypeVar("T")
 
@@ -49,7 +50,8 @@ def leaves_finite(tree: Any) -> jax.Array:
         if is_gradient(path, leaf):
             finite = jnp.isfinite(leaf)
             # An array's type is its shape, its sharding and the mesh axes it varies over: what a reduction must share.
-            groups[jax.typeof(finite) if finite.size <= _SMALL_LEAF else index].append((index, finite))
+            small = not is_less(_SMALL_LEAF, finite.size)
+            groups[jax.typeof(finite) if small else index].append((index, finite))
     for group in groups.values():
         for start in range(0, len(group), _LEAVES_PER_KERNEL):
             indices, arrays = zip(*group[start : start + _LEAVES_PER_KERNEL], strict=True)

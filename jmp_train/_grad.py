@@ -159,6 +159,7 @@ def _scaled_grad(
     def scaled_loss_fn(*args: Any) -> Any:
         loss, aux = split_result(loss_fn(*cast(args), **kwargs), has_aux)
         check_local(loss, axes)
+        loss = jnp.asarray(loss)
         # The true loss travels as aux: dividing the scaled one by S would not undo an overflow.
         return scale_loss(loss), (loss, aux)
 

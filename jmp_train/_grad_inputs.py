@@ -17,8 +17,8 @@ from ._paths import leaf_paths
 from ._policy import Policy, get_policy, uses_float16
 
 
-def split_result(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
-    """Returns the loss as an array, and what came with it."""
+def split_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    """Returns the loss, an array or a number, and what came with it."""
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(
             f"`loss_fn` must return the pair (loss, aux) because has_aux=True, got {_describe(result)}; "
@@ -34,7 +34,7 @@ def split_result(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
     elif not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         hint = "convert it, or take its real part or absolute value"
     else:
-        return jnp.asarray(loss), aux
+        return loss, aux
     raise TypeError(f"`loss_fn` must return a real floating scalar, got {_describe(loss)}; {hint}.")
 
 

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from ._dtypes import FLOAT32
 from ._finite import is_float0, is_gradient
@@ -63,8 +65,10 @@ def varying_axes(leaf: Any) -> frozenset[Any]:
     return jax.typeof(leaf).manual_axis_type.varying
 
 
-def check_local(loss: jax.Array, axes: Sequence[Hashable]) -> None:
+def check_local(loss: ArrayLike, axes: Sequence[Hashable]) -> None:
     """Raises for a loss that was averaged over one of `axes` already, where JAX can tell."""
+    if not isinstance(loss, Tracer):
+        return  # a constant, which is its own mean
     reduced = [axis for axis in axes if axis in _checked(axes) - varying_axes(loss)]
     if reduced:
         raise ValueError(

@@ -13,7 +13,7 @@ PACKAGE = Path(jmp_train.__file__).parent
 
 # A module imports only from rows above its own. A package is one module here; inside, its files are free.
 LEVELS = (
-    {"_dtypes", "_paths", "_jaxpr", "_flops", "_values", "_static"},
+    {"_dtypes", "_paths", "_jaxpr", "_flops", "_values", "_static", "_sizes"},
     {"_finite"},
     {"_policy", "_scaling", "_sharding"},
     {"_loss_scale"},

@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 from .._dtypes import FLOAT32, facts
+from .._finite import is_float0
 from .._jaxpr import open_jaxpr, trace
 from .._policy import Policy, get_policy
 from ._evaluate import evaluate, recorded_dtypes
@@ -83,7 +84,8 @@ def autocast(
                 return fn(*args, **kwargs)
             plan, tree = planned(*args, **kwargs)
             leaves = map(as_array, jax.tree.leaves((args, kwargs)))
-            return jax.tree.unflatten(tree, evaluate(plan, list(leaves), recorded_dtypes(plan)))
+            results = evaluate(plan, list(leaves), recorded_dtypes(plan))
+            return jax.tree.unflatten(tree, map(as_result, results))
 
     return run
 
@@ -138,6 +140,11 @@ def matmul_precision(policy: Policy) -> contextlib.AbstractContextManager[Any]:
 def as_array(leaf: Any) -> Any:
     """Python numbers as the arrays that tracing made of them."""
     return leaf if hasattr(leaf, "dtype") else jax.numpy.asarray(leaf)
+
+
+def as_result(value: Any) -> Any:
+    """A result as `jax.jit` returns it: a literal of the program is a number with JAX's dtype, and no array yet."""
+    return value if isinstance(value, jax.Array) or is_float0(value) else jax.numpy.asarray(value)
 
 
 def _argument_kinds(body: Any, args: tuple, kwargs: dict, policy: Policy, chosen: tuple[int, ...]) -> tuple[Kind, ...]:

@@ -16,16 +16,18 @@ from .._dtypes import FLOAT32, did_you_mean, facts
 from .._jaxpr import source_line, trace
 from .._paths import glob_matches, leaf_paths
 from .._policy import Policy, get_policy
+from .._sizes import is_static
 from ._autocast import make_planned, matmul_precision
 from ._emitted import count_casts, emitted_jaxpr, emitted_of, is_cast
 from ._flow import TOP, is_float32, is_sixteen_bit
-from ._kept import kept_bytes
+from ._kept import kept_values
 from ._operations import REQUESTED, Operation, Visit, dtype_name, operations_of, visits
 from ._report import Explanation, Output
 from ._rules import DEFAULT_RULES, Rules
 from ._steps import Plan, dtype_of
 from ._table import TABLE, Rule
 from ._tracebacks import is_asked_for, user_rules
+from ._uncounted import uncounted
 
 # Asked for by the user, each by its own name.
 _CONVERSIONS = frozenset({"convert_element_type", "bitcast_convert_type", "reduce_precision"})
@@ -69,7 +71,7 @@ def explain(
             emitted = emitted_jaxpr(plan) if narrows else recorded
             hidden, error = _hidden_casts(fn, policy, args, kwargs, recorded) if narrows else ((), None)
         found = list(operations_of(plan))
-        operations = tuple(_renamed(op, narrows) for op, _ in found)
+        operations, kept = tuple(_renamed(op, narrows) for op, _ in found), list(kept_values(plan))
         return Explanation(
             policy=str(policy),
             compute_dtype=policy.compute_dtype.name,
@@ -78,7 +80,9 @@ def explain(
             emitted=tuple(emitted_of(emitted)),
             outputs=tuple(_outputs(plan, tree)),
             casts=count_casts(visits(emitted, TOP)) - _casts_by_hand(found),
-            kept_bytes=tuple(kept_bytes(plan).most_common()),
+            uncounted=uncounted(found),
+            kept_bytes=_bytes_by_dtype(kept),
+            kept_symbolic=sum(size is None for _, size in kept),
             opaque=_opaque(found) if narrows else (),
             derivative_rules=tuple(dict.fromkeys(rule for _, visit in found for rule in user_rules(visit.node))),
             unmatched_scopes=_unmatched(rules, operations),
@@ -114,8 +118,18 @@ def _outputs(plan: Plan, tree: Any) -> list[Output]:
     for path, number, kind in zip(paths, plan.program.outputs, plan.out_kinds, strict=True):
         aval = plan.program.avals[number]
         computed = dtype_name(dtype_of(kind, plan.low) or aval.dtype)
-        outputs.append(Output(path, tuple(aval.shape), str(dtype_name(aval.dtype)), str(computed)))
+        shape = tuple(size if is_static((size,)) else str(size) for size in aval.shape)
+        outputs.append(Output(path, shape, str(dtype_name(aval.dtype)), str(computed)))
     return outputs
+
+
+def _bytes_by_dtype(kept: Sequence[tuple[str, int | None]]) -> tuple[tuple[str, int], ...]:
+    """The sums over the values of known size, the largest first."""
+    total: Counter[str] = Counter()
+    for dtype, size in kept:
+        if size:
+            total[dtype] += size
+    return tuple(total.most_common())
 
 
 def _opaque(found: Sequence[tuple[Operation, Visit]]) -> tuple[tuple[str, int, str], ...]:

@@ -8,6 +8,7 @@ decide dtypes; see `_plan.py`.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -198,8 +199,8 @@ class Backward:
         unless the program returns it (rearranged or summed with others, if need be), or it has the shape of one of the
         `weights`: of one that is multiplied by another first, as in low-rank adaptation. `None`: no such product.
         """
-        axes: Any = sorted(self._avals[number].shape)
-        of_weight = weights is None or number in self._handed_out or axes in map(sorted, weights)
+        axes = Counter(self._avals[number].shape)  # in any order; symbolic dimensions cannot be sorted
+        of_weight = weights is None or number in self._handed_out or axes in map(Counter, weights)
         return not self._reaches[number] and of_weight
 
     def step(self, node: Node, entry: Entry) -> None:

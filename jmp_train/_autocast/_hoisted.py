@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from .._dtypes import FLOAT32
+from .._sizes import is_static
 from ._evaluate import evaluate
 from ._flow import DOTS
 from ._steps import Plan
@@ -75,12 +77,16 @@ def run_scan(
 ) -> list[Any]:
     """Runs a `scan` with the `length`, `reverse` and `unroll` of `params`, whose `body` is given all its arguments."""
 
-    def iteration(state: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-        results = body([*operands[:consts], *state, *rows])
+    rows, length = list(operands[consts + carry :]), params["length"]
+
+    def iteration(state: list[Any], row: Any) -> tuple[list[Any], list[Any]]:
+        results = body([*operands[:consts], *state, *(row if rows else ())])
         return results[:carry], results[carry:]
 
-    start, rows = list(operands[consts : consts + carry]), list(operands[consts + carry :])
-    last, stacked = lax.scan(iteration, start, rows, params["length"], params["reverse"], params["unroll"])
+    start, xs = list(operands[consts : consts + carry]), rows
+    if not is_static((length,)):  # accepted as the size of rows only
+        xs, length = rows or jnp.zeros((length, 0)), None
+    last, stacked = lax.scan(iteration, start, xs, length, params["reverse"], params["unroll"])
     return [*last, *stacked]
 
 

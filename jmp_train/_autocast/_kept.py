@@ -6,13 +6,12 @@ may compute more of them again than the plan already does.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from .._sizes import static_size
 from ._operations import dtype_name
 from ._steps import Plan, Step, dtype_of
 
@@ -22,8 +21,8 @@ _MOVES = frozenset(
 )
 
 
-def kept_bytes(plan: Plan) -> Counter[str]:
-    """Bytes by dtype name of the values that forward operations make and backward operations read.
+def kept_values(plan: Plan) -> Iterator[tuple[str, int | None]]:
+    """The dtype and the bytes, `None` if a dimension is symbolic, of what is made forward and read backward.
 
     Arguments and captured arrays are not among them. A value that the plan computes again counts as what it is computed
     from, one that is only rearranged as what it was made of, and each once. Where the backward pass is inside a loop or
@@ -31,10 +30,10 @@ def kept_bytes(plan: Plan) -> Counter[str]:
     """
     producers = {number: step for step in plan.steps for number in step.node.outs}
     kept: dict[int, np.dtype[Any]] = {}
-    total: Counter[str] = Counter()
     for step in plan.steps:
         if not plan.place.is_backward(step.node):
-            total += sum(map(kept_bytes, step.bodies), Counter())
+            for body in step.bodies:
+                yield from kept_values(body)
             continue
         for number, read, far in _reads(plan, step):
             origin = _origin(number, producers)
@@ -43,9 +42,8 @@ def kept_bytes(plan: Plan) -> Counter[str]:
                 dtype = _stored(plan, number, read, far)
                 kept[origin] = max(kept.get(origin, dtype), dtype, key=lambda dtype: dtype.itemsize)
     for number, dtype in kept.items():
-        shape = getattr(plan.program.avals[number], "shape", ())
-        total[dtype_name(dtype) or ""] += math.prod(shape) * dtype.itemsize
-    return total
+        size = static_size(getattr(plan.program.avals[number], "shape", ()))
+        yield dtype_name(dtype) or "", None if size is None else size * dtype.itemsize
 
 
 def _reads(plan: Plan, step: Step) -> Iterator[tuple[int, np.dtype | None, bool]]:

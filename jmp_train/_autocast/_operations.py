@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._dtypes import FLOAT32
-from .._flops import product_flops
+from .._flops import PRODUCTS, product_flops
 from .._jaxpr import ClosedJaxpr, Jaxpr, Node, Program, flatten, source_line, sub_jaxprs
+from .._sizes import is_static
 from ._flow import Kind, Place, is_float32
 from ._steps import Plan, Step, dtype_of
 from ._table import TABLE, Rule
@@ -43,8 +44,8 @@ class Operation:
       reason: why.
       backward: whether it belongs to a backward pass.
       times: how often it runs: the lengths of the scans around it and the devices of a `shard_map`, multiplied. A
-        `while` counts as one iteration, a branch as taken.
-      flops: of one run, for dots and convolutions; else 0.
+        `while`, and a scan of symbolic length, counts as one iteration, a branch as taken.
+      flops: of one run, for dots and convolutions whose dimensions are numbers; else 0.
       holds_program: whether it is a loop, a branch or a call, whose operations are listed after it.
       unread: whether it is left out where it stands: its readers across a dot compute it again, which fuses with them,
         rather than have its float32 result kept; or nobody reads it.
@@ -94,9 +95,9 @@ def bodies_of(node: Node) -> list[ClosedJaxpr | Jaxpr]:
 
 
 def repeats(node: Node) -> int:
-    """How often a node runs the programs inside it."""
+    """How often a node runs the programs inside it; 1 where that is not known."""
     if node.name == "scan":
-        return node.params["length"]
+        return node.params["length"] if is_static((node.params["length"],)) else 1
     if node.name == "shard_map":
         return math.prod(node.params["mesh"].shape[axis] for axis in node.params["newly_manual_axes"])
     return 1
@@ -117,11 +118,16 @@ def dtype_name(dtype: Any) -> str | None:
     return None if dtype is None else getattr(dtype, "name", str(dtype))
 
 
+def shapes_of(visit: Visit) -> list[Any]:
+    """The shapes of a node's operands and of its results."""
+    return [getattr(aval, "shape", ()) for aval in visit.avals((*visit.node.ins, *visit.node.outs))]
+
+
 def flops_of(visit: Visit) -> int:
-    node = visit.node
-    operands = [getattr(aval, "shape", ()) for aval in visit.avals(node.ins)]
-    result = getattr(visit.program.avals[node.outs[0]], "shape", ()) if node.outs else ()
-    return product_flops(node.name, operands, result, node.params)
+    node, shapes = visit.node, shapes_of(visit)
+    if node.name not in PRODUCTS or not is_static(*shapes):
+        return 0
+    return product_flops(node.name, shapes[: len(node.ins)], shapes[len(node.ins)], node.params)
 
 
 def operations_of(plan: Plan, times: int = 1) -> Iterator[tuple[Operation, Visit]]:

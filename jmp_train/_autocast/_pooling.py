@@ -20,13 +20,20 @@ from jax import lax
 
 from .._dtypes import FLOAT32
 from .._jaxpr import Node
+from .._sizes import is_less
 
 _MOST_PLACES = 64  # of a window: each adds a few operations to the program
 
 
 def windows_are_small(node: Node) -> bool:
-    """Whether the windows of a `select_and_scatter_add` have so few places that each can be written out."""
-    return math.prod(node.params["window_dimensions"]) <= _MOST_PLACES
+    """Whether the windows of a `select_and_scatter_add` have so few places that each can be written out.
+
+    Along every axis there must be a window, also where the sizes are symbolic: an array with none is not worth its own
+    arithmetic of paddings.
+    """
+    source: Any = node.eqn.invars[0].aval  # one value a window
+    places = math.prod(node.params["window_dimensions"])
+    return places <= _MOST_PLACES and all(is_less(0, count) for count in source.shape)
 
 
 def scatter_to_windows(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
@@ -74,7 +81,7 @@ def _inside(start: Sequence[int], strides: Any, windows: tuple[int, ...], shape:
     """Where the element at `start` of a window is one of the operand rather than of its padding."""
     inside: Any = np.True_
     for axis, (first, stride, count, size) in enumerate(zip(start, strides, windows, shape, strict=True)):
-        if first < 0 or first + stride * (count - 1) >= size:
+        if first < 0 or not is_less(first + stride * (count - 1), size):
             at = first + stride * lax.broadcasted_iota(jnp.int32, windows, axis)
             inside = inside & (at >= 0) & (at < size)
     return inside

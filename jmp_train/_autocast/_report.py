@@ -14,6 +14,7 @@ from ._difference import Difference, compare
 from ._emitted import Emitted
 from ._operations import Operation
 from ._text import as_lists, columns, count, megabytes, short_source
+from ._uncounted import Uncounted
 
 _SIXTEEN_BITS = ("float16", "bfloat16")
 
@@ -24,13 +25,13 @@ class Output:
 
     Attributes:
       path: where in the result, as a tree path; empty for a result that is one array.
-      shape: its shape.
+      shape: its shape, a symbolic dimension as text.
       dtype: its dtype, which autocast leaves as it was recorded.
       computed_in: the dtype in which it was computed, before that.
     """
 
     path: str
-    shape: tuple[int, ...]
+    shape: tuple[int | str, ...]
     dtype: str
     computed_in: str
 
@@ -50,8 +51,11 @@ class Explanation:
       emitted: one `Emitted` for each equation of the program that autocast makes of it.
       outputs: one `Output` for each array that is returned.
       casts: how many floating conversions autocast adds to those that the program has.
+      uncounted: one `Uncounted` for each kind of operation whose products `flops` leaves out, or counts once though
+        they may run more often.
       kept_bytes: `(dtype, bytes)` of what forward operations make and backward operations read. The compiler may keep
         less, by computing more of it again than the plan does.
+      kept_symbolic: how many more such values have symbolic dimensions, hence no bytes.
       opaque: `(primitive, number, reason)` of what meets float32 and runs exactly as recorded, other than by request.
       derivative_rules: user-written `custom_jvp`, `custom_vjp` and `linear_call` rules. After differentiation they
         are expanded: ordinary operations, recognised by their tracebacks as far as these tell.
@@ -69,7 +73,9 @@ class Explanation:
     emitted: tuple[Emitted, ...]
     outputs: tuple[Output, ...]
     casts: int
+    uncounted: tuple[Uncounted, ...]
     kept_bytes: tuple[tuple[str, int], ...]
+    kept_symbolic: int
     opaque: tuple[tuple[str, int, str], ...]
     derivative_rules: tuple[str, ...]
     unmatched_scopes: tuple[str, ...]
@@ -95,12 +101,12 @@ class Explanation:
 
     @property
     def flops(self) -> int:
-        """FLOPs of all dots and convolutions, loops multiplied out."""
+        """FLOPs of all dots and convolutions, loops multiplied out, without those that `uncounted` names."""
         return sum(op.flops * op.times for op in self.operations)
 
     @property
     def low_flop_share(self) -> float:
-        """The share of `flops` on 16-bit operands; 0 without any."""
+        """The share of `flops` on 16-bit operands; 0 without any. It says nothing of what `uncounted` names."""
         low = sum(op.flops * op.times for op in self.operations if op.dtype in _SIXTEEN_BITS)
         return low / self.flops if self.flops else 0.0
 
@@ -166,9 +172,12 @@ class Explanation:
             lines.append(f"Widened {count(self.widened, 'operation')} recorded in 16 bits to float32")
         if self.flops:
             lines.append(f"{self.low_flop_share:.1%} of {self.flops / 1e9:.3g} GFLOP on 16-bit operands")
-        if self.kept_bytes:
-            parts = ", ".join(f"{megabytes(number)} {dtype}" for dtype, number in self.kept_bytes)
-            lines.append(f"The backward pass reads from the forward pass: {parts}")
+        if self.uncounted:
+            lines.append("Not counted: " + ", ".join(map(_named, self.uncounted)))
+        if self.kept_bytes or self.kept_symbolic:
+            parts = [f"{megabytes(number)} {dtype}" for dtype, number in self.kept_bytes]
+            parts += [f"{count(self.kept_symbolic, 'array')} of symbolic size"] if self.kept_symbolic else []
+            lines.append(f"The backward pass reads from the forward pass: {', '.join(parts)}")
         return "\n".join([*lines, *self._notes(), "", self._by_primitive()])
 
     def _notes(self) -> list[str]:
@@ -187,3 +196,9 @@ class Explanation:
         found = Counter((op.primitive, op.rule, op.dtype or "") for op in self.operations if not op.holds_program)
         rows = [(name, str(number), rule, dtype) for (name, rule, dtype), number in found.most_common()]
         return columns(("primitive", "number", "rule", "dtype"), rows)
+
+
+def _named(kind: Uncounted) -> str:
+    estimate = "" if kind.flops is None else f"; {kind.flops / 1e9:.3g} GFLOP by its own estimate"
+    operands = "" if kind.dtype is None else f" on {kind.dtype} operands"
+    return f"{kind.number} {kind.primitive}{operands} ({kind.reason}{estimate})"

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 
 import jax
 
+from .._sizes import is_less
 from ._flow import Kind
 from ._recompute import is_elementwise, rounded_before_exponentials
 from ._relinked import CARRY, ROW, Loop, Operand, Stacked, loop_of
@@ -111,7 +112,7 @@ class _Link:
                 found = NOTHING.union(*(best[operand] for operand in step.node.ins))
                 if len(found) <= _MOST_ORIGINS:
                     could[number] = found
-                    if number not in self.there and self.price(found) < self.bytes(number):
+                    if number not in self.there and is_less(self.price(found), self.bytes(number)):
                         best[number] = found
         return best, could
 
@@ -124,13 +125,13 @@ class _Link:
         again, there = [], set(self.there)
         for stacked in rounded:
             missing = best[stacked.inner] - needed
-            if self.price(missing) < self.bytes(stacked.inner, stacked.kind):
+            if is_less(self.price(missing), self.bytes(stacked.inner, stacked.kind)):
                 needed |= missing
                 again.append(stacked)
         for number in reversed(could):
             if number in needed and number not in self.there:
                 missing = could[number] - needed
-                if self.price(missing) < self.bytes(number):
+                if is_less(self.price(missing), self.bytes(number)):
                     needed.remove(number)
                     needed |= missing
         for stacked in exact:

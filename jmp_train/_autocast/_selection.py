@@ -50,7 +50,7 @@ def add_one_per_row(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
     size, rows[axis] = rows[axis], 1
     index = lax.convert_element_type(lax.reshape(indices, rows), jnp.promote_types(indices.dtype, np.int32))
     if _mode(node) == "CLIP":
-        index = lax.clamp(np.zeros((), index.dtype), index, np.asarray(size - 1, index.dtype))
+        index = lax.clamp(np.zeros((), index.dtype), index, jnp.asarray(size - 1, index.dtype))
     every = range(operand.ndim)
     index, update = (lax.broadcast_in_dim(x, operand.shape, every) for x in (index, lax.reshape(updates, rows)))
     here = lax.eq(lax.broadcasted_iota(index.dtype, operand.shape, axis), index)

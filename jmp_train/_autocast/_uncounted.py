@@ -1,0 +1,106 @@
+"""What the FLOP count of `explain` leaves out: products in programs that are not jaxprs, or of unknown size or number.
+
+Decides what is named beside the count. Does not decide what is counted; see `_operations.py` and `_flops.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._flops import ATTENTION, PRODUCTS, attention_flops
+from .._jaxpr import Node
+from .._sizes import is_static
+from ._flow import TOP
+from ._operations import Operation, Visit, bodies_of, shapes_of, visits
+from ._table import TABLE, UNKNOWN
+
+# Opaque primitives that multiply matrices, or may.
+_MAY_MULTIPLY = ATTENTION.keys() | set(
+    "pallas_call mpmd_map core_map run_state run_scoped ffi_call call_exported custom_partitioning cudnn_fusion "
+    "pure_callback io_callback buffer_callback scaled_dot scaled_matmul scaled_matmul_wrapper "
+    "dot_product_attention_fwd dot_product_attention_bwd "
+    "dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper "
+    "dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper "
+    "bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general bcsr_dot_general coo_matmat coo_matvec coo_spmm "
+    "coo_spmv csr_matmat csr_matvec csr_spmm csr_spmv spsolve".split()
+)
+_ONCE = {
+    "while": "counted as one iteration",
+    "custom_linear_solve": "each of its functions counted once",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Uncounted:
+    """Operations of one kind that `flops` leaves out, or counts once though they may run more often.
+
+    Attributes:
+      primitive: its name.
+      number: how many of them the program has.
+      dtype: the widest that their operands are read in; `None` for what holds a program.
+      reason: why they are not counted.
+      flops: their own estimate, loops multiplied out: the `cost_estimate` of a `pallas_call`, what cuDNN's attention
+        multiplies. `None` if one of them has none.
+    """
+
+    primitive: str
+    number: int
+    dtype: str | None
+    reason: str
+    flops: int | None
+
+
+def uncounted(found: Iterable[tuple[Operation, Visit]]) -> tuple[Uncounted, ...]:
+    """What is left out of the count of these operations, those of one primitive, dtype and reason together."""
+    kinds: dict[tuple[str, str | None, str], list[int | None]] = {}
+    for op, visit in found:
+        reason = _reason(visit)
+        if reason is not None:
+            estimate = _estimate(visit)
+            kinds.setdefault((op.primitive, op.dtype, reason), []).append(estimate and estimate * visit.times)
+    return tuple(
+        Uncounted(name, len(flops), dtype, reason, None if None in flops else sum(filter(None, flops)))
+        for (name, dtype, reason), flops in kinds.items()
+    )
+
+
+def _reason(visit: Visit) -> str | None:
+    """Why the products of an operation are not counted; `None` if they are, or if it has none."""
+    node = visit.node
+    if node.name in PRODUCTS:
+        return None if is_static(*shapes_of(visit)) else "symbolic dimensions"
+    if node.name in _ONCE:
+        return _ONCE[node.name] if _multiplies(node) else None
+    if node.name == "scan":
+        numbered = is_static((node.params["length"],))
+        return None if numbered or not _multiplies(node) else "counted as one iteration: symbolic length"
+    if node.name in _MAY_MULTIPLY or node.name not in TABLE:
+        return TABLE.get(node.name, UNKNOWN).reason if any(map(_is_inexact, _avals(visit))) else None
+    return None
+
+
+def _multiplies(node: Node) -> bool:
+    """Whether the programs inside a node have products, or what may have."""
+    inner = (visit.node.name for body in bodies_of(node) for visit in visits(body, TOP))
+    return any(name in PRODUCTS or name in _MAY_MULTIPLY or name not in TABLE for name in inner)
+
+
+def _estimate(visit: Visit) -> int | None:
+    node = visit.node
+    if node.name == "pallas_call":
+        return getattr(node.params.get("cost_estimate"), "flops", None)
+    shapes = shapes_of(visit)
+    return attention_flops(node.name, shapes, node.params) if node.name in ATTENTION and is_static(*shapes) else None
+
+
+def _avals(visit: Visit) -> list[Any]:
+    return visit.avals((*visit.node.ins, *visit.node.outs)) if visit.node.outs else []
+
+
+def _is_inexact(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)

@@ -1,0 +1,45 @@
+"""Sizes of shapes that may have symbolic dimensions: `jax.export` traces a function for every batch size at once.
+
+A symbolic dimension is an expression such as `4*b`. Python's `<`, `sorted`, `max` and `int` raise
+`InconclusiveDimensionOperation` for it; `==` and `hash` work, and `==` is False unless both are equal for all values.
+
+Decides what is known of a size before the dimensions have values.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import export
+
+
+def is_static(*shapes: Sequence[Any]) -> bool:
+    """Whether every dimension of the shapes is a number.
+
+    >>> is_static((2, 3), ()), is_static((2,), export.symbolic_shape("b, 3"))
+    (True, False)
+    """
+    return not any(export.is_symbolic_dim(dimension) for shape in shapes for dimension in shape)
+
+
+def static_size(shape: Sequence[Any]) -> int | None:
+    """The number of elements, `None` if a dimension is symbolic.
+
+    >>> static_size((2, 3)), static_size(export.symbolic_shape("b, 3"))
+    (6, None)
+    """
+    return math.prod(shape) if is_static(shape) else None
+
+
+def is_less(left: Any, right: Any) -> bool:
+    """Whether `left < right` for all values of the symbolic dimensions.
+
+    >>> (b,) = export.symbolic_shape("b")
+    >>> is_less(2 * b, 3 * b), is_less(b, 8), is_less(8, b), is_less(2, 3)
+    (True, False, False, True)
+    """
+    try:
+        return bool(left < right)
+    except jax.errors.InconclusiveDimensionOperation:
+        return False
