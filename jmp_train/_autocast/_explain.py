@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from .._dtypes import FLOAT32, did_you_mean, facts
+from .._flops import PRODUCTS
 from .._jaxpr import source_line, trace
 from .._paths import glob_matches, leaf_paths
 from .._policy import Policy, get_policy
@@ -136,7 +137,12 @@ def _opaque(found: Sequence[tuple[Operation, Visit]]) -> tuple[tuple[str, int, s
     counted: Counter[tuple[str, str]] = Counter()
     for op, visit in found:
         recorded = op.rule == Rule.RECORDED.value and op.reason not in REQUESTED
-        if recorded and visit.node.ins and op.primitive not in _CONVERSIONS and not op.reason.startswith("inside "):
+        if (
+            recorded
+            and visit.node.ins
+            and op.primitive not in _CONVERSIONS | PRODUCTS
+            and not op.reason.startswith("inside ")
+        ):
             if any(map(is_float32, visit.avals((*visit.node.ins, *visit.node.outs)))):
                 counted[op.primitive, op.reason] += 1
     return tuple((name, number, reason) for (name, reason), number in counted.items())

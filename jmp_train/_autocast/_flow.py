@@ -141,7 +141,7 @@ def _entry(program: Program, node: Node, rules: Rules, place: Place) -> Entry:
         return Entry(Rule.RECORDED, "it reads or makes float64")
     if low_region or scoped is not None:
         reason = "low_precision region" if low_region else "with_scopes"
-        return entry if entry.never_low or entry.rule is Rule.LOW else Entry(Rule.LOW, reason)
+        return entry if entry.never_low else Entry(Rule.LOW, reason)
     return _refine(node, entry)
 
 

@@ -26,6 +26,8 @@ _MOVES = frozenset(
 # The same of some of them, or of all of them beside zeros.
 _PARTS = frozenset("slice dynamic_slice gather split pad".split())
 
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+
 # What two values may be made of and be compared for equality, and what a table may be made of: beyond these, unknown.
 _MOST_COMPARED = 64
 _MOST_NUMBERS = 2**20
@@ -138,8 +140,10 @@ class Lineage:
         return self._tokens.get(number, number)
 
     def axes_of_root(self, number: int, axes: Sequence[int]) -> frozenset[int] | None:
-        """The axes of its root that `axes` of a value are; `None` where a reshape mixes them."""
-        axes = list(axes)
+        """The axes of its root that `axes` of a value are; `None` where a reshape or a boundary may mix them."""
+        root, axes = self.root(number), list(axes)
+        if isinstance(root, tuple) and root[0] != "argument":
+            return None
         while (node := self._producers.get(number)) is not None and self.root(number) != number:
             shape = self.program.avals[number].shape
             if node.name == "transpose":
@@ -151,6 +155,18 @@ class Lineage:
                 return None
             number = next(n for n in node.ins if self.root(n) == self.root(number))
         return frozenset(axes)
+
+    def becomes_weight(self, number: int) -> bool:
+        """Whether a dot multiplies by a value, or by the sum of it and others, as by a weight and its adapter."""
+        found = {number}
+        for node in self.program.nodes:
+            if found.isdisjoint(node.ins):
+                continue
+            if node.name in _PRODUCTS:
+                return True
+            if node.name in _MOVES | {"add", "mul", "convert_element_type"}:
+                found.update(node.outs)
+        return False
 
     def _widens(self, node: Node) -> bool:
         source, target = (self.program.avals[number].dtype for number in (node.ins[0], node.outs[0]))

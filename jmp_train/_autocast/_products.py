@@ -23,7 +23,7 @@ from .._jaxpr import ClosedJaxpr, Jaxpr, Node, Program, in_jvp, scan_counts, sou
 from ._flow import DOTS, Kind, Place, is_float32
 from ._lineage import Lineage, Table, known_size, makes_constants, row_of, table_of
 from ._loops import is_counted, is_linear
-from ._table import Entry, Rule
+from ._table import TABLE, Entry, Rule
 from ._wide_product import Cause, WideProduct, wide_product
 
 if TYPE_CHECKING:
@@ -98,11 +98,14 @@ _VALUES = {
 
 
 class _Forward(NamedTuple):
-    """A product kept in float32 that has derivatives: where it stands, what it multiplies, why it is kept."""
+    """A product whose derivatives are decided with it: where it stands, what it multiplies, why it is in float32.
+
+    `cause` is `None` for one that is narrow although its precision was set.
+    """
 
     site: tuple
     roots: set[Any]
-    cause: Cause
+    cause: Cause | None
 
 
 class Products:
@@ -139,8 +142,8 @@ class Products:
             if entry.rule is Rule.ENTER:
                 view.enter(node)
                 continue
-            candidate = entry.reason == self._planner.rules.entry(node.name).reason and entry.rule is Rule.LOW
-            wide = view.product(node, position) if candidate and node.name in DOTS else None
+            by_table = node.name in DOTS and entry == TABLE[node.name]  # no region, scope or edit says otherwise
+            wide = view.product(node, position) if by_table else None
             if wide is not None:
                 found.append((entries, position, node, wide))
             view.compute(node, entry.rule if wide is None else wide.rule)
@@ -233,16 +236,19 @@ class _View:
         roots = {self._lineage.root(number) for number in node.ins[:2]}
         forward = self._products._forward.setdefault(self._key(node, avals), {})
         forward.pop((self._site, position), None)
-        if asks_for_float32(node.params.get("precision"), self._planner.policy.matmul_precision):
-            return None if self._interpolates(node) else wide_product(Cause.PRECISION)  # as its derivatives do
         backward = self._place.is_backward(node)
         if backward or in_jvp(node):
             for other in forward.values():
                 if other.site != self._site or not roots.isdisjoint(other.roots):
                     other.roots.update(roots)
-                    return wide_product(other.cause, of_derivative=True, as_sums=self._as_sums(node, other.cause))
-        cause = None if backward else self._cause(node)
-        if cause is not None:
+                    derivative = other.cause and self._as_sums(node, other.cause)
+                    return other.cause and wide_product(other.cause, of_derivative=True, as_sums=bool(derivative))
+        guarded = asks_for_float32(node.params.get("precision"), self._planner.policy.matmul_precision)
+        if guarded:
+            cause = None if self._interpolates(node) else Cause.PRECISION
+        else:
+            cause = None if backward else self._cause(node)
+        if cause is not None or guarded:
             forward[self._site, position] = _Forward(self._site, roots, cause)
         return cause and wide_product(cause, as_sums=cause in _AS_SUMS)
 
@@ -304,8 +310,11 @@ class _View:
         """Whether a short contraction reads float32 data, which it keeps as a multiplication does."""
         grows, fills = sizes.result > max(sizes.operands), sizes.contracted == _HALF_DEPTH
         if set(origins).isdisjoint(_FLOAT32):
-            # A matrix of parameters times another, no larger: dynamics. A larger one has them for its factors.
-            return origins[0] is origins[1] is Origin.PARAMETER and not (grows or fills)
+            # Parameters times parameters are dynamics and geometry, but for the two factors of a weight.
+            both = origins[0] is origins[1] is Origin.PARAMETER
+            if not both or fills or (grows and sizes.contracted > _HALF_DEPTH):
+                return False
+            return not (grows and self._lineage.becomes_weight(node.outs[0]))
         if not all(origin in _FLOAT32 for origin in origins) and Origin.STATE not in origins and (grows or fills):
             return sizes.contracted < _HALF_DEPTH
         return not (sizes.contracted > 1 and self._interpolates(node))

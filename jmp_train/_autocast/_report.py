@@ -9,12 +9,14 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
+from .._flops import PRODUCTS
 from .._paths import glob_matches
 from ._difference import Difference, compare
 from ._emitted import Emitted
 from ._operations import Operation
 from ._text import as_lists, columns, count, megabytes, short_source
 from ._uncounted import Uncounted
+from ._wide_product import Cause
 
 _SIXTEEN_BITS = ("float16", "bfloat16")
 
@@ -111,6 +113,17 @@ class Explanation:
         return low / self.flops if self.flops else 0.0
 
     @property
+    def products(self) -> tuple[tuple[str, str, int], ...]:
+        """`(dtype of the operands, reason, number)` of the dots and convolutions, the commonest first."""
+        found = Counter((op.dtype or "", op.reason) for op in self.operations if op.primitive in PRODUCTS)
+        return tuple((dtype, reason, number) for (dtype, reason), number in found.most_common())
+
+    @property
+    def wide_products(self) -> tuple[Operation, ...]:
+        """The dots and convolutions that run in float32, one for each, whatever the reason."""
+        return tuple(op for op in self.operations if op.primitive in PRODUCTS and op.dtype == "float32")
+
+    @property
     def summary(self) -> str:
         """One line, such as "Converted 405/4897 operations to float16 using 2 casts"."""
         return f"Converted {self.converted}/{self.total} operations to {self.compute_dtype} using " + count(
@@ -122,6 +135,7 @@ class Explanation:
         names = ("summary", "converted", "total", "widened", "flops", "low_flop_share")
         values = dataclasses.asdict(self)
         values["kept_bytes"] = dict(self.kept_bytes)
+        values["products"] = [dict(zip(("dtype", "reason", "number"), row, strict=True)) for row in self.products]
         values["opaque"] = [dict(zip(("primitive", "number", "reason"), row, strict=True)) for row in self.opaque]
         return {name: getattr(self, name) for name in names} | as_lists(values)
 
@@ -167,7 +181,7 @@ class Explanation:
         return numbers | {"low_flop_share": round(self.low_flop_share, 4)} | kept
 
     def __str__(self) -> str:
-        lines = [self.summary + f" ({self.policy})"]
+        lines = [self.summary + f" ({self.policy})" + self._guarded()]
         if self.widened:
             lines.append(f"Widened {count(self.widened, 'operation')} recorded in 16 bits to float32")
         if self.flops:
@@ -178,7 +192,30 @@ class Explanation:
             parts = [f"{megabytes(number)} {dtype}" for dtype, number in self.kept_bytes]
             parts += [f"{count(self.kept_symbolic, 'array')} of symbolic size"] if self.kept_symbolic else []
             lines.append(f"The backward pass reads from the forward pass: {', '.join(parts)}")
-        return "\n".join([*lines, *self._notes(), "", self._by_primitive()])
+        lines += [f"{count(number, 'product')} in {dtype}: {reason}" for dtype, reason, number in self.products]
+        wide = self._by_wide_product()
+        return "\n".join([*lines, *self._notes(), "", self._by_primitive(), *wide])
+
+    def _guarded(self) -> str:
+        """What the first line adds where products were recorded with a precision of float32, perhaps all of them."""
+        number = sum(op.reason.endswith(Cause.PRECISION.value) for op in self.wide_products)
+        if not number or self.compute_dtype == "float32":
+            return ""
+        return (
+            f"; {count(number, 'product')} kept in float32, the precision they were set to: where that is set for all, "
+            f'matmul_precision="default" in the policy lets them narrow'
+        )
+
+    def _by_wide_product(self) -> list[str]:
+        """A table of the products that run in float32, unless the whole program does."""
+        if not self.wide_products or self.compute_dtype == "float32":
+            return []
+        header = ("product in float32", "number", "scope", "source", "reason")
+        found = Counter(
+            ("bwd" if op.backward else "fwd", op.scope, short_source(op.source), op.reason) for op in self.wide_products
+        )
+        rows = [(where, str(number), *rest) for (where, *rest), number in found.items()]
+        return ["", columns(header, rows)]
 
     def _notes(self) -> list[str]:
         sections = {

@@ -1,0 +1,327 @@
+"""Products that are no layers: which ones autocast keeps in float32, forward and backward, and which stay narrow."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jmp_train import DEFAULT_RULES, autocast, explain, full_precision, get_policy, low_precision
+from jmp_train._autocast._wide_product import Cause
+
+HALVES = ("float16", "bfloat16")
+HIGHEST = lax.Precision.HIGHEST
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape, scale=1.0):
+    return (scale * RNG.standard_normal(shape)).astype(np.float32)
+
+
+def products(fn, *args, policy="mixed_float16", rules=DEFAULT_RULES, argnums=0):
+    """The dots and convolutions of a program: (dtype of the operands, dtype of the result, reason, backward)."""
+    found = explain(fn, policy, rules, argnums)(*args).operations
+    return [(op.dtype, op.result, op.reason, op.backward) for op in found if op.flops]
+
+
+def causes(fn, *args, **options):
+    """Why each product runs in float32; `None` for a narrow one."""
+    of_reason = {cause.value: cause for cause in Cause}
+    return [
+        of_reason.get(reason.rpartition(": ")[2]) or of_reason.get(reason)
+        for _, _, reason, _ in products(fn, *args, **options)
+    ]
+
+
+def loss_of(fn):
+    return lambda *args: jnp.sum(jnp.sin(fn(*args)))
+
+
+X, W, SMALL = normal(32, 64), normal(64, 64), normal(4, 4)
+POSITIONS, FREQUENCIES = np.arange(512, dtype=np.float32), normal(8)
+POINTS = normal(256, 3)
+
+# name: (function of (parameters, data), parameters, data, cause)
+WIDE = {
+    "precision of an einsum": (
+        lambda w, x: jnp.einsum("ij,jk->ik", x, w, precision="highest"), W, X, Cause.PRECISION),
+    "precision of a convolution": (
+        lambda w, x: lax.conv(x, w, (1, 1), "SAME", precision=HIGHEST), normal(8, 8, 3, 3), normal(2, 8, 8, 8),
+        Cause.PRECISION),
+    "a preset": (
+        lambda w, x: jnp.dot(x, w, precision=lax.DotAlgorithmPreset.F32_F32_F32), W, X, Cause.PRECISION),
+    "a preset that emulates float32": (
+        lambda w, x: jnp.dot(x, w, precision=lax.DotAlgorithmPreset.BF16_BF16_F32_X6), W, X, Cause.PRECISION),
+    "an outer product of data": (
+        lambda f, p: jnp.einsum("i,j->ij", p, 1 / f), FREQUENCIES, POSITIONS, Cause.SHORT),
+    "an outer product of integers": (
+        lambda f, p: jnp.einsum("i,j->ij", jnp.arange(512), jnp.exp(f)), FREQUENCIES, POSITIONS, Cause.SHORT),
+    "coordinates": (lambda w, x: x @ w, normal(3, 64), POINTS, Cause.SHORT),
+    "coordinates times data": (lambda w, x: w[0, 0] * x @ x[:3, :3].T, W, POINTS, Cause.SHORT),
+    "dynamics": (lambda a, x: a @ a @ a.T, SMALL, SMALL, Cause.SHORT),
+    "an inner product": (lambda w, x: jnp.vdot(w, x), W, W + 1, Cause.INNER),
+    "inner products of a batch": (lambda w, x: jnp.einsum("bi,bi->b", x * w[0], x + 1), W, X, Cause.INNER),
+    "a Gram matrix": (lambda w, x: (x * w[0]).T @ (x * w[0]), W, X, Cause.SQUARE),
+    "scaled": (lambda w, x: 2 * (x * w[0]) @ (x * w[0]).T, W, X, Cause.SQUARE),
+    "through moves": (
+        lambda w, x: jnp.dot(jnp.reshape(w, (8, 8, 64)).reshape(64, 64), -w.T[::1].T.T / 3), W, X, Cause.SQUARE),
+    "batched by vmap": (lambda w, x: jax.vmap(lambda a: a.T @ a)(w.reshape(4, 16, 64)), W, X, Cause.SQUARE),
+    "an exponential table": (
+        lambda w, x: jax.nn.softmax(x @ w) @ jnp.sinh(jnp.linspace(-20, 20, 64)), W, X, Cause.TABLE),
+    "a table of large integers": (
+        lambda w, x: jax.nn.softmax(x @ w) @ jnp.stack([jnp.arange(64) * 1001, jnp.arange(64)], 1), W, X, Cause.TABLE),
+    "a transform of data": (
+        lambda w, x: (x * w[0]) @ jnp.cos(jnp.arange(4096.0).reshape(64, 64)), W, X, Cause.GRID),
+    "a table of tiny numbers": (
+        lambda w, x: (x @ w) @ (1e-9 * jnp.cos(jnp.arange(4096.0).reshape(64, 64))), W, X, Cause.TABLE),
+    "an expectation over a grid": (
+        lambda w, x: jax.nn.softmax(x @ w) @ jnp.stack([jnp.linspace(-1, 1, 64)] * 2, 1), W, X, Cause.GRID),
+    "a blur": (
+        lambda w, x: lax.conv_general_dilated(
+            x.reshape(1, 8, 16, 16) * w[0, 0], jnp.ones((8, 1, 3, 3)) / 9, (1, 1), "SAME", feature_group_count=8),
+        W, X, Cause.FILTER),
+    "a blur passed as data": (
+        lambda w, x: lax.conv(
+            x[:16, :16].reshape(1, 1, 16, 16) * w[0, 0], x[:3, :3].reshape(1, 1, 3, 3), (1, 1), "SAME"),
+        W, X, Cause.FILTER),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_kept_in_float32_with_its_derivatives(name):
+    fn, w, x, cause = WIDE[name]
+    forward = causes(fn, w, x)
+    assert forward[-1] is cause and forward.count(cause) == sum(each is not None for each in forward)
+    both = products(jax.grad(loss_of(fn), (0, 1)), w, x)
+    mine = [each for each in both if each[2].endswith(cause.value)]
+    assert len(mine) >= 2 or name.startswith(("an exponential", "a table of large")), both
+    assert {dtype for dtype, *_ in mine if _[1] != cause.value or cause is not Cause.SQUARE} <= {"float32"}
+    assert all(result == "float32" for _, result, _, _ in mine)
+
+
+NARROW = {
+    "a layer": (lambda w, x: x @ w, W, X),
+    "a preset of TF32": (lambda w, x: jnp.dot(x, w, precision=lax.DotAlgorithmPreset.TF32_TF32_F32), W, X),
+    "two factors of a weight": (lambda w, x: (x @ w) @ (w[:, :4] @ w[:4]), W, X),
+    "a low-rank adapter": (lambda w, x: (x @ w[:, :4]) @ w[:4], W, X),
+    "a head of ten classes": (lambda w, x: jax.nn.log_softmax(x @ w[:, :10]), W, X),
+    "two towers": (lambda w, x: (x @ w) @ (x @ (w + 1)).T, W, X),
+    "a power of a matrix": (lambda w, x: w @ w, W, X),
+    "attention": (lambda w, x: jax.nn.softmax((x @ w) @ (x @ w.T).T) @ (x @ w), W, X),
+    "a frozen network": (lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ jnp.asarray(FROZEN)) @ jnp.asarray(FROZEN), W, X),
+    "one-hot numbers": (lambda w, x: jax.nn.one_hot(jnp.arange(10) % 3, 10) @ w[:10], W, X),
+    "exact interpolation": (
+        lambda w, x: jnp.einsum("ij,jk->ik", jnp.repeat(jnp.eye(8), 2, 0), (x @ w)[:8], precision="highest"), W, X),
+    "a depthwise layer": (
+        lambda w, x: lax.conv_general_dilated(
+            x.reshape(1, 8, 16, 16), w[:8, :9].reshape(8, 1, 3, 3), (1, 1), "SAME", feature_group_count=8), W, X),
+    "a first layer of grey images": (
+        lambda w, x: lax.conv(x.reshape(8, 1, 16, 16), w[:16, :9].reshape(16, 1, 3, 3), (1, 1), "SAME"), W, X),
+}  # fmt: skip
+FROZEN = normal(64, 64)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", NARROW)
+def test_layers_stay_narrow(name, dtype):
+    fn, w, x = NARROW[name]
+    found = products(jax.grad(loss_of(fn)), w, x, policy=f"mixed_{dtype}")
+    assert found and {read for read, *_ in found} == {dtype}
+
+
+@pytest.mark.parametrize("order", ["autocast(grad)", "grad(autocast)"])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", WIDE)
+def test_gradients_are_those_of_float32(name, dtype, order):
+    """What is computed from data alone: a layer's rounding would be a thousand times larger."""
+    fn, w, x, _ = WIDE[name]
+    if "softmax" in fn.__code__.co_names or "tiny" in name:
+        return  # a layer is part of these; `product_cases.py` measures them
+    loss = loss_of(fn)
+    policy = get_policy(f"mixed_{dtype}")
+    made = autocast(jax.grad(loss), policy) if order == "autocast(grad)" else jax.grad(autocast(loss, policy))
+    got, want = jax.jit(made)(w, x), jax.jit(jax.grad(loss))(w, x)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * float(jnp.abs(want).max()))
+
+
+@pytest.mark.parametrize("within", ["scan", "remat", "vmap", "cond", "jit", "custom_jvp", "map over blocks"])
+def test_found_inside_other_programs(within):
+    def gram(a):
+        return a.T @ a
+
+    def fn(w, x):
+        a = x.reshape(4, 8, 64) * w[0]
+        if within == "scan":
+            return lax.scan(lambda total, a: (total + gram(a), None), jnp.zeros((64, 64)), a)[0]
+        if within == "remat":
+            return jax.checkpoint(gram)(a[0])
+        if within == "vmap":
+            return jax.vmap(gram)(a)
+        if within == "cond":
+            return lax.cond(x[0, 0] > 0, gram, lambda a: 2 * gram(a), a[0])
+        if within == "custom_jvp":
+            made = jax.custom_jvp(gram)
+            made.defjvp(lambda primals, tangents: jax.jvp(gram, primals, tangents))
+            return made(a[0])
+        if within == "map over blocks":
+            b = a.reshape(-1, 64)
+            return lax.map(lambda rows: rows @ b.T, a)
+        return jax.jit(gram)(a[0])
+
+    found = products(jax.grad(loss_of(fn)), W, X)
+    assert len(found) >= 3 and {dtype for dtype, *_ in found} == {"float32"}
+    assert sum(reason.endswith(Cause.SQUARE.value) for _, _, reason, _ in found) == len(found)
+
+
+def test_a_square_of_16_bit_values_reads_them_as_they_are():
+    """Their products are exact in float32; and what is subtracted from them reads the same numbers."""
+
+    def distances(w, x):
+        a = x @ w
+        squares = jnp.sum(a**2, -1)
+        return squares[:, None] + squares[None] - 2 * a @ a.T
+
+    x, w = (
+        np.concatenate([X, np.ones((32, 1), np.float32)], 1),
+        np.concatenate([W / 8, np.full((1, 64), 50.0)]).astype(np.float32),
+    )
+    _, square = products(distances, w, x)
+    assert square[:3] == ("float16", "float32", Cause.SQUARE.value)
+    for dtype in HALVES:
+        policy = f"mixed_{dtype}"
+        got = jax.jit(autocast(distances, policy))(w, x)
+        a = np.asarray(jax.jit(autocast(lambda w, x: x @ w, policy))(w, x), np.float64)
+        want = np.sum((a[:, None] - a[None]) ** 2, -1)
+        np.testing.assert_allclose(got, want, atol=0.5)  # of sums of 160,000 that are subtracted
+
+
+def test_the_state_of_a_linear_system_stays_in_float32():
+    def fn(a, x, nonlinear=False):
+        step = lambda s, _: (jnp.tanh(s @ a[:8, :8]) if nonlinear else s @ a[:8, :8] + 0.1 * x[0, :8], None)  # noqa: E731
+        return lax.scan(step, (x @ a)[:, :8], None, 50)[0]
+
+    linear, plain = (products(lambda a, x, n=n: fn(a, x, n), W / 8, X) for n in (False, True))
+    assert [dtype for dtype, *_ in linear] == ["float16", "float32"]
+    assert [dtype for dtype, *_ in plain] == ["float16", "float16"]
+
+
+def test_the_result_of_a_large_contraction_does_not_overflow():
+    a, b = jnp.full((1 << 14, 16), 8.0), jnp.full((1 << 14, 16), 9.0)
+    cross = lambda a, b: a.T @ b  # noqa: E731
+    assert products(cross, a, b, argnums=(0, 1))[0][:2] == ("float16", "float32")
+    np.testing.assert_array_equal(autocast(cross, "mixed_float16", argnums=(0, 1))(a, b), 72.0 * (1 << 14))
+
+
+def test_a_sum_written_as_a_tree_is_float32():
+    x = np.asarray(normal(4096, 16) + 1, jnp.bfloat16).astype(np.float32)
+
+    def halved(x):
+        while len(x) > 1:
+            x = x[: len(x) // 2] + x[len(x) // 2 :]
+        return x[0]
+
+    def scanned(x):
+        return lax.associative_scan(jnp.add, x)
+
+    for fn in (halved, scanned):
+
+        def narrow_input(w, x, fn=fn):
+            return fn(x @ w)  # 16 bits
+
+        ours = jax.jit(autocast(narrow_input, "mixed_bfloat16"))(jnp.eye(16), x)
+        want = x.astype(np.float64).sum(0) if fn is halved else np.cumsum(x.astype(np.float64), 0)
+        np.testing.assert_allclose(ours, want, rtol=1e-4, atol=1e-3)  # summed in bfloat16: 1e-2 to 1e-1
+
+
+def test_what_is_no_tree_follows_its_operands():
+    def fn(w, x):
+        h = x @ w
+        return h[:, :32] + h[:, 32:], h + h, h + h.T[:32, :32].T.repeat(2, 1)
+
+    adds = [op.dtype for op in explain(fn, "mixed_float16")(W, X).operations if op.primitive == "add"]
+    assert adds == ["float32", "float16", "float32"] or adds == ["float32", "float16", "float16"]
+
+
+# Who decides
+
+
+def test_a_region_is_stronger_than_what_a_product_looks_like():
+    gram = lambda w: w.T @ w  # noqa: E731
+    assert products(low_precision(gram), W)[0][0] == "float16"
+    assert products(low_precision(lambda w: jnp.dot(w, w.T, precision="highest")), W)[0][0] == "float16"
+    assert products(full_precision(lambda w, x: x @ w), W, X)[0][2] == "full_precision region"
+
+
+def test_an_edit_or_a_scope_narrows_every_product():
+    gram = lambda w: w.T @ w  # noqa: E731
+    assert products(gram, W, rules=DEFAULT_RULES.replace({"dot_general": "low"}))[0][0] == "float16"
+    assert products(gram, W, rules=DEFAULT_RULES.with_scopes({".": "float16"}))[0][0] == "float16"
+
+
+def test_the_precision_of_a_policy_is_no_request():
+    for precision in ("highest", "tensorfloat32", "F32_F32_F32", None):
+        policy = get_policy("mixed_float16").replace(matmul_precision=precision)
+        assert products(lambda w, x: x @ w, W, X, policy=policy)[0][0] == "float16"
+
+
+@pytest.mark.parametrize("setting", ["highest", "float32"])
+def test_a_precision_around_the_program_is_a_guard(setting):
+    def fn(w, x):
+        with jax.default_matmul_precision(setting):
+            x = x @ w
+        return x @ w
+
+    found = products(jax.grad(loss_of(fn)), W, X)
+    assert [dtype for dtype, *_, backward in found if not backward] == ["float32", "float16"]
+    assert sorted(dtype for dtype, *_, backward in found if backward) == ["float16", "float16", "float32"]
+
+
+def test_explain_says_in_its_first_line_what_a_global_precision_keeps():
+    fn = jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w))
+    with jax.default_matmul_precision("highest"):
+        first = str(explain(fn, "mixed_float16")(W, X)).splitlines()[0]
+        policy = get_policy("mixed_float16").replace(matmul_precision="default")
+        assert {dtype for dtype, *_ in products(fn, W, X, policy=policy)} == {"float16"}
+    assert "5 products kept in float32, the precision they were set to" in first
+    assert 'matmul_precision="default" in the policy lets them narrow' in first
+    assert "kept in float32" not in str(explain(fn, "mixed_float16")(W, X))
+
+
+def test_explain_counts_products_by_reason_and_lists_the_wide_ones():
+    def fn(w, x):
+        with jax.named_scope("Style"):
+            return jnp.sum((x @ w) @ w) + jnp.sum(jnp.tanh(x).T @ jnp.tanh(x))
+
+    report = explain(fn, "mixed_float16")(W, X)
+    assert report.products[0][::2] == ("float16", 2)
+    assert ("float32", Cause.SQUARE.value, 1) in report.products
+    (wide,) = report.wide_products
+    assert wide.scope == "Style" and wide.reason == Cause.SQUARE.value
+    assert report.as_dict()["products"][1] == {"dtype": "float32", "reason": Cause.SQUARE.value, "number": 1}
+    header, row = str(report).splitlines()[-2:]
+    assert header.startswith("product in float32") and "Style" in row and row.endswith(Cause.SQUARE.value)
+
+
+def test_a_product_kept_in_float32_does_not_use_tf32():
+    """The compiler would round its operands to 10 bits, unless it is told not to."""
+    dots = [
+        eqn.params["precision"]
+        for eqn in jax.make_jaxpr(autocast(lambda w: w.T @ w, "mixed_float16"))(W).eqns
+        if eqn.primitive.name == "dot_general"
+    ]
+    assert dots == [(HIGHEST, HIGHEST)]
+
+
+def test_constants_are_evaluated_within_bounds():
+    def fn(w, x):
+        return (x @ w) @ jnp.exp(jnp.linspace(0, 20, 64 * 32768)).reshape(64, -1)
+
+    assert products(fn, W, X)[-1][0] == "float16"  # two million numbers: not known before the program runs
+
+
+def test_a_symbolic_size_is_no_short_contraction():
+    (size,) = (jax.export.symbolic_shape("n"),)
+    x = jax.ShapeDtypeStruct((8, *size), np.float32)
+    w = jax.ShapeDtypeStruct((*size, 4), np.float32)
+    made = jax.make_jaxpr(autocast(lambda w, x: x @ w, "mixed_float16"))(w, x)
+    assert {str(eqn.invars[0].aval.dtype) for eqn in made.eqns if eqn.primitive.name == "dot_general"} == {"float16"}
