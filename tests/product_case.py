@@ -7,6 +7,7 @@ hand, in float64. What is not taken from `net` is float32 by hand.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -120,7 +121,7 @@ def uniform(rng: np.random.Generator, low: float, high: float, *shape: int) -> n
 def dense_params(rng: np.random.Generator, *widths: int, name: str = "") -> dict[str, np.ndarray]:
     """Parameters for `Layers.mlp`."""
     made = {}
-    for i, (n, m) in enumerate(zip(widths, widths[1:], strict=False)):
+    for i, (n, m) in enumerate(itertools.pairwise(widths)):
         made |= {f"{name}w{i}": normal(rng, n, m, scale=n**-0.5), f"{name}b{i}": normal(rng, m, scale=0.1)}
     return made
 
@@ -128,7 +129,7 @@ def dense_params(rng: np.random.Generator, *widths: int, name: str = "") -> dict
 def kernel_params(rng: np.random.Generator, *channels: int, size: int = 3, name: str = "") -> dict[str, np.ndarray]:
     """Parameters `{name}k{i}`, `{name}c{i}` of convolutions."""
     made = {}
-    for i, (n, m) in enumerate(zip(channels, channels[1:], strict=False)):
+    for i, (n, m) in enumerate(itertools.pairwise(channels)):
         kernel = normal(rng, size, size, n, m, scale=(size * size * n) ** -0.5)
         made |= {f"{name}k{i}": kernel, f"{name}c{i}": normal(rng, m, scale=0.1)}
     return made

@@ -11,21 +11,26 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from battery_tools import HALVES, cast_floats, leaves, quick_jit, relative_error
+from battery_tools import HALVES, QUICK, cast_floats, leaves, relative_error
 from product_case import Case, Layers
+from product_filters import CASES as FILTERS
 from product_guards import CASES as GUARDS
+from product_layers import CASES as LAYERS
 from product_results import CASES as RESULTS
 from product_short import CASES as SHORT
 from product_squares import CASES as SQUARES
 
 import jmp_train as jmp
 
-CASES: tuple[Case, ...] = (*GUARDS, *SHORT, *SQUARES, *RESULTS)
+CASES: tuple[Case, ...] = (*GUARDS, *SHORT, *SQUARES, *RESULTS, *FILTERS, *LAYERS)
 BY_NAME = {case.name: case for case in CASES}
 
 # The bounds of the issue: times the error by hand, and of the loss itself.
 RATIO = 2.0
 LOSS_BOUND = {"float16": 5e-3, "bfloat16": 1e-2}
+
+# A third of the time to compile, and the same numbers.
+QUICKER = QUICK | {"xla_cpu_use_fusion_emitters": False}
 
 ALL_WIDE = jmp.DEFAULT_RULES.replace({"dot_general": "high", "conv_general_dilated": "high"})
 
@@ -67,7 +72,7 @@ def gradient_function(case: Case, how: str) -> Any:
 
 @functools.cache
 def _compiled(case: Case, how: str) -> Any:
-    return quick_jit(gradient_function(case, how))
+    return jax.jit(gradient_function(case, how), compiler_options=QUICKER)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ def style_loss(spec=None):
 
     def loss(net, params, batch):
         features = jnp.tanh(convolutions(net, params, batch["image"])) + 1
-        n, h, w, c = features.shape
+        _, h, w, c = features.shape
         if spec is None:
             flat = features.reshape(-1, c)
             gram = flat.T @ flat / (h * w)
