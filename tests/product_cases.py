@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from battery_tools import HALVES, QUICK, cast_floats, leaves, relative_error
+from battery_tools import HALVES, QUICK, leaves, relative_error
 from product_case import Case, Layers
 from product_filters import CASES as FILTERS
 from product_guards import CASES as GUARDS
@@ -29,8 +29,8 @@ BY_NAME = {case.name: case for case in CASES}
 RATIO = 2.0
 LOSS_BOUND = {"float16": 5e-3, "bfloat16": 1e-2}
 
-# A third of the time to compile, and the same numbers.
-QUICKER = QUICK | {"xla_cpu_use_fusion_emitters": False}
+# A third of the time to compile, and the same numbers. Float64 convolutions take seconds to run without optimisation.
+WITHOUT_EMITTERS = {"xla_cpu_use_fusion_emitters": False}
 
 ALL_WIDE = jmp.DEFAULT_RULES.replace({"dot_general": "high", "conv_general_dilated": "high"})
 
@@ -72,14 +72,20 @@ def gradient_function(case: Case, how: str) -> Any:
 
 @functools.cache
 def _compiled(case: Case, how: str) -> Any:
-    return jax.jit(gradient_function(case, how), compiler_options=QUICKER)
+    options = WITHOUT_EMITTERS if how == "float64" else QUICK | WITHOUT_EMITTERS
+    return jax.jit(gradient_function(case, how), compiler_options=options)
+
+
+def _in_float64(tree: Tree) -> Tree:
+    # NumPy casts: JAX would compile a program for each shape.
+    return jax.tree.map(lambda x: np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
 @functools.cache
 def truth(case: Case, seed: int = 0) -> tuple[float, Tree]:
     """The loss and its gradients, computed in float64."""
     with jax.enable_x64(True):
-        loss, grads = _compiled(case, "float64")(*(cast_floats(tree, np.float64) for tree in example(case, seed)))
+        loss, grads = _compiled(case, "float64")(*(_in_float64(tree) for tree in example(case, seed)))
         assert all(g.dtype == np.float64 for g in jax.tree.leaves(grads))
         return float(loss), leaves(grads)
 

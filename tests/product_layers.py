@@ -166,15 +166,18 @@ class Encoder(nn.Module):
 def flax_encoder(net, params, batch):
     """A Flax model, its layers by Flax's own `dtype=` by hand."""
     # In float64 Flax's `dtype=None` follows its parameters.
-    logits = Encoder(net.dtype).apply({"params": params}, batch["image"])
+    logits = jnp.asarray(Encoder(net.dtype).apply({"params": params}, batch["image"]))
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     return -jnp.mean(jnp.sum(batch["target"] * jax.nn.log_softmax(logits), -1))
 
 
 def flax_encoder_data(rng):
     image = normal(rng, 8, 16, 16, 3)
-    params = Encoder().init(jax.random.key(int(rng.integers(1 << 30))), image)["params"]
-    params = jax.tree.map(np.asarray, params)
+    shapes = jax.eval_shape(Encoder().init, jax.random.key(0), image)["params"]
+    around = lambda path: 1.0 if "scale" in str(path[-1]) else 0.0  # noqa: E731
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, x: around(path) + normal(rng, *x.shape, scale=max(x.size // x.shape[-1], 16) ** -0.5), shapes
+    )
     return params, {"image": image, "target": np.eye(10, dtype=np.float32)[rng.integers(0, 10, 8)]}
 
 
