@@ -24,7 +24,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 import jax
 from _results import commit, show
 from battery_tools import HALVES
-from product_cases import CASES, Case, faults, low_shares, median_errors, ways
+from product_cases import CASES, Case, faults, forget, low_shares, median_errors, ways
 
 Row = dict[str, Any]
 
@@ -34,6 +34,7 @@ def measure(case: Case, seeds: int, marked: bool) -> Row:
     start = time.process_time()
     found = {how: median_errors(case, how, seeds) for how in ways(marked)}
     ours, hand = low_shares(case)
+    forget()
     return {
         "case": case.name,
         "class": case.group,

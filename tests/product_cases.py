@@ -98,6 +98,13 @@ def errors(case: Case, how: str, seed: int = 0) -> Errors:
     return Errors(*(each if np.isfinite(each) else float("inf") for each in found))
 
 
+def forget() -> None:
+    """Frees all programs compiled so far: several hundred of them exceed the maps of memory a process may have."""
+    _compiled.cache_clear()
+    truth.cache_clear()
+    jax.clear_caches()
+
+
 def median_errors(case: Case, how: str, seeds: int = 3) -> Errors:
     measured = [errors(case, how, seed) for seed in range(seeds)]
     return Errors(*(float(np.median(each)) for each in zip(*measured, strict=True)))

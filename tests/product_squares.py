@@ -303,12 +303,12 @@ def shampoo_data(rng):
 
 CASES = (
     Case("style_loss_256", 3, style_loss(), style_loss_data(1, 256, (8, 8))),
-    Case("style_loss_einsum", 3, style_loss("bhwc,bhwd->bcd"), style_loss_data(2, 64, (2, 8, 8))),
+    Case("style_loss_einsum", 3, style_loss("bhwc,bhwd->bcd"), style_loss_data(2, 64, (2, 8, 8)), fine=True),
     Case("orthogonality", 3, orthogonality, orthogonality_data),
-    Case("orthogonal_layer", 3, orthogonal_layer, orthogonal_layer_data),
+    Case("orthogonal_layer", 3, orthogonal_layer, orthogonal_layer_data, fine=True),
     Case("uncentred_covariance", 3, uncentred_covariance, uncentred_covariance_data),
-    Case("vicreg", 3, vicreg, vicreg_data),
-    Case("whitening", 3, whitening, whitening_data),
+    Case("vicreg", 3, vicreg, vicreg_data, fine=True),
+    Case("whitening", 3, whitening, whitening_data, fine=True),
     Case("residual_sum", 3, residual_sum, residual_sum_data),
     Case("weight_decay", 3, weight_decay, weight_decay_data, scale=2.0**4),
     *(
@@ -320,7 +320,7 @@ CASES = (
     Case("gaussian_process", 3, gaussian_process, gaussian_process_data),
     Case("kernel_ridge", 3, kernel_ridge, kernel_ridge_data, note="also a product of two values, support and query"),
     Case("determinantal", 3, determinantal, determinantal_data),
-    Case("alignment", 3, alignment, alignment_data),
-    Case("tangent_kernel", 3, tangent_kernel, tangent_kernel_data, note="second order"),
-    Case("shampoo", 3, shampoo, shampoo_data, note="second order"),
+    Case("alignment", 3, alignment, alignment_data, fine=True),
+    Case("tangent_kernel", 3, tangent_kernel, tangent_kernel_data, fine=True, note="second order"),
+    Case("shampoo", 3, shampoo, shampoo_data, fine=True, note="second order"),
 )
