@@ -216,13 +216,13 @@ def keypoints(net, params, batch):
     places = jnp.arange(w) * 16 + 7.5
     x = jnp.einsum("bhwk,w->bk", probabilities, places)
     y = jnp.einsum("bhwk,h->bk", probabilities, places)
-    return mean_square(jnp.stack([x, y], -1) - batch["y"])
+    return mean_square((jnp.stack([x, y], -1) - batch["y"]) / 10)
 
 
 def keypoints_data(rng):
     params = kernel_params(rng, 3, 16, 4)
     params["k1"] *= 2
-    return params, {"image": normal(rng, 2, 32, 32, 3), "y": 256 + normal(rng, 2, 4, 2, scale=4.0)}
+    return params, {"image": normal(rng, 2, 32, 32, 3), "y": 256 + normal(rng, 2, 4, 2, scale=40.0)}
 
 
 def categorical_values(net, params, batch):
