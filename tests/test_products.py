@@ -179,7 +179,7 @@ def test_a_square_of_16_bit_values_reads_them_as_they_are():
     def distances(w, x):
         a = x @ w
         squares = jnp.sum(a**2, -1)
-        return squares[:, None] + squares[None] - 2 * a @ a.T
+        return squares[:, None] + squares[None] - 2 * (a @ a.T)
 
     x, w = (
         np.concatenate([X, np.ones((32, 1), np.float32)], 1),

@@ -176,7 +176,9 @@ class _Walk:
             step, out_kinds = self._DECIDE[entry.rule](self, node, entry, kinds)
             has_dot = step.entry.rule is Rule.LOW and node.name in DOTS
         states = [self.states[number] for number in node.ins]
-        step.far = [self._far(*read, depth) for read in zip(node.ins, states, step.reads, waits, strict=True)]
+        step.far = step.far or [
+            self._far(*read, depth) for read in zip(node.ins, states, step.reads, waits, strict=True)
+        ]
         made = [self._made(step, kinds, number, kind) for number, kind in zip(node.outs, out_kinds, strict=True)]
         for number, state in zip(node.outs, made, strict=True):
             state.depth = depth + has_dot
@@ -207,9 +209,10 @@ class _Walk:
     def _wide_product(self, node: Node, entry: WideProduct, kinds: list[Kind]) -> tuple[Step, list[Kind]]:
         wide = [self._recorded_kind(node.outs[0])]
         if entry.cause is Cause.SQUARE and not entry.of_derivative and all(kind is Kind.LOW for kind in kinds):
-            # Products of 16-bit numbers are exact in float32; rounding is what a square must not have.
+            # Products of 16-bit numbers are exact in float32. They are read as stored: a compiler that computes
+            # the product in float32 would drop the rounding that other readers see.
             params = {"preferred_element_type": FLOAT32}
-            return Step(node, entry, [self.low, self.low], params=params), wide
+            return Step(node, entry, [self.low, self.low], far=[True, True], params=params), wide
         run = functools.partial(multiply_and_add, node) if entry.as_sums else None
         unset = node.params["precision"] is None
         params = {"precision": (lax.Precision.HIGHEST,) * 2} if unset else {}  # float32, where a GPU would use TF32
