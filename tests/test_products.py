@@ -190,7 +190,7 @@ def test_a_square_of_16_bit_values_reads_them_as_they_are():
     for dtype in HALVES:
         policy = f"mixed_{dtype}"
         got = jax.jit(autocast(distances, policy))(w, x)
-        a = np.asarray(jax.jit(autocast(lambda w, x: x @ w, policy))(w, x), np.float64)
+        a = np.asarray(jax.jit(autocast(lambda w, x: x @ w, policy))(w, x), jnp.dtype(dtype)).astype(np.float64)
         want = np.sum((a[:, None] - a[None]) ** 2, -1)
         np.testing.assert_allclose(got, want, atol=0.5)  # of sums of 160,000 that are subtracted
 

@@ -25,6 +25,7 @@ from .._jaxpr import ClosedJaxpr, Jaxpr, Node, Program, flatten
 from .._policy import Policy
 from . import _control_flow
 from ._accumulators import widened
+from ._dot_sizes import leaves_small_result
 from ._flow import (
     DOTS,
     ROUNDS,
@@ -41,7 +42,7 @@ from ._flow import (
 )
 from ._magnitudes import Numbers, divides_by_terms, filled_with, range_of
 from ._pooling import scatter_to_windows
-from ._products import Products, leaves_small_result
+from ._products import Products
 from ._recompute import mark_unread, operands_to_read_again, roots_of_exponents, squared_operands
 from ._residuals import stack_less
 from ._revised import again_steps, widen_what_only_wide_steps_read

@@ -11,18 +11,19 @@ numbers, constants) and by what was asked for. Does not decide anything about ot
 
 from __future__ import annotations
 
-import enum
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
 from .._jaxpr import ClosedJaxpr, Jaxpr, Node, Program, in_jvp, scan_counts, source_line
+from ._dot_sizes import DotSizes, asks_for_float32
 from ._flow import DOTS, Kind, Place, is_float32
 from ._lineage import Lineage, Table, known_size, makes_constants, row_of, table_of
 from ._loops import is_counted, is_linear
+from ._origins import FLOAT32_ORIGINS, Fact, Origin, carried_origin, joined
 from ._table import TABLE, Entry, Rule
 from ._wide_product import Cause, WideProduct, wide_product
 
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 # Tensor Cores contract 16 numbers of 16 bits at a time; with fewer they mostly multiply padding.
 TENSOR_CORE_DEPTH = 16
-# A result that many times smaller than an operand moves no bytes worth counting in float32.
-_SMALL = 128
 # An expectation over fewer constants, of 16 bits each, is a short contraction.
 _MOST_EXPECTATIONS = 16
 # There is an instruction for half as many. Data times a weight of that depth is a layer's, as it is if there are more
@@ -42,46 +41,6 @@ _HALF_DEPTH = 8
 _AS_SUMS = frozenset({Cause.SHORT, Cause.INNER})
 # A kernel with at most so many different filters of one channel, known when planning, is no layer.
 _FEW_FILTERS = 4
-
-_FLOAT32_PRESETS = frozenset(
-    "F32_F32_F32 F64_F64_F64 TF32_TF32_F32_X3 BF16_BF16_F32_X3 BF16_BF16_F32_X6 BF16_BF16_F32_X9".split()
-)
-
-
-class Origin(enum.Enum):
-    """What a value is to a multiplication: what the planner's `Kind` will be, as far as products need it."""
-
-    EXACT = "exact"  # single numbers and booleans: zeros, ones, a literal
-    TABLE = "table"  # arrays that no argument decides
-    PARAMETER = "parameter"  # narrows to what it meets
-    NARROW = "narrow"  # rounded to 16 bits by a product, as activations are
-    DATA = "data"  # float32: other arguments, captured arrays, and what float32 operations computed
-    STATE = "state"  # the same, and carried by a loop that is linear in it
-
-
-_FLOAT32 = (Origin.TABLE, Origin.DATA, Origin.STATE)
-
-
-def joined(origins: Iterable[Origin]) -> Origin:
-    """What an operation makes of operands that it reads in one dtype: float32 data widens all others."""
-    found = set(origins) - {Origin.EXACT}
-    if len(found) <= 1:
-        return next(iter(found), Origin.EXACT)
-    return Origin.DATA if not found.isdisjoint(_FLOAT32) else Origin.NARROW
-
-
-class Fact(NamedTuple):
-    """What is known of a value at the boundary of a program.
-
-    Attributes:
-      origin: what it was computed from.
-      token: equal for equal values.
-      numbers: gives its numbers, if it is a constant.
-    """
-
-    origin: Origin
-    token: Any = None
-    numbers: Any = None
 
 
 _COMPUTES_FLOAT32 = (Rule.HIGH, Rule.COLLECTIVE, Rule.RECORDED)
@@ -214,12 +173,12 @@ class _View:
         ends = zip(program.inputs[consts:], program.outputs[:carry], strict=False)
         states = [is_linear(program, *end) for end in ends]
         rows = [Fact(fact.origin, row_of(fact.token)) for fact in facts[consts + carry :]]
-        carried = [_state(fact.origin, s) for fact, s in zip(facts[consts:], states, strict=False)]
+        carried = [carried_origin(fact.origin, s) for fact, s in zip(facts[consts:], states, strict=False)]
         while True:
             inside = [*facts[:consts], *map(Fact, carried), *rows]
             results = self._inside(node, body, inside, 0)
             after = [joined((a, fact.origin)) for a, fact in zip(carried, results, strict=False)]
-            after = list(map(_state, after, states))
+            after = list(map(carried_origin, after, states))
             if after == carried:
                 return results
             carried = after
@@ -279,7 +238,7 @@ class _View:
         origins = [self._origins[number] for number in node.ins]
         if sizes.contracted < TENSOR_CORE_DEPTH and self._is_data(node, origins, sizes):
             return Cause.SHORT
-        if 1 in (sizes.left, sizes.right) and all(origin in _FLOAT32 for origin in origins):
+        if 1 in (sizes.left, sizes.right) and all(origin in FLOAT32_ORIGINS for origin in origins):
             return Cause.VECTOR
         return Cause.GRID if self._is_expectation(node, origins, sizes) else None
 
@@ -309,13 +268,17 @@ class _View:
     def _is_data(self, node: Node, origins: Sequence[Origin], sizes: DotSizes) -> bool:
         """Whether a short contraction reads float32 data, which it keeps as a multiplication does."""
         grows, fills = sizes.result > max(sizes.operands), sizes.contracted == _HALF_DEPTH
-        if set(origins).isdisjoint(_FLOAT32):
+        if set(origins).isdisjoint(FLOAT32_ORIGINS):
             # Parameters times parameters are dynamics and geometry, but for the two factors of a weight.
             both = origins[0] is origins[1] is Origin.PARAMETER
             if not both or fills or (grows and sizes.contracted > _HALF_DEPTH):
                 return False
             return not (grows and self._lineage.becomes_weight(node.outs[0]))
-        if not all(origin in _FLOAT32 for origin in origins) and Origin.STATE not in origins and (grows or fills):
+        if (
+            not all(origin in FLOAT32_ORIGINS for origin in origins)
+            and Origin.STATE not in origins
+            and (grows or fills)
+        ):
             return sizes.contracted < _HALF_DEPTH
         return not (sizes.contracted > 1 and self._interpolates(node))
 
@@ -328,7 +291,7 @@ class _View:
         return table is not None and table.averages
 
     def _is_expectation(self, node: Node, origins: Sequence[Origin], sizes: DotSizes) -> bool:
-        if all(origin in _FLOAT32 for origin in origins) and Origin.TABLE in origins:
+        if all(origin in FLOAT32_ORIGINS for origin in origins) and Origin.TABLE in origins:
             table = self._table(node, origins.index(Origin.TABLE))
             return table is not None and not table.exact
         if sizes.result * _MOST_EXPECTATIONS > max(sizes.operands):
@@ -355,52 +318,3 @@ class _View:
 
 
 _BODY = ("jaxpr", "call_jaxpr")
-
-
-def _state(origin: Origin, linear: bool) -> Origin:
-    """What a loop carries: the state of a linear system is float32 data, as the roundings of its steps add up."""
-    return Origin.STATE if linear and origin in (Origin.DATA, Origin.NARROW) else origin
-
-
-class DotSizes(NamedTuple):
-    """How many numbers a `dot_general` contracts, how many each side has beside them, and the sizes of its values."""
-
-    contracted: int
-    left: int
-    right: int
-    operands: tuple[int, int]
-    result: int
-
-    @staticmethod
-    def of(program: Program, node: Node) -> DotSizes | None:
-        """`None` where a dimension is symbolic."""
-        (contracted, _), (batch, _) = node.params["dimension_numbers"]
-        avals = [program.avals[number] for number in (*node.ins, *node.outs)]
-        one, other, result = map(known_size, avals)
-        if one is None or other is None or result is None or not one or not other:
-            return None
-        depth = math.prod(avals[0].shape[axis] for axis in contracted)
-        shared = depth * math.prod(avals[0].shape[axis] for axis in batch)
-        return DotSizes(depth, one // shared, other // shared, (one, other), result)
-
-
-def leaves_small_result(program: Program, node: Node) -> bool:
-    """Whether a product's result is so small beside its operands that it costs nothing in float32."""
-    sizes = DotSizes.of(program, node) if node.name == "dot_general" else None
-    if sizes is None:
-        return False
-    return sizes.result * _SMALL <= max(sizes.operands)
-
-
-def asks_for_float32(precision: Any, policys: str | None) -> bool:
-    """Whether a product was recorded with a precision of float32 that is not the policy's own.
-
-    Args:
-      precision: the product's parameter: `None`, two of `jax.lax.Precision`, a preset or a `DotAlgorithm`.
-      policys: the policy's `matmul_precision`, under which the program was traced.
-    """
-    if isinstance(precision, jax.lax.DotAlgorithmPreset):
-        return precision.name in _FLOAT32_PRESETS and precision.name != policys
-    if isinstance(precision, jax.lax.DotAlgorithm):
-        return precision.lhs_precision_type == np.float32
-    return isinstance(precision, tuple) and jax.lax.Precision.HIGHEST in precision and policys != "highest"

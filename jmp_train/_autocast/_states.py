@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from .._jaxpr import Program
+from ._dot_sizes import DotSizes
 from ._flow import DOTS, Flags, Kind
 from ._magnitudes import Numbers, is_huge, range_through
-from ._products import DotSizes
 from ._recompute import is_costly, is_repeatable, is_short_product
 from ._signs import is_positive, relu_operand
 from ._steps import State, Step
