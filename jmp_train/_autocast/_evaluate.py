@@ -96,7 +96,8 @@ class _Store:
         if dtype is None or getattr(value, "dtype", None) == dtype:
             return value
         if isinstance(value, np.ndarray | np.generic | float | int):
-            return np.asarray(value, dtype)
+            with np.errstate(over="ignore"):  # infinite as quietly as on a device
+                return np.asarray(value, dtype)
         return self._remember((number, dtype, far), lambda: self._cast(number, value, dtype))
 
     def _cast(self, number: int, value: Any, dtype: np.dtype | None) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from .._dtypes import FLOAT32, did_you_mean, facts
 from .._flops import PRODUCTS
@@ -169,7 +170,8 @@ def _hidden_casts(
         return jax.ShapeDtypeStruct(leaf.shape, policy.compute_dtype) if is_wide else leaf
 
     try:
-        narrow = trace(fn, *jax.tree.map(narrowed, args), **jax.tree.map(narrowed, kwargs))[0]
+        with np.errstate(over="ignore"):  # a literal beyond float16, which the program itself does not have so
+            narrow = trace(fn, *jax.tree.map(narrowed, args), **jax.tree.map(narrowed, kwargs))[0]
     except Exception as error:  # user code that does not accept 16-bit arguments may raise anything
         return (), f"the function cannot be traced with {policy.compute_dtype.name} arguments ({type(error).__name__})"
     shown = {source_line(visit.node) for visit in visits(recorded, TOP) if _widens(visit)}
