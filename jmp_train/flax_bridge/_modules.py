@@ -14,9 +14,9 @@ from flax import nnx, struct
 from .. import _grad
 from .._autocast import full_precision
 from .._grad_inputs import split_result
-from .._optimizer import step_metrics
 from .._paths import leaf_paths
 from .._policy import Policy
+from .._scale_state import step_metrics
 from .._sharding import axes_of, mean_values
 from ._skip import keep_unless, optimizer_step
 from ._train_state import BaseState, initial_fields
