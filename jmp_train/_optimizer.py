@@ -98,13 +98,15 @@ def with_loss_scale(
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         _check_structure(updates, state, params)
         check_axes(axes)
+        given = updates
         flags = leaves_finite(updates)
         if axes:
             flags = jax.lax.pmin(flags.astype(np.int32), axes) == 1
         finite = jnp.all(flags)
         grads = map_gradients(_finite_elements, jax.tree.map(_zero_for_float0, updates))
         updates, inner_state = inner_tx.update(grads, state.inner_state, params, **extra_args)
-        return jax.tree.map(lambda u: _update_or_zero(finite, u), updates), LossScaleState(
+        updates = jax.tree.map(lambda u: _update_or_zero(finite, u), updates)
+        return _integers_stay(updates, given), LossScaleState(
             inner_state=jax.tree.map(lambda new, old: _new_or_old(finite, new, old), inner_state, state.inner_state),
             loss_scale=state.loss_scale.adjust(finite),
             grads_finite=finite,
@@ -136,6 +138,16 @@ def _finite_elements(leaf: Any) -> jax.Array:
 def _zero_for_float0(leaf: Any) -> Any:
     """An integer parameter's gradient as a zero that optax can compute with, which it cannot with float0."""
     return jnp.zeros(leaf.shape, np.int32) if is_float0(leaf) else leaf
+
+
+def _integers_stay(updates: Any, grads: Any) -> Any:
+    """The updates, with an integer zero where the gradient was float0, whatever the inner transformation made of that.
+
+    Weight decay is a fraction, and so is -0.0: added to an integer, either would round it, 16,777,217 to 16,777,216.
+    """
+    if not any(map(is_float0, jax.tree.leaves(grads))):
+        return updates
+    return jax.tree.map(lambda u, g: _zero_for_float0(g) if is_float0(g) else u, updates, grads)
 
 
 def _update_or_zero(finite: jax.Array, update: Any) -> jax.Array:
