@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._finite import is_float0, leaves_finite, map_gradients
+from ._finite import all_finite, is_float0, leaves_finite, map_gradients
 from ._loss_scale import DynamicLossScale, LossScale
 from ._paths import leaf_paths
 from ._scale_state import LossScaleState, find_states
@@ -48,12 +48,16 @@ def with_loss_scale(
 
     After it only stateless maps that send zero to zero may follow, such as `optax.scale`.
 
+    **Pass it the loss**, `tx.update(grads, opt_state, params, value=loss)`, and it counts the steps whose loss is
+    infinite or NaN although the gradients are finite: a sum of squares may overflow in float16 where its derivative,
+    2 x, does not. Such a step is applied, as it is without this wrapper; `step_metrics` has the count.
+
     Args:
       inner: any optax transformation; `value`, `grad`, `value_fn` and other extra arguments reach it as they are. In
         gradients that are not finite it sees zeros for the offending elements, so that loops inside it end.
       loss_scale: where to start, or `None` for `DynamicLossScale()`.
       axis_name: the axis, or axes, of an enclosing `shard_map`, `pmap` or `vmap` over which gradients may differ. If
-        one device overflows all skip, and all scales stay equal. Not needed under `jit` over a sharded mesh.
+        one device overflows all skip, and all scales and counts stay equal. Not needed under `jit` over a sharded mesh.
 
     Returns:
       A transformation with a `LossScaleState`. Its `update` raises a ValueError if the gradients' structure differs
@@ -91,6 +95,7 @@ def with_loss_scale(
             grads_finite=jnp.ones((), np.bool_),
             skipped_steps=jnp.zeros((), np.int32),
             consecutive_skips=jnp.zeros((), np.int32),
+            nonfinite_losses=jnp.zeros((), np.int32),
             last_overflow=jnp.zeros((leaves,), np.bool_),
             overflow_counts=jnp.zeros((leaves,), np.int32),
         )
@@ -99,10 +104,11 @@ def with_loss_scale(
         _check_structure(updates, state, params)
         check_axes(axes)
         given = updates
-        flags = leaves_finite(updates)
-        if axes:
-            flags = jax.lax.pmin(flags.astype(np.int32), axes) == 1
+        flags, loss_finite = _finite_on_all_devices(updates, extra_args.get("value"), axes)
         finite = jnp.all(flags)
+        nonfinite_losses = state.nonfinite_losses
+        if loss_finite is not None:
+            nonfinite_losses += finite & ~loss_finite
         grads = map_gradients(_finite_elements, jax.tree.map(_zero_for_float0, updates))
         updates, inner_state = inner_tx.update(grads, state.inner_state, params, **extra_args)
         updates = jax.tree.map(lambda u: _update_or_zero(finite, u), updates)
@@ -112,11 +118,22 @@ def with_loss_scale(
             grads_finite=finite,
             skipped_steps=state.skipped_steps + ~finite,
             consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
+            nonfinite_losses=nonfinite_losses,
             last_overflow=jnp.where(finite, state.last_overflow, ~flags),
             overflow_counts=state.overflow_counts + ~flags,
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _finite_on_all_devices(grads: Any, loss: Any, axes: Any) -> tuple[jax.Array, jax.Array | None]:
+    """Whether each gradient, bool `[n]`, and the loss, bool `[]` if there is one, are finite."""
+    flags = leaves_finite(grads)
+    if loss is not None:
+        flags = jnp.append(flags, all_finite(loss))  # both cross the devices in one collective
+    if axes:
+        flags = jax.lax.pmin(flags.astype(np.int32), axes) == 1
+    return (flags, None) if loss is None else (flags[:-1], flags[-1])
 
 
 def _strongly_typed(leaf: Any) -> Any:

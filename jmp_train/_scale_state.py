@@ -34,6 +34,8 @@ class LossScaleState(NamedTuple):
       grads_finite: whether the last step's gradients were finite, bool `[]`; true before the first.
       skipped_steps: steps skipped so far, int32 `[]`.
       consecutive_skips: steps skipped since the last one applied, int32 `[]`.
+      nonfinite_losses: steps applied so far whose loss was infinite or NaN although their gradients were finite,
+        int32 `[]`; of the steps that were given the loss, `update(..., value=loss)`.
       last_overflow: which leaves of the gradient were non-finite at the last skip, bool `[n]` in the order of
         `jax.tree.leaves(params)`. All false before the first skip; steps that are applied leave it alone.
       overflow_counts: in how many skipped steps each leaf was non-finite, int32 `[n]`.
@@ -44,6 +46,7 @@ class LossScaleState(NamedTuple):
     grads_finite: jax.Array
     skipped_steps: jax.Array
     consecutive_skips: jax.Array
+    nonfinite_losses: jax.Array
     last_overflow: jax.Array
     overflow_counts: jax.Array
 
@@ -76,8 +79,9 @@ def step_metrics(opt_state: Any) -> dict[str, jax.Array]:
 
     Returns:
       `loss_scale`, float32: the scale for the next step; `grads_finite`, bool: whether the step was applied;
-      `skipped_steps` and `consecutive_skips`, int32; `status`, int32: a `ScaleStatus`. When that is `AT_MINIMUM`, call
-      `find_overflow` with the step and its arguments.
+      `skipped_steps` and `consecutive_skips`, int32; `nonfinite_losses`, int32: steps applied with a loss that was not
+      finite, if `update` is given `value=loss`; `status`, int32: a `ScaleStatus`. When that is `AT_MINIMUM`, or
+      `nonfinite_losses` grows, call `find_overflow` with the step and its arguments.
 
     Raises:
       ValueError: `opt_state` holds no loss scale, or more than one.
@@ -86,8 +90,14 @@ def step_metrics(opt_state: Any) -> dict[str, jax.Array]:
       >>> import optax
       >>> from jmp_train import with_loss_scale
       >>> opt_state = with_loss_scale(optax.adam(1e-3)).init(jnp.ones(3))
-      >>> {name: value.item() for name, value in step_metrics(opt_state).items()}
-      {'loss_scale': 32768.0, 'grads_finite': True, 'skipped_steps': 0, 'consecutive_skips': 0, 'status': 0}
+      >>> for name, value in step_metrics(opt_state).items():
+      ...     print(name, value.item())
+      loss_scale 32768.0
+      grads_finite True
+      skipped_steps 0
+      consecutive_skips 0
+      nonfinite_losses 0
+      status 0
     """
     state = find_state(opt_state)
     value = jnp.asarray(state.loss_scale.loss_scale, np.float32)
@@ -100,6 +110,7 @@ def step_metrics(opt_state: Any) -> dict[str, jax.Array]:
         "grads_finite": state.grads_finite,
         "skipped_steps": state.skipped_steps,
         "consecutive_skips": state.consecutive_skips,
+        "nonfinite_losses": state.nonfinite_losses,
         "status": jnp.where(stuck, np.int32(ScaleStatus.AT_MINIMUM), moving),
     }
 
