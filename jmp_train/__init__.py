@@ -11,11 +11,11 @@ from ._loss_scale import NoOpLossScale as NoOpLossScale
 from ._loss_scale import StaticLossScale as StaticLossScale
 from ._finite import all_finite as all_finite
 from ._finite import select_tree as select_tree
-from ._optimizer import LossScaleState as LossScaleState
-from ._optimizer import ScaleStatus as ScaleStatus
-from ._optimizer import get_loss_scale as get_loss_scale
-from ._optimizer import step_metrics as step_metrics
 from ._optimizer import with_loss_scale as with_loss_scale
+from ._scale_state import LossScaleState as LossScaleState
+from ._scale_state import ScaleStatus as ScaleStatus
+from ._scale_state import get_loss_scale as get_loss_scale
+from ._scale_state import step_metrics as step_metrics
 from ._master_weights import MasterWeightsState as MasterWeightsState
 from ._master_weights import StochasticRoundingState as StochasticRoundingState
 from ._master_weights import master_params as master_params

@@ -40,6 +40,7 @@ def value_and_grad(
     autocast: bool = True,
     rules: Rules | None = None,
     axis_name: AxisName | None = None,
+    allow_int: bool = False,
 ) -> Callable[..., Any]:
     """Returns a function that evaluates `loss_fn` and its gradient under `policy`; use it as `jax.value_and_grad`.
 
@@ -68,14 +69,17 @@ def value_and_grad(
         here, the gradients in the policy's `reduce_dtype`; aux is returned as it is. Parameters may be replicated or,
         in a `shard_map` that checks (`check_vma=True`, JAX's default), sharded and gathered by `loss_fn`. Under
         `jax.jit` over a sharded mesh leave it out: the loss is over the whole batch.
+      allow_int: whether differentiated arguments may hold integers, booleans and PRNG keys. As in `jax.grad`, their
+        gradient has the dtype `jax.dtypes.float0`, which has no bits. Unscaling and averaging leave it as it is, and
+        `with_loss_scale` takes it for a gradient of zero.
 
     Returns:
       A function of `loss_fn`'s arguments and keywords, and of the keyword `loss_scale` (a `LossScale`; required where
       the policy or a differentiated leaf is float16). It returns `(loss, grads)` or `((loss, aux), grads)`:
       loss: float32 `[]` (float64 if the loss was): the true loss, unscaled, finite even where the scaled one was not.
       aux: as `loss_fn` returned it.
-      grads: shaped like the differentiated arguments, unscaled, float32 (float64 and complex stay what they are). They
-        hold infinities or NaN where float16 overflowed; `with_loss_scale` skips such a step.
+      grads: shaped like the differentiated arguments, unscaled, float32 (float64 and complex stay what they are; see
+        `allow_int`). They hold infinities or NaN where float16 overflowed; `with_loss_scale` skips such a step.
 
     Raises:
       TypeError: `policy`, `argnums`, `rules` or `loss_scale` is something else, the loss scale is missing under
@@ -96,12 +100,13 @@ def value_and_grad(
     chosen = (argnums,) if isinstance(argnums, int) else argnums
     axes = axes_of(axis_name)
     run = _under_autocast if autocast else _as_written
-    differentiate = run(functools.partial(_scaled_grad, loss_fn, argnums, has_aux, axes), policy, rules, chosen)
+    scaled_grad = functools.partial(_scaled_grad, loss_fn, argnums, has_aux, allow_int, axes)
+    differentiate = run(scaled_grad, policy, rules, chosen)
 
     def with_policy(*args: Any, loss_scale: LossScale | None = None, **kwargs: Any) -> Any:
         check_no_modules((args, kwargs))
         differentiated = [args[i] for i in chosen if -len(args) <= i < len(args)]  # jax.grad complains of the others
-        check_differentiated(differentiated)
+        check_differentiated(differentiated, allow_int)
         scale = check_loss_scale(loss_scale, policy, differentiated)
         check_axes(axes)
         scaled_grads, (loss, aux) = differentiate(scale, args, kwargs)
@@ -125,6 +130,7 @@ def grad(
     autocast: bool = True,
     rules: Rules | None = None,
     axis_name: AxisName | None = None,
+    allow_int: bool = False,
 ) -> Callable[..., Any]:
     """Returns a function that evaluates the gradient of `loss_fn` under `policy`; use it as `jax.grad`.
 
@@ -135,7 +141,7 @@ def grad(
     Array(6., dtype=float32)
     """
     keywords = {"argnums": argnums, "has_aux": has_aux, "autocast": autocast, "rules": rules, "axis_name": axis_name}
-    both = value_and_grad(loss_fn, policy, **keywords)
+    both = value_and_grad(loss_fn, policy, **keywords, allow_int=allow_int)
 
     def gradient(*args: Any, loss_scale: LossScale | None = None, **kwargs: Any) -> Any:
         value, grads = both(*args, loss_scale=loss_scale, **kwargs)
@@ -148,6 +154,7 @@ def _scaled_grad(
     loss_fn: Callable[..., Any],
     argnums: int | tuple[int, ...],
     has_aux: bool,
+    allow_int: bool,
     axes: Sequence[Hashable],
     scale_loss: Callable[[Any], Any],
     *args: Any,
@@ -166,7 +173,7 @@ def _scaled_grad(
     chosen = (argnums,) if isinstance(argnums, int) else argnums
     positions = {i % len(args) for i in chosen if -len(args) <= i < len(args)}
     spread = [local(arg, axes) if i in positions else arg for i, arg in enumerate(args)]
-    return jax.grad(scaled_loss_fn, argnums, has_aux=True)(*spread)
+    return jax.grad(scaled_loss_fn, argnums, has_aux=True, allow_int=allow_int)(*spread)
 
 
 def _under_autocast(
@@ -212,8 +219,10 @@ def _cast_arguments(args: Sequence[Any], argnums: Sequence[int], policy: Policy)
     after = jax.tree.leaves(policy.cast_to_compute(arguments))
     overrides = policy.override_dtypes(arguments)
     if policy.param_dtype != FLOAT64:
-        parts = zip(before, after, overrides, strict=True)
-        after = [old if old.dtype == FLOAT64 and override is None else new for old, new, override in parts]
+        # A Python integer, which `allow_int` lets through, has no dtype.
+        wide = [getattr(leaf, "dtype", None) == FLOAT64 for leaf in before]
+        parts = zip(before, after, overrides, wide, strict=True)
+        after = [old if is_wide and override is None else new for old, new, override, is_wide in parts]
     arguments = treedef.unflatten(after)
     for i, argument in zip(argnums, arguments if len(argnums) > 1 else [arguments], strict=True):
         cast[i] = argument

@@ -72,18 +72,21 @@ def check_no_modules(arguments: Any) -> None:
             )
 
 
-def check_differentiated(arguments: Sequence[Any]) -> None:
-    """Raises for leaves that have no gradient."""
+def check_differentiated(arguments: Sequence[Any], allow_int: bool) -> None:
+    """Raises for leaves that have no gradient; with `allow_int`, integers, booleans and keys have one of float0."""
     for argument in arguments:
         for path, leaf in zip(leaf_paths(argument), jax.tree.leaves(argument), strict=True):
             # A Linen module has a `dtype` too.
             number = (hasattr(leaf, "dtype") and hasattr(leaf, "shape")) or isinstance(leaf, int | float | complex)
-            if not number or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-                where = f"the leaf '{path}'" if path else "the argument"
-                raise TypeError(
-                    f"a differentiated argument must hold floating or complex numbers only, got {_describe(leaf)} for "
-                    f"{where}; pass it as an argument that `argnums` does not name."
-                )
+            if number and (allow_int or jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)):
+                continue
+            where = f"the leaf '{path}'" if path else "the argument"
+            held = "numbers and keys only" if allow_int else "floating or complex numbers only"
+            remedy = ", or pass allow_int=True for a gradient of float0" if number else ""
+            raise TypeError(
+                f"a differentiated argument must hold {held}, got {_describe(leaf)} for {where}; "
+                f"pass it as an argument that `argnums` does not name{remedy}."
+            )
 
 
 def _is_nnx_module(node: Any) -> bool:

@@ -4,55 +4,20 @@ Decides which steps are skipped, and that a skipped step leaves no trace. Does n
 (`_loss_scale.py`), and does not scale the loss: whoever differentiates reads the scale with `get_loss_scale`.
 """
 
-import enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._finite import is_float0, leaves_finite, map_gradients
+from ._finite import all_finite, is_float0, leaves_finite, map_gradients
 from ._loss_scale import DynamicLossScale, LossScale
 from ._paths import leaf_paths
+from ._scale_state import LossScaleState, find_states
 from ._scaling import widen
 from ._sharding import axes_of, check_axes
 from ._values import check_transformation
-
-
-class ScaleStatus(enum.IntEnum):
-    """How the loss scale fares; the `status` of `step_metrics`."""
-
-    OK = 0
-    """The last step was applied."""
-    BACKING_OFF = 1
-    """The last step was skipped, and the scale can still become smaller."""
-    AT_MINIMUM = 2
-    """A dynamic scale has fallen to its minimum, or one that cannot move met an overflow: the model overflows by
-    itself, and scaling cures no further one. `find_overflow(train_step)(*args)` names the line and the cure."""
-
-
-class LossScaleState(NamedTuple):
-    """State of `with_loss_scale`.
-
-    Attributes:
-      inner_state: the inner transformation's state, bit for bit the old one after a skipped step.
-      loss_scale: the loss scale for the *next* step.
-      grads_finite: whether the last step's gradients were finite, bool `[]`; true before the first.
-      skipped_steps: steps skipped so far, int32 `[]`.
-      consecutive_skips: steps skipped since the last one applied, int32 `[]`.
-      last_overflow: which leaves of the gradient were non-finite at the last skip, bool `[n]` in the order of
-        `jax.tree.leaves(params)`. All false before the first skip; steps that are applied leave it alone.
-      overflow_counts: in how many skipped steps each leaf was non-finite, int32 `[n]`.
-    """
-
-    inner_state: Any
-    loss_scale: LossScale
-    grads_finite: jax.Array
-    skipped_steps: jax.Array
-    consecutive_skips: jax.Array
-    last_overflow: jax.Array
-    overflow_counts: jax.Array
 
 
 def with_loss_scale(
@@ -83,12 +48,16 @@ def with_loss_scale(
 
     After it only stateless maps that send zero to zero may follow, such as `optax.scale`.
 
+    **Pass it the loss**, `tx.update(grads, opt_state, params, value=loss)`, and it counts the steps whose loss is
+    infinite or NaN although the gradients are finite: a sum of squares may overflow in float16 where its derivative,
+    2 x, does not. Such a step is applied, as it is without this wrapper; `step_metrics` has the count.
+
     Args:
       inner: any optax transformation; `value`, `grad`, `value_fn` and other extra arguments reach it as they are. In
         gradients that are not finite it sees zeros for the offending elements, so that loops inside it end.
       loss_scale: where to start, or `None` for `DynamicLossScale()`.
       axis_name: the axis, or axes, of an enclosing `shard_map`, `pmap` or `vmap` over which gradients may differ. If
-        one device overflows all skip, and all scales stay equal. Not needed under `jit` over a sharded mesh.
+        one device overflows all skip, and all scales and counts stay equal. Not needed under `jit` over a sharded mesh.
 
     Returns:
       A transformation with a `LossScaleState`. Its `update` raises a ValueError if the gradients' structure differs
@@ -100,6 +69,7 @@ def with_loss_scale(
     Reference: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
 
     Example:
+      >>> from jmp_train import get_loss_scale
       >>> tx = with_loss_scale(optax.sgd(0.5, momentum=0.9))
       >>> params = jnp.array([1.0, 2.0])
       >>> opt_state = tx.init(params)
@@ -116,7 +86,7 @@ def with_loss_scale(
 
     def init(params: Any) -> Any:
         inner_state = jax.tree.map(_strongly_typed, inner_tx.init(params))
-        if _find_all(inner_state):
+        if find_states(inner_state):
             raise ValueError("`inner` already has a loss scale. Apply with_loss_scale once, outermost.")
         leaves = len(jax.tree.leaves(params))
         return LossScaleState(
@@ -125,6 +95,7 @@ def with_loss_scale(
             grads_finite=jnp.ones((), np.bool_),
             skipped_steps=jnp.zeros((), np.int32),
             consecutive_skips=jnp.zeros((), np.int32),
+            nonfinite_losses=jnp.zeros((), np.int32),
             last_overflow=jnp.zeros((leaves,), np.bool_),
             overflow_counts=jnp.zeros((leaves,), np.int32),
         )
@@ -132,18 +103,22 @@ def with_loss_scale(
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         _check_structure(updates, state, params)
         check_axes(axes)
-        flags = leaves_finite(updates)
-        if axes:
-            flags = jax.lax.pmin(flags.astype(np.int32), axes) == 1
+        given = updates
+        flags, loss_finite = _finite_on_all_devices(updates, extra_args.get("value"), axes)
         finite = jnp.all(flags)
+        nonfinite_losses = state.nonfinite_losses
+        if loss_finite is not None:
+            nonfinite_losses += finite & ~loss_finite
         grads = map_gradients(_finite_elements, jax.tree.map(_zero_for_float0, updates))
         updates, inner_state = inner_tx.update(grads, state.inner_state, params, **extra_args)
-        return jax.tree.map(lambda u: _update_or_zero(finite, u), updates), LossScaleState(
+        updates = jax.tree.map(lambda u: _update_or_zero(finite, u), updates)
+        return _integers_stay(updates, given), LossScaleState(
             inner_state=jax.tree.map(lambda new, old: _new_or_old(finite, new, old), inner_state, state.inner_state),
             loss_scale=state.loss_scale.adjust(finite),
             grads_finite=finite,
             skipped_steps=state.skipped_steps + ~finite,
             consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
+            nonfinite_losses=nonfinite_losses,
             last_overflow=jnp.where(finite, state.last_overflow, ~flags),
             overflow_counts=state.overflow_counts + ~flags,
         )
@@ -151,56 +126,14 @@ def with_loss_scale(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def get_loss_scale(opt_state: Any) -> LossScale:
-    """The loss scale for the next step, found at any depth of an optimizer state.
-
-    Args:
-      opt_state: a `LossScaleState`, or any pytree that holds exactly one: states of `chain`, `masked`,
-        `multi_transform`, `inject_hyperparams`; an NNX optimizer or its `opt_state`.
-
-    Raises:
-      ValueError: it holds none, or more than one.
-
-    Example:
-      >>> opt_state = optax.chain(with_loss_scale(optax.adam(1e-3)), optax.scale(0.5)).init(jnp.ones(3))
-      >>> float(get_loss_scale(opt_state).loss_scale)
-      32768.0
-    """
-    return find_state(opt_state).loss_scale
-
-
-def step_metrics(opt_state: Any) -> dict[str, jax.Array]:
-    """What to log after a step, as scalars; works inside `jit`, and nothing waits for the device.
-
-    Args:
-      opt_state: as in `get_loss_scale`.
-
-    Returns:
-      `loss_scale`, float32: the scale for the next step; `grads_finite`, bool: whether the step was applied;
-      `skipped_steps` and `consecutive_skips`, int32; `status`, int32: a `ScaleStatus`. When that is `AT_MINIMUM`, call
-      `find_overflow` with the step and its arguments.
-
-    Raises:
-      ValueError: `opt_state` holds no loss scale, or more than one.
-
-    Example:
-      >>> opt_state = with_loss_scale(optax.adam(1e-3)).init(jnp.ones(3))
-      >>> {name: value.item() for name, value in step_metrics(opt_state).items()}
-      {'loss_scale': 32768.0, 'grads_finite': True, 'skipped_steps': 0, 'consecutive_skips': 0, 'status': 0}
-    """
-    state = find_state(opt_state)
-    value = jnp.asarray(state.loss_scale.loss_scale, np.float32)
-    stuck = ~state.grads_finite
-    if isinstance(state.loss_scale, DynamicLossScale):
-        stuck = value <= state.loss_scale.min_loss_scale
-    moving = jnp.where(state.grads_finite, np.int32(ScaleStatus.OK), np.int32(ScaleStatus.BACKING_OFF))
-    return {
-        "loss_scale": value,
-        "grads_finite": state.grads_finite,
-        "skipped_steps": state.skipped_steps,
-        "consecutive_skips": state.consecutive_skips,
-        "status": jnp.where(stuck, np.int32(ScaleStatus.AT_MINIMUM), moving),
-    }
+def _finite_on_all_devices(grads: Any, loss: Any, axes: Any) -> tuple[jax.Array, jax.Array | None]:
+    """Whether each gradient, bool `[n]`, and the loss, bool `[]` if there is one, are finite."""
+    flags = leaves_finite(grads)
+    if loss is not None:
+        flags = jnp.append(flags, all_finite(loss))  # both cross the devices in one collective
+    if axes:
+        flags = jax.lax.pmin(flags.astype(np.int32), axes) == 1
+    return (flags, None) if loss is None else (flags[:-1], flags[-1])
 
 
 def _strongly_typed(leaf: Any) -> Any:
@@ -222,6 +155,16 @@ def _finite_elements(leaf: Any) -> jax.Array:
 def _zero_for_float0(leaf: Any) -> Any:
     """An integer parameter's gradient as a zero that optax can compute with, which it cannot with float0."""
     return jnp.zeros(leaf.shape, np.int32) if is_float0(leaf) else leaf
+
+
+def _integers_stay(updates: Any, grads: Any) -> Any:
+    """The updates, with an integer zero where the gradient was float0, whatever the inner transformation made of that.
+
+    Weight decay is a fraction, and so is -0.0: added to an integer, either would round it, 16,777,217 to 16,777,216.
+    """
+    if not any(map(is_float0, jax.tree.leaves(grads))):
+        return updates
+    return jax.tree.map(lambda u, g: _zero_for_float0(g) if is_float0(g) else u, updates, grads)
 
 
 def _update_or_zero(finite: jax.Array, update: Any) -> jax.Array:
@@ -261,32 +204,3 @@ def _check_structure(grads: Any, state: Any, params: Any) -> None:
             f"`grads` has {len(found)} leaves, and `init` saw parameters with {state.last_overflow.shape[-1]}. "
             "Call `init` with the parameters that you differentiate with respect to."
         )
-
-
-def find_state(opt_state: Any) -> LossScaleState:
-    """The one `LossScaleState` of an optimizer's state, with plain arrays; raises as `get_loss_scale` does."""
-    found = _find_all(opt_state)
-    if not found:
-        raise ValueError(
-            "`opt_state` has no loss scale. Build the optimizer as with_loss_scale(optax.adam(1e-3)) and pass the "
-            "state that its `init` or `update` returned."
-        )
-    if len(found) > 1:
-        raise ValueError(
-            f"`opt_state` has {len(found)} loss scales, at {', '.join(found)}. Pass the part that belongs to one loss."
-        )
-    return next(iter(found.values()))
-
-
-def _find_all(opt_state: Any) -> dict[str, LossScaleState]:
-    """Every `LossScaleState`, by its path."""
-    nodes, _ = jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=lambda x: isinstance(x, LossScaleState))
-    return {jax.tree_util.keystr(path) or "the top": _unboxed(x) for path, x in nodes if isinstance(x, LossScaleState)}
-
-
-def _unboxed(state: LossScaleState) -> LossScaleState:
-    """The state with plain arrays; NNX puts every array of an optimizer state into a variable, a pytree of one leaf."""
-    fields = jax.tree.map(
-        lambda box: jax.tree.leaves(box)[0], tuple(state[1:]), is_leaf=lambda x: not isinstance(x, tuple | LossScale)
-    )
-    return LossScaleState(state.inner_state, *fields)

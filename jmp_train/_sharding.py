@@ -50,10 +50,12 @@ def check_axes(axes: Sequence[Hashable]) -> None:
 
 
 def local(tree: T, axes: Sequence[Hashable]) -> T:
-    """`tree` declared to vary over `axes`, so that differentiating by it sums over no device."""
+    """`tree` declared to vary over `axes`, so that differentiating by it sums over no device; integers stay."""
     manual = set(jax.sharding.get_abstract_mesh().manual_axes) & set(axes)  # the axis of a vmap has no such notion
 
     def declare(leaf: Any) -> Any:
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            return leaf
         missing = tuple(axis for axis in axes if axis in manual - varying_axes(leaf))
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 

@@ -17,6 +17,7 @@ LEVELS = (
     {"_finite"},
     {"_policy", "_scaling", "_sharding"},
     {"_loss_scale"},
+    {"_scale_state"},
     {"_optimizer", "_master_weights", "_autocast", "_grad_inputs", "_export"},
     {"_grad"},
     {"_diagnostics", "flax_bridge"},

@@ -168,6 +168,7 @@ class TestMetrics:
             "grads_finite": "bool",
             "skipped_steps": "int32",
             "consecutive_skips": "int32",
+            "nonfinite_losses": "int32",
             "status": "int32",
         }
         assert all(x.shape == () for x in metrics.values())

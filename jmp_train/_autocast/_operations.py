@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -115,6 +116,8 @@ def widest_dtype(avals: Sequence[Any]) -> np.dtype | None:
 
 
 def dtype_name(dtype: Any) -> str | None:
+    if dtype == jax.dtypes.float0:
+        return "float0"  # NumPy calls it void
     return None if dtype is None else getattr(dtype, "name", str(dtype))
 
 

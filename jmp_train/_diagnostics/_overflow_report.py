@@ -14,8 +14,8 @@ import numpy as np
 from jax.core import Tracer
 
 from .._autocast._text import columns, count
-from .._optimizer import LossScaleState, ScaleStatus, find_state, step_metrics
 from .._paths import leaf_paths
+from .._scale_state import LossScaleState, ScaleStatus, find_state, step_metrics
 
 _WHAT_TO_DO = {
     ScaleStatus.OK: "",

@@ -14,9 +14,9 @@ from flax import nnx, struct
 from .. import _grad
 from .._autocast import full_precision
 from .._grad_inputs import split_result
-from .._optimizer import step_metrics
 from .._paths import leaf_paths
 from .._policy import Policy
+from .._scale_state import step_metrics
 from .._sharding import axes_of, mean_values
 from ._skip import keep_unless, optimizer_step
 from ._train_state import BaseState, initial_fields
@@ -105,7 +105,7 @@ def update_module(module: Any, optimizer: nnx.Optimizer, grads: Any, model_state
       optimizer: built as `nnx.Optimizer(module, with_loss_scale(...), wrt=nnx.Param)`.
       grads: from `value_and_grad` with the same `wrt`.
       model_state: from the same call.
-      **extra_args: keywords for the optimizer's `update`.
+      **extra_args: keywords for the optimizer's `update`, such as `value=loss`; see `with_loss_scale`.
 
     Raises:
       ValueError: the optimizer has no `with_loss_scale`, or the states are not the module's.

@@ -12,8 +12,8 @@ import optax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from .._finite import is_float0, select_tree
-from .._optimizer import LossScaleState, get_loss_scale, step_metrics
 from .._paths import leaf_paths
+from .._scale_state import LossScaleState, get_loss_scale, step_metrics
 from .._sharding import varying_axes
 
 T = TypeVar("T")

@@ -31,12 +31,16 @@ class BaseState(struct.PyTreeNode):
     tx: Any = struct.field(pytree_node=False)
     ema_decay: float | None = struct.field(pytree_node=False)
 
-    def apply_gradients(self, *, grads: Any, extra_args: Mapping[str, Any] | None = None, **changes: Any) -> Self:
+    def apply_gradients(
+        self, *, grads: Any, value: Any = None, extra_args: Mapping[str, Any] | None = None, **changes: Any
+    ) -> Self:
         """The state after one step, or, if a gradient is not finite, this state with another loss scale.
 
         Args:
           grads: unscaled gradients, shaped like `params`: what `value_and_grad` returns.
-          extra_args: keywords for the optimizer's `update`, such as `{"value": loss}`.
+          value: the loss, so that `step_metrics(state)` counts losses that are not finite; see `with_loss_scale`. The
+            optimizer gets it too, as `optax.contrib.reduce_on_plateau` wants it.
+          extra_args: further keywords for the optimizer's `update`.
           **changes: new values of other fields: `model_state`, or fields that a subclass adds.
 
         Returns:
@@ -52,7 +56,8 @@ class BaseState(struct.PyTreeNode):
         allowed = [field.name for field in dataclasses.fields(self) if field.name not in own]
         if unknown := sorted(set(changes) - set(allowed)):
             raise TypeError(f"`apply_gradients` cannot change {unknown}; it changes {allowed}, and the rest by itself.")
-        finite, params, opt_state = optimizer_step(self.tx, grads, self.opt_state, self.params, **(extra_args or {}))
+        extra = dict(extra_args or {}) | ({} if value is None else {"value": value})
+        finite, params, opt_state = optimizer_step(self.tx, grads, self.opt_state, self.params, **extra)
         kept = {name: keep_unless(finite, new, getattr(self, name), name) for name, new in changes.items()}
         return self.replace(
             step=self.step + finite,
