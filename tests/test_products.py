@@ -1,5 +1,7 @@
 """Products that are no layers: which ones autocast keeps in float32, forward and backward, and which stay narrow."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +20,7 @@ def normal(*shape, scale=1.0):
     return (scale * RNG.standard_normal(shape)).astype(np.float32)
 
 
-def products(fn, *args, policy="mixed_float16", rules=DEFAULT_RULES, argnums=0):
+def products(fn, *args, policy: Any = "mixed_float16", rules=DEFAULT_RULES, argnums: Any = 0):
     """The dots and convolutions of a program: (dtype of the operands, dtype of the result, reason, backward)."""
     found = explain(fn, policy, rules, argnums)(*args).operations
     return [(op.dtype, op.result, op.reason, op.backward) for op in found if op.flops]
@@ -273,7 +275,7 @@ def test_a_precision_around_the_program_is_a_guard(setting):
 
     found = products(jax.grad(loss_of(fn)), W, X)
     assert [dtype for dtype, *_, backward in found if not backward] == ["float32", "float16"]
-    assert sorted(dtype for dtype, *_, backward in found if backward) == ["float16", "float16", "float32"]
+    assert sorted(str(dtype) for dtype, *_, backward in found if backward) == ["float16", "float16", "float32"]
 
 
 def test_explain_says_in_its_first_line_what_a_global_precision_keeps():

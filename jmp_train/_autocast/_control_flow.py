@@ -161,7 +161,7 @@ def _plan_loop(
     whole = flatten(body, also=("remat2",)) if Kind.LOW in starts else program
     weights = [n for n, kind in zip(whole.inputs[first:], kinds[first:], strict=True) if kind is Kind.SOFT]
     ends = zip(starts, whole.inputs[consts:first], whole.outputs[:carry], strict=True)
-    low = [kind is Kind.LOW and may_be_narrow(whole, inside, weights, *end, planner.wide) for kind, *end in ends]
+    low = [kind is Kind.LOW and may_be_narrow(whole, inside, weights, *end, wide=planner.wide) for kind, *end in ends]
     pairs = zip(starts, recorded, low, strict=True)
     carried = [kind if kind is Kind.HUGE or is_low else wide for kind, wide, is_low in pairs]
     while True:

@@ -15,8 +15,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
 import numpy as np
+from jax.core import Tracer
 
 from .._jaxpr import ClosedJaxpr, Jaxpr, Node, Program, in_jvp, scan_counts, source_line
 from ._dot_sizes import DotSizes, asks_for_float32
@@ -123,7 +123,7 @@ class _View:
             self._origins[number], self._constant[number] = fact.origin, fact.numbers is not None
         for number, value in program.known.items():
             self._origins[number] = Origin.EXACT if np.size(value) == 1 else Origin.DATA
-            self._constant[number] = not isinstance(value, jax.core.Tracer)
+            self._constant[number] = not isinstance(value, Tracer)
 
     def fact(self, number: int) -> Fact:
         numbers = self._lineage.thunk(number) if self._constant[number] else None

@@ -66,7 +66,7 @@ class Waits:
         rows = zip(body.inputs, node.ins, strict=True)
         weights = [inner for inner, number in [*rows][consts + len(carry) :] if states[number].kind is Kind.SOFT]
         ends = list(zip(body.inputs[consts:], body.outputs[: len(carry)], strict=False))
-        streams = {p for p in candidates if may_be_narrow(body, inside, weights, *ends[p], self._wide)}
+        streams = {p for p in candidates if may_be_narrow(body, inside, weights, *ends[p], wide=self._wide)}
         return [Wait.NARROW if position in streams else Wait.CARRIED for position in range(len(carry))]
 
     def _narrow_shapes(self, node: Node, states: Sequence[State]) -> set[tuple[int, ...]]:
