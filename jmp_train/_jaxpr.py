@@ -42,7 +42,8 @@ _WRAPPER = re.compile(r"^[\w.\-]*\((.*)\)$")
 class Node:
     """One operation of a flattened program: `ins` and `outs` index `Program.avals`.
 
-    `calls` are the inlined calls around it, innermost first: JAX cuts a traceback where `jit` begins.
+    `calls` are the inlined calls around it, innermost first: JAX cuts a traceback where `jit` begins. `name` is the
+    primitive's, `params` are the equation's.
     """
 
     eqn: JaxprEqn
@@ -51,14 +52,13 @@ class Node:
     name_stack: Any
     low_region: bool
     calls: tuple[JaxprEqn, ...] = ()
+    name: str = dataclasses.field(init=False)
+    params: dict[str, Any] = dataclasses.field(init=False)
 
-    @property
-    def name(self) -> str:
-        return self.eqn.primitive.name
-
-    @property
-    def params(self) -> dict[str, Any]:
-        return self.eqn.params
+    def __post_init__(self):
+        # Fields, since planning reads them many times.
+        object.__setattr__(self, "name", self.eqn.primitive.name)
+        object.__setattr__(self, "params", self.eqn.params)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

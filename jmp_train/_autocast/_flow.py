@@ -109,20 +109,19 @@ def kind_of_known(value: Any, aval: Any, low: np.dtype) -> Kind:
 def entries_of(program: Program, rules: Rules, place: Place) -> list[Entry]:
     """The rule of every node, with its reason."""
     lineage = Lineage(program)
-    entries = (_entry(program, node, rules, place) for node in program.nodes)
-    return [_of_tree(lineage, *each) for each in zip(program.nodes, entries, strict=True)]
+    return [_entry(program, node, rules, place, lineage) for node in program.nodes]
 
 
 def _of_tree(lineage: Lineage, node: Node, entry: Entry) -> Entry:
     """The entry of an addition of two parts of one value, as cumulative sums that are written as trees consist of."""
-    if node.name not in ("add", "add_any") or entry.rule is not Rule.WIDEST or node.ins[0] == node.ins[1]:
+    if entry.rule is not Rule.WIDEST or node.ins[0] == node.ins[1]:
         return entry
     left, right = map(lineage.whole, node.ins)
     of_one = left is not None and left == right
     return Entry(Rule.HIGH, "adds parts of one value, as a sum written as a tree does") if of_one else entry
 
 
-def _entry(program: Program, node: Node, rules: Rules, place: Place) -> Entry:
+def _entry(program: Program, node: Node, rules: Rules, place: Place, lineage: Lineage) -> Entry:
     entry = rules.entry(node.name)
     if region_mark(node.eqn) == FULL_PRECISION_MARK:
         return Entry(Rule.RECORDED, "full_precision region")
@@ -142,7 +141,7 @@ def _entry(program: Program, node: Node, rules: Rules, place: Place) -> Entry:
     if low_region or scoped is not None:
         reason = "low_precision region" if low_region else "with_scopes"
         return entry if entry.never_low else Entry(Rule.LOW, reason)
-    return _refine(node, entry)
+    return _refine(node, entry, lineage)
 
 
 def _recorded(program: Program, node: Node, entry: Entry) -> Entry:
@@ -152,7 +151,9 @@ def _recorded(program: Program, node: Node, entry: Entry) -> Entry:
     return entry
 
 
-def _refine(node: Node, entry: Entry) -> Entry:
+def _refine(node: Node, entry: Entry, lineage: Lineage) -> Entry:
+    if node.name in ("add", "add_any"):
+        return _of_tree(lineage, node, entry)
     if node.name == "mul" and node.ins[0] == node.ins[1] and entry.rule is Rule.WIDEST:
         return Entry(Rule.HIGH, "a square: float16 overflows at 256 squared")
     if node.name == "mul" and node.params.get("out_dtype") is not None:

@@ -43,6 +43,7 @@ _AS_SUMS = frozenset({Cause.SHORT, Cause.INNER})
 _FEW_FILTERS = 4
 
 
+_BOOL = np.dtype(np.bool_)
 _COMPUTES_FLOAT32 = (Rule.HIGH, Rule.COLLECTIVE, Rule.RECORDED)
 _ORIGIN_OF = {Kind.LOW: Origin.NARROW, Kind.SOFT: Origin.PARAMETER}
 
@@ -67,13 +68,41 @@ class _Forward(NamedTuple):
     cause: Cause | None
 
 
+class _Registry:
+    """The products whose derivatives are to be found: those made so far by what they share with their derivatives."""
+
+    def __init__(self):
+        self._by_key: dict[Any, dict[tuple, _Forward]] = {}
+        self._keys: dict[tuple, Any] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._keys
+
+    def add(self, where: tuple, key: Any, product: _Forward) -> None:
+        self._keys[where] = key
+        self._by_key.setdefault(key, {})[where] = product
+
+    def forget(self, where: tuple) -> None:
+        if where in self._keys:
+            del self._by_key[self._keys.pop(where)][where]
+
+    def forward_of(self, key: Any, site: tuple, roots: set[Any]) -> _Forward | None:
+        """The product that one with this key derives: in the same program, only if they share an operand."""
+        for product in self._by_key.get(key, {}).values():
+            if product.site != site or not roots.isdisjoint(product.roots):
+                product.roots.update(roots)  # derivatives of derivatives share an operand with these
+                return product
+        return None
+
+
 class Products:
     """Finds the products of a whole program that are no layers, those inside loops, branches and calls included."""
 
     def __init__(self, planner: Planner):
         self._planner = planner
         self._found: dict[tuple, list[tuple[list[Entry], int, Node, WideProduct]]] = {}
-        self._forward: dict[Any, dict[tuple, _Forward]] = {}
+        self.registry = _Registry()
 
     def find(self, jaxpr: ClosedJaxpr | Jaxpr, kinds: Sequence[Kind], place: Place) -> None:
         """Gives those products a `WideProduct` for an entry, in the programs that the planner remembers."""
@@ -101,11 +130,12 @@ class Products:
             if entry.rule is Rule.ENTER:
                 view.enter(node)
                 continue
-            by_table = node.name in DOTS and entry == TABLE[node.name]  # no region, scope or edit says otherwise
-            wide = view.product(node, position) if by_table else None
+            name, wide = node.name, None
+            if name in DOTS and entry == TABLE[name]:  # no region, scope or edit says otherwise
+                wide = view.product(node, position)
             if wide is not None:
                 found.append((entries, position, node, wide))
-            view.compute(node, entry.rule if wide is None else wide.rule)
+            view.compute(node, name, entry.rule if wide is None else wide.rule)
         return [view.fact(number) for number in program.outputs]
 
 
@@ -129,19 +159,36 @@ class _View:
         numbers = self._lineage.thunk(number) if self._constant[number] else None
         return Fact(self._origins[number], ("outside", self._lineage.root(number)), numbers)
 
-    def compute(self, node: Node, rule: Rule) -> None:
-        """What the results of a node are, given its operands and the rule that holds for it."""
-        values = [node.ins[i] for i in _VALUES[node.name]] if node.name in _VALUES else node.ins
-        values = values[1:] if node.name == "select_n" else values
-        constant = all(self._constant[number] for number in node.ins) and makes_constants(node)
-        origin = joined(self._origins[number] for number in values)
+    def compute(self, node: Node, name: str, rule: Rule) -> None:
+        """What the results of a node are, given its operands and the rule that holds for it.
+
+        This runs for every equation of a program: no function is called that need not be.
+        """
+        origins, constants, constant = self._origins, self._constant, True
+        for number in node.ins:
+            constant = constant and constants[number]
+        constant = constant and makes_constants(node)
+        values = node.ins
+        if name in _VALUES:
+            values = [node.ins[i] for i in _VALUES[name]]
+        elif name == "select_n":
+            values = node.ins[1:]
+        origin = Origin.EXACT
+        for number in values:
+            if origin is Origin.EXACT:
+                origin = origins[number]
+            elif origins[number] is not origin:
+                origin = joined((origin, origins[number]))
         if not node.ins or (rule in _COMPUTES_FLOAT32 and origin is not Origin.EXACT):
             origin = Origin.TABLE if constant else Origin.DATA
         for number in node.outs:
-            dtype = getattr(self._program.avals[number], "dtype", None)
-            rounded = rule is Rule.LOW or getattr(dtype, "itemsize", 4) == 2
-            self._origins[number] = Origin.EXACT if dtype == np.bool_ else Origin.NARROW if rounded else origin
-            self._constant[number] = constant
+            constants[number] = constant
+            try:
+                dtype = self._program.avals[number].dtype
+            except AttributeError:  # a token
+                continue
+            rounded = rule is Rule.LOW or dtype.itemsize == 2
+            origins[number] = Origin.EXACT if dtype == _BOOL else Origin.NARROW if rounded else origin
 
     def enter(self, node: Node) -> None:
         """Visits the programs inside a node and notes what its results are made of."""
@@ -193,22 +240,21 @@ class _View:
         if not is_float32(avals[-1]) or any(aval.dtype.itemsize == 2 for aval in avals):
             return None  # cast by hand; integers times float32 numbers are a product as any other
         roots = {self._lineage.root(number) for number in node.ins[:2]}
-        forward = self._products._forward.setdefault(self._key(node, avals), {})
-        forward.pop((self._site, position), None)
+        registry = self._products.registry
+        registry.forget((self._site, position))  # of an earlier visit, with other facts
         backward = self._place.is_backward(node)
-        if backward or in_jvp(node):
-            for other in forward.values():
-                if other.site != self._site or not roots.isdisjoint(other.roots):
-                    other.roots.update(roots)
-                    derivative = other.cause and self._as_sums(node, other.cause)
-                    return other.cause and wide_product(other.cause, of_derivative=True, as_sums=bool(derivative))
+        may_derive = not registry.is_empty and (backward or in_jvp(node))
+        other = registry.forward_of(self._key(node, avals), self._site, roots) if may_derive else None
+        if other is not None:
+            derivative = other.cause and self._as_sums(node, other.cause)
+            return other.cause and wide_product(other.cause, of_derivative=True, as_sums=bool(derivative))
         guarded = asks_for_float32(node.params.get("precision"), self._planner.policy.matmul_precision)
         if guarded:
             cause = None if self._interpolates(node) else Cause.PRECISION
         else:
             cause = None if backward else self._cause(node)
         if cause is not None or guarded:
-            forward[self._site, position] = _Forward(self._site, roots, cause)
+            registry.add((self._site, position), self._key(node, avals), _Forward(self._site, roots, cause))
         return cause and wide_product(cause, as_sums=cause in _AS_SUMS)
 
     def _as_sums(self, node: Node, cause: Cause) -> bool:
