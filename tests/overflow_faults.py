@@ -60,8 +60,8 @@ def mixed(loss: Callable, *args: Any, scale: float = 8.0, **kwargs: Any) -> tupl
     return jmp.value_and_grad(loss, "mixed_float16", **kwargs), args, {"loss_scale": jmp.StaticLossScale(scale)}
 
 
-X = np.linspace(0.5, 2.0, 8, dtype=np.float32).reshape(2, 4)
-W = np.eye(4, dtype=np.float32) + 0.1
+X = np.linspace(0.5, 2.0, 16, dtype=np.float32).reshape(2, 8)
+W = np.eye(8, dtype=np.float32) + 0.05
 
 
 # Forward, in float32
@@ -410,7 +410,7 @@ def linen_training_step():
 
 class Block(nnx.Module):
     def __init__(self, rngs):
-        self.inner = nnx.Linear(4, 4, rngs=rngs)
+        self.inner = nnx.Linear(8, 8, rngs=rngs)
 
     def __call__(self, x):
         h = self.inner(x)

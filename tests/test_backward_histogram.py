@@ -8,8 +8,8 @@ from jax import lax
 
 import jmp_train as jmp
 
-X = np.linspace(0.5, 2.0, 8, dtype=np.float32).reshape(2, 4)
-W = np.eye(4, dtype=np.float32) + 0.1
+X = np.linspace(0.5, 2.0, 16, dtype=np.float32).reshape(2, 8)
+W = np.eye(8, dtype=np.float32) + 0.05
 
 
 def exponents(*arrays):

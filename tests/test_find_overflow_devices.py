@@ -20,8 +20,8 @@ from jmp_train._jaxpr import trace
 AUTO = jax.sharding.AxisType.Auto
 LINE = jax.make_mesh((8,), ("data",), axis_types=(AUTO,))
 GRID = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AUTO,) * 2)
-W = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
-X = np.sin(np.arange(64, dtype=np.float32)).reshape(16, 4)
+W = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
+X = np.sin(np.arange(128, dtype=np.float32)).reshape(16, 8)
 SHIFT = [(i, (i + 3) % 8) for i in range(8)]
 
 
@@ -87,7 +87,7 @@ PROGRAMS = {
     "one axis of two": (one_axis_of_two, (W, X)),
     "keys": (keys, (jax.random.split(jax.random.key(0), 16), X)),
     "a gradient": (gradient, (W, X)),
-    "pmap": (jax.pmap(lambda x: x / lax.psum(x, "i"), axis_name="i"), (X.reshape(8, 2, 4),)),
+    "pmap": (jax.pmap(lambda x: x / lax.psum(x, "i"), axis_name="i"), (X.reshape(8, 2, 8),)),
 }
 
 
@@ -180,7 +180,7 @@ def test_a_pmapped_step_with_a_scale_that_is_too_large():
     def mapped(step):
         return jax.pmap(step, axis_name="data", in_axes=(None, None, 0), out_axes=None)
 
-    report = find_overflow(step_of(loss_fn, tx, mapped))(W, tx.init(W), X.reshape(8, 2, 4))
+    report = find_overflow(step_of(loss_fn, tx, mapped))(W, tx.init(W), X.reshape(8, 2, 8))
     assert (report.verdict, report.fitting_loss_scale) == (Verdict.LOWER_SCALE, 2.0**15)
     assert report.device == (("data", 0),)
 

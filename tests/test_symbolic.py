@@ -197,7 +197,7 @@ class Transformer(nn.Module):
 MODELS: dict[str, Any] = {
     "MLP": (MLP(), "b, 8", [(3, 8), (17, 8)]),
     "CNN": (CNN(), "b, 8, 8, 2", [(3, 8, 8, 2), (6, 8, 8, 2)]),
-    "transformer": (Transformer(), "b, t", [(3, 6), (2, 9)]),
+    "transformer": (Transformer(), "b, t", [(3, 18), (2, 24)]),
 }
 
 

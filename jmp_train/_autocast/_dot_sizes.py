@@ -12,10 +12,11 @@ import jax
 import numpy as np
 
 from .._jaxpr import Node, Program
-from ._lineage import known_size
 
 # A result that many times smaller than an operand moves no bytes worth counting in float32.
 _SMALL = 128
+# What a symbolic dimension is taken for: a batch or a length, with which most products are large.
+_SYMBOLIC = 1024
 
 _FLOAT32_PRESETS = frozenset(
     "F32_F32_F32 F64_F64_F64 TF32_TF32_F32_X3 BF16_BF16_F32_X3 BF16_BF16_F32_X6 BF16_BF16_F32_X9".split()
@@ -33,15 +34,19 @@ class DotSizes(NamedTuple):
 
     @staticmethod
     def of(program: Program, node: Node) -> DotSizes | None:
-        """`None` where a dimension is symbolic."""
+        """The sizes of a node, a symbolic dimension taken for a large one; `None` where one is zero."""
         (contracted, _), (batch, _) = node.params["dimension_numbers"]
-        avals = [program.avals[number] for number in (*node.ins, *node.outs)]
-        one, other, result = map(known_size, avals)
-        if one is None or other is None or result is None or not one or not other:
+        left, right, result = (_shape(program.avals[number]) for number in (*node.ins, *node.outs))
+        one, other = math.prod(left), math.prod(right)
+        if not one or not other:
             return None
-        depth = math.prod(avals[0].shape[axis] for axis in contracted)
-        shared = depth * math.prod(avals[0].shape[axis] for axis in batch)
-        return DotSizes(depth, one // shared, other // shared, (one, other), result)
+        depth = math.prod(left[axis] for axis in contracted)
+        shared = depth * math.prod(left[axis] for axis in batch)
+        return DotSizes(depth, one // shared, other // shared, (one, other), math.prod(result))
+
+
+def _shape(aval: Any) -> list[int]:
+    return [size if isinstance(size, int) else _SYMBOLIC for size in aval.shape]
 
 
 def leaves_small_result(program: Program, node: Node) -> bool:
