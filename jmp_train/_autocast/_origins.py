@@ -18,10 +18,13 @@ class Origin(enum.Enum):
     PARAMETER = "parameter"  # narrows to what it meets
     NARROW = "narrow"  # rounded to 16 bits by a product, as activations are
     DATA = "data"  # float32: other arguments, captured arrays, and what float32 operations computed
-    STATE = "state"  # the same, and carried by a loop that is linear in it
+    ACTIVATION = "activation"  # float32 computed from rounded values, as by a norm or a softmax
+    STATE = "state"  # float32 data that a loop which is linear in it carries
 
 
-FLOAT32_ORIGINS = (Origin.TABLE, Origin.DATA, Origin.STATE)
+FLOAT32_ORIGINS = (Origin.TABLE, Origin.DATA, Origin.ACTIVATION, Origin.STATE)
+UNROUNDED_ORIGINS = (Origin.TABLE, Origin.DATA, Origin.STATE)
+ROUNDED_ORIGINS = (Origin.NARROW, Origin.ACTIVATION)
 
 
 def joined(origins: Iterable[Origin]) -> Origin:
@@ -29,7 +32,10 @@ def joined(origins: Iterable[Origin]) -> Origin:
     found = set(origins) - {Origin.EXACT}
     if len(found) <= 1:
         return next(iter(found), Origin.EXACT)
-    return Origin.DATA if not found.isdisjoint(FLOAT32_ORIGINS) else Origin.NARROW
+    if found.isdisjoint(FLOAT32_ORIGINS):
+        return Origin.NARROW
+    data = not found.isdisjoint((Origin.DATA, Origin.STATE)) or found.isdisjoint(ROUNDED_ORIGINS)
+    return Origin.DATA if data else Origin.ACTIVATION
 
 
 class Fact(NamedTuple):
@@ -48,4 +54,4 @@ class Fact(NamedTuple):
 
 def carried_origin(origin: Origin, linear: bool) -> Origin:
     """What a loop carries: the state of a linear system is float32 data, as the roundings of its steps add up."""
-    return Origin.STATE if linear and origin in (Origin.DATA, Origin.NARROW) else origin
+    return Origin.STATE if linear and origin in (Origin.DATA, *ROUNDED_ORIGINS) else origin

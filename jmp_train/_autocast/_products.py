@@ -23,7 +23,7 @@ from ._dot_sizes import DotSizes, asks_for_float32
 from ._flow import DOTS, Kind, Place, is_float32
 from ._lineage import Lineage, Table, known_size, makes_constants, row_of, table_of
 from ._loops import is_counted, is_linear
-from ._origins import FLOAT32_ORIGINS, Fact, Origin, carried_origin, joined
+from ._origins import FLOAT32_ORIGINS, ROUNDED_ORIGINS, UNROUNDED_ORIGINS, Fact, Origin, carried_origin, joined
 from ._table import TABLE, Entry, Rule
 from ._wide_product import Cause, WideProduct, wide_product
 
@@ -180,7 +180,8 @@ class _View:
             elif origins[number] is not origin:
                 origin = joined((origin, origins[number]))
         if not node.ins or (rule in _COMPUTES_FLOAT32 and origin is not Origin.EXACT):
-            origin = Origin.TABLE if constant else Origin.DATA
+            computed = Origin.ACTIVATION if origin in ROUNDED_ORIGINS else Origin.DATA
+            origin = Origin.TABLE if constant else computed
         for number in node.outs:
             constants[number] = constant
             try:
@@ -284,8 +285,6 @@ class _View:
         origins = [self._origins[number] for number in node.ins]
         if sizes.contracted < TENSOR_CORE_DEPTH and self._is_data(node, origins, sizes):
             return Cause.SHORT
-        if 1 in (sizes.left, sizes.right) and all(origin in FLOAT32_ORIGINS for origin in origins):
-            return Cause.VECTOR
         return Cause.GRID if self._is_expectation(node, origins, sizes) else None
 
     def _contracts_one_axis(self, node: Node) -> bool:
@@ -320,6 +319,8 @@ class _View:
             if not both or fills or (grows and sizes.contracted > _HALF_DEPTH):
                 return False
             return not (grows and self._lineage.becomes_weight(node.outs[0]))
+        if fills and all(origin in ROUNDED_ORIGINS for origin in origins):
+            return False  # activations times activations, as in attention
         if (
             not all(origin in FLOAT32_ORIGINS for origin in origins)
             and Origin.STATE not in origins
@@ -331,13 +332,13 @@ class _View:
     def _interpolates(self, node: Node) -> bool:
         """Whether a product averages or selects rounded values with exact weights, which rounds no operand."""
         origins = [self._origins[number] for number in node.ins[:2]]
-        if node.name != "dot_general" or Origin.NARROW not in origins or origins[0] is origins[1]:
+        if node.name != "dot_general" or sum(origin in ROUNDED_ORIGINS for origin in origins) != 1:
             return False
-        table = self._table(node, 1 - origins.index(Origin.NARROW))
+        table = self._table(node, 1 if origins[0] in ROUNDED_ORIGINS else 0)
         return table is not None and table.averages
 
     def _is_expectation(self, node: Node, origins: Sequence[Origin], sizes: DotSizes) -> bool:
-        if all(origin in FLOAT32_ORIGINS for origin in origins) and Origin.TABLE in origins:
+        if all(origin in UNROUNDED_ORIGINS for origin in origins) and Origin.TABLE in origins:
             table = self._table(node, origins.index(Origin.TABLE))
             return table is not None and not table.exact
         if sizes.result * _MOST_EXPECTATIONS > max(sizes.operands):

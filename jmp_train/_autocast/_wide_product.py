@@ -17,10 +17,9 @@ class Cause(enum.Enum):
     PRECISION = "its precision was set to float32"
     SHORT = "contracts too few numbers for a Tensor Core, and follows its float32 data"
     INNER = "an inner product: no Tensor Core computes one"
-    VECTOR = "a matrix times a vector, both float32 data: no Tensor Core computes one"
     SQUARE = "a value times itself, a square"
     TABLE = "multiplies constants that the compute dtype cannot hold"
-    GRID = "an expectation over a table of constants"
+    GRID = "an expectation over a table of constants, or such a table times float32 data"
     FILTER = "a fixed filter of one channel: no Tensor Core computes one"
 
 
