@@ -5,12 +5,12 @@ Decides these by following producers back through a program. Does not decide wha
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.core import Tracer
 
@@ -260,14 +260,17 @@ class Lineage:
                 raise LookupError(f"constant {each} is not known")
             return value if hasattr(value, "dtype") else np.asarray(value, program.avals[each].dtype)
 
-        try:
-            with jax.ensure_compile_time_eval():
-                for node in nodes:
-                    with node.eqn.ctx.manager:
-                        values.update(zip(node.outs, bind(node.eqn, list(map(read, node.ins))), strict=True))
-                return np.asarray(read(number))
-        except Exception:  # a mesh that is not there, an array of another process: not known before the program runs
-            return None
+        def run() -> np.ndarray:
+            for node in nodes:
+                values.update(zip(node.outs, bind(node.eqn, list(map(read, node.ins))), strict=True))
+            return np.asarray(read(number))
+
+        # In a thread of its own: neither the trace nor the mesh around this one may hold the numbers.
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            try:
+                return thread.submit(run).result()
+            except Exception:  # an array of another process, an axis without a mesh: not known before the program runs
+                return None
 
 
 def row_of(token: Any) -> Any:

@@ -25,7 +25,7 @@ from .._jaxpr import ClosedJaxpr, Jaxpr, Node, Program, flatten
 from .._policy import Policy
 from . import _control_flow
 from ._accumulators import widened
-from ._dot_sizes import leaves_small_result
+from ._dot_sizes import asks_for_float32, leaves_small_result
 from ._flow import (
     DOTS,
     ROUNDS,
@@ -299,7 +299,9 @@ class _Walk:
         leaves = self.planner.reduce if gradient and self.flow.ends_at(node.outs[0], weights) else low
         if not self.place.is_backward(node) and leaves_small_result(self.program, node):
             entry, leaves = Entry(entry.rule, f"{entry.reason}; its small result stays in float32"), FLOAT32
-        params = {"preferred_element_type": leaves}
+        params: dict[str, Any] = {"preferred_element_type": leaves}
+        if asks_for_float32(node.params.get("precision"), None):
+            params["precision"] = None  # of 16-bit operands there is one precision; compilers widen them for another
         if leaves == self.low:
             return Step(node, entry, reads, params=params), [Kind.LOW]
         return Step(node, entry, reads, params=params, casts=[FLOAT32]), [Kind.WIDE]
