@@ -321,6 +321,16 @@ def test_constants_are_evaluated_within_bounds():
     assert products(fn, W, X)[-1][0] == "float16"  # two million numbers: not known before the program runs
 
 
+def test_constants_are_known_under_a_mesh_and_inside_other_traces():
+    fn, w, x, cause = WIDE["an exponential table"]
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        assert causes(fn, w, x)[-1] is cause
+        text = jax.jit(autocast(fn, "mixed_float16")).trace(w, x).jaxpr
+    dots = [eqn for eqn in text.eqns if eqn.primitive.name == "dot_general"]
+    assert {str(v.aval.dtype) for v in dots[-1].invars} == {"float32"}
+
+
 def test_a_symbolic_size_is_no_short_contraction():
     (size,) = (jax.export.symbolic_shape("n"),)
     x = jax.ShapeDtypeStruct((8, *size), np.float32)
