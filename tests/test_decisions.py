@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from battery_tools import leaves, relative_error
+from battery_tools import leaves, quick_jit, relative_error
 from jax import lax
 from jax.experimental import io_callback
 from jax.experimental.ode import odeint
@@ -22,6 +22,7 @@ X = RNG.standard_normal((8, 16)).astype(np.float32)
 
 END = "its end depends on a product, or on another value that 16 bits change"
 INTEGER = "an integer or boolean that it carries depends on a product, or on another value that 16 bits change"
+STOP = "when it stops depends on a product, or on another value that 16 bits change"
 
 
 def error(got, want):
@@ -345,3 +346,89 @@ def test_adaptive_steps_run_as_recorded_both_ways():
         return jnp.mean(odeint(lambda y, t, w: field(w, y), x, jnp.array([0.0, 1.0]), w)[-1] ** 2)
 
     assert loops(jax.grad(loss), W, X)[0] == [END, END]
+
+
+# Bounded loops: a `while` that is written as a scan, so that it can be differentiated
+
+
+def bounded(step, unfinished, start, length=24):
+    """`solve` as a scan of conditional steps, which from some iteration on do nothing."""
+
+    def iteration(c, _):
+        return lax.cond(unfinished(*c[0]), lambda c: (step(*c[0]), c[1] + 1), lambda c: c, c), None
+
+    (state, taken), _ = lax.scan(iteration, (start, 0), None, length=length)
+    return state[1], taken
+
+
+def bounded_euler(w, x):
+    return bounded(lambda t, y: (t + 0.1, y + 0.1 * field(w, y)), lambda t, y: t < 1, (jnp.float32(0), x))
+
+
+def adapted(t, y, w):
+    """A step as long as the field allows."""
+    dt = 0.05 / jnp.max(jnp.abs(field(w, y)), -1)
+    return t + dt, y + dt[..., None] * field(w, y)
+
+
+def bounded_adaptive(w, x):
+    return bounded(lambda t, y: adapted(t, y, w), lambda t, y: t < 1, (jnp.float32(0), x[0]))
+
+
+def mapped_adaptive(w, x):
+    return jax.vmap(lambda row: bounded_adaptive(w, row[None]))(x)
+
+
+def skipped_updates(w, x):
+    """A training loop that skips updates for what they are themselves: it does not stop."""
+
+    def update(w, row):
+        new = w - 0.1 * jnp.outer(row, row @ w)
+        return lax.cond(jnp.all(jnp.isfinite(new @ new)), lambda: new, lambda: w), None
+
+    return lax.scan(update, w, x)[0], jnp.int32(len(x))
+
+
+def other_carries_go_on(w, x):
+    """What goes on after the choice is no loop that has stopped."""
+
+    def iteration(c, row):
+        mean, v, n = c
+        v = lax.cond(mean > 0, lambda: v + row @ w, lambda: v)
+        return (mean + 0.1 * (jnp.mean(row @ w) - mean), v, n + 1), None
+
+    (_, v, n), _ = lax.scan(iteration, (jnp.float32(0.1), x[0], 0), x)
+    return v, n
+
+
+def changed_roles(w, x):
+    """Either branch does something."""
+
+    def iteration(c, _):
+        return lax.cond(jnp.sum(c[0]) > 0, lambda c: (c[0] @ w, c[1]), lambda c: (c[1], c[0]), c), None
+
+    return lax.scan(iteration, (x, -x), None, length=9)[0][0], jnp.int32(9)
+
+
+@pytest.mark.parametrize("fn", [bounded_euler, skipped_updates, other_carries_go_on, changed_roles])
+def test_scans_that_no_product_stops_are_planned(fn):
+    recorded, found = loops(fn, W, X, kind="scan")
+    assert recorded == [] and found.low_flop_share == 1
+
+
+@pytest.mark.parametrize("fn", [bounded_adaptive, mapped_adaptive])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_scans_that_a_product_stops_take_the_steps_of_float32(fn, policy):
+    assert loops(fn, W, X, kind="scan")[0] == [STOP]
+    (y, steps), (want, wanted) = (jax.jit(f)(W, X) for f in (autocast(fn, policy), fn))
+    np.testing.assert_array_equal(steps, wanted)
+    assert 2 < np.min(wanted) and np.max(wanted) < 24
+    np.testing.assert_allclose(y, want, rtol=1e-5)
+
+
+def test_the_gradient_of_a_stopped_scan_takes_its_steps():
+    """Also where rematerialization takes them once more."""
+    loss = jax.checkpoint(lambda w, x: jnp.mean(bounded_adaptive(w, x)[0] ** 2))
+    assert loops(jax.grad(loss), W, X, kind="scan")[0] == [STOP, STOP]
+    ours, plain = (quick_jit(fn)(W, X) for fn in (autocast(jax.grad(loss), "mixed_bfloat16"), jax.grad(loss)))
+    assert error(ours, plain) < 1e-2

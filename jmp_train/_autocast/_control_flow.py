@@ -16,7 +16,7 @@ import numpy as np
 from .._dtypes import FLOAT32
 from .._jaxpr import ClosedJaxpr, Node, bind, bind_with_rules, consts_of, flatten, open_jaxpr, scan_counts, trace
 from . import _plan
-from ._decisions import narrowed_decision
+from ._decisions import narrowed_decision, narrowed_stop
 from ._evaluate import as_jaxpr_function, captured_arrays, cast, evaluate, recorded_dtypes
 from ._flow import DOTS, Backward, Flags, Kind, Place, is_float32, joined
 from ._hoisted import Copies, read_by_dots, run_scan
@@ -119,9 +119,11 @@ def _cond(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: 
     return run, [None, *plans[0].in_dtypes], out_kinds, plans
 
 
-def _scan(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: list[Flags]) -> Entered:
+def _scan(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: list[Flags]) -> Entered | str:
     consts, carry = scan_counts(node.eqn)
     plan, carry_kinds = _plan_loop(planner, node.params["jaxpr"], inside, kinds, outs, consts, carry)
+    if (reason := narrowed_stop(plan, consts, carry)) is not None:
+        return reason
     out_kinds = [*carry_kinds, *plan.out_kinds[carry:]]
     out_dtypes = plan.dtypes_of(out_kinds)
     weights = read_by_dots(plan, {number: place for place, number in enumerate(plan.program.inputs[:consts])})

@@ -38,9 +38,61 @@ def narrowed_decision(condition: Plan, body: Plan, skip: int, consts: int) -> st
         return "its end depends on a product, or on another value that 16 bits change"
     avals = [body.program.avals[number] for number in body.program.outputs]
     exact = [i for i, aval in enumerate(avals) if not jnp.issubdtype(aval.dtype, jnp.inexact)]
-    if _origins_of_loop(body, exact, consts, len(avals)) is None:
+    if _origins_of_loop(body, exact, (), consts, len(avals)) is None:
         return "an integer or boolean that it carries depends on a product, or on another value that 16 bits change"
     return None
+
+
+def narrowed_stop(body: Plan, consts: int, carry: int) -> str | None:
+    """As `narrowed_decision`, for a `scan` that from some iteration on hands on its carry unchanged.
+
+    That is a `while` with a bound, written so that JAX can differentiate it. Like the condition of a `while`, what
+    stops it is computed from the carry alone; an update that is skipped for its own result stops nothing.
+    """
+    stops = _stops(body, consts, carry)
+    of_carry = bool(stops) and origins(body, stops) is not None
+    if of_carry and _origins_of_loop(body, (), stops, consts, carry) is None:
+        return "when it stops depends on a product, or on another value that 16 bits change"
+    return None
+
+
+def _stops(body: Plan, consts: int, carry: int) -> set[int]:
+    """The predicates by which a scan hands on all that it carries unchanged; none if it never does."""
+    makers = {number: (step, i) for step in body.steps for i, number in enumerate(step.node.outs)}
+    same = _copies(body)
+    cases, found = {0, 1}, set()
+    for start, result in zip(body.program.inputs[consts:], body.program.outputs[:carry], strict=False):
+        if same.get(result, result) != start:
+            step, position = makers.get(result, (None, 0))
+            cases &= _unchanged(step, position, start, same) if step else set()
+            found.update(step.node.ins[:1] if step else ())
+    return found if cases else set()
+
+
+def _copies(body: Plan) -> dict[int, int]:
+    """The values that are other ones: in a batched branch each operand is `select_n(p, stop_gradient(x), x)`."""
+    same: dict[int, int] = {}
+    for node in body.program.nodes:
+        cases = node.ins[1:] if node.name == "select_n" else node.ins
+        found = {same.get(number, number) for number in cases}
+        if node.name in ("select_n", "stop_gradient", "copy") and len(found) == 1:
+            same[node.outs[0]] = found.pop()
+    return same
+
+
+def _unchanged(step: Step, position: int, start: int, same: dict[int, int]) -> set[int]:
+    """The values of a step's predicate for which one of its results is the value `start`."""
+    operands = [same.get(number, number) for number in step.node.ins[1:]]
+    if step.node.name == "select_n":
+        return {case for case, number in enumerate(operands) if number == start}
+    if step.node.name != "cond":
+        return set()
+    pairs = ((branch.program.inputs, branch.program.outputs[position]) for branch in step.bodies)
+    return {
+        case
+        for case, (inputs, result) in enumerate(pairs)
+        if result in inputs and operands[inputs.index(result)] == start
+    }
 
 
 def origins(plan: Plan, numbers: Iterable[int]) -> set[int] | None:
@@ -88,7 +140,7 @@ def _operands(step: Step, results: Collection[int]) -> Collection[int] | None:
         body, condition = bodies
         return _origins_of_while(condition, body, results, params["cond_nconsts"], params["body_nconsts"])
     if name == "scan":
-        return _origins_of_loop(bodies[0], results, *scan_counts(step.node.eqn))
+        return _origins_of_loop(bodies[0], results, (), *scan_counts(step.node.eqn))
     return origins(bodies[0], [bodies[0].program.outputs[i] for i in results]) if name in _CALLS else None
 
 
@@ -100,15 +152,17 @@ def _origins_of_while(
     if ends is None:
         return None
     deciding = {i - skip for i in ends if i >= skip}
-    inside = _origins_of_loop(body, deciding.union(results), consts, len(body.program.outputs))
+    inside = _origins_of_loop(body, deciding.union(results), (), consts, len(body.program.outputs))
     return None if inside is None else {i for i in ends if i < skip} | {skip + i for i in inside}
 
 
-def _origins_of_loop(body: Plan, results: Iterable[int], consts: int, carry: int) -> set[int] | None:
-    """`origins` of some of a loop's results, in all iterations."""
+def _origins_of_loop(
+    body: Plan, results: Iterable[int], numbers: Iterable[int], consts: int, carry: int
+) -> set[int] | None:
+    """`origins` of some of a loop's results and of other values of its body, in all iterations."""
     wanted = set(results)
     while True:
-        found = origins(body, {body.program.outputs[i] for i in wanted})
+        found = origins(body, {*numbers, *(body.program.outputs[i] for i in wanted)})
         if found is None:
             return None
         before = {i - consts for i in found if consts <= i < consts + carry}
