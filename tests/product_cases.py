@@ -29,9 +29,6 @@ BY_NAME = {case.name: case for case in CASES}
 RATIO = 2.0
 LOSS_BOUND = {"float16": 5e-3, "bfloat16": 1e-2}
 
-# A third of the time to compile, and the same numbers. Float64 convolutions take seconds to run without optimisation.
-WITHOUT_EMITTERS = {"xla_cpu_use_fusion_emitters": False}
-
 ALL_WIDE = jmp.DEFAULT_RULES.replace({"dot_general": "high", "conv_general_dilated": "high"})
 
 Tree = Any
@@ -72,8 +69,8 @@ def gradient_function(case: Case, how: str) -> Any:
 
 @functools.cache
 def _compiled(case: Case, how: str) -> Any:
-    options = WITHOUT_EMITTERS if how == "float64" else QUICK | WITHOUT_EMITTERS
-    return jax.jit(gradient_function(case, how), compiler_options=options)
+    # Float64 convolutions take seconds to run without optimisation.
+    return jax.jit(gradient_function(case, how), compiler_options=None if how == "float64" else QUICK)
 
 
 def _in_float64(tree: Tree) -> Tree:

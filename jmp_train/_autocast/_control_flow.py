@@ -16,8 +16,9 @@ import numpy as np
 from .._dtypes import FLOAT32
 from .._jaxpr import ClosedJaxpr, Node, bind, bind_with_rules, consts_of, flatten, open_jaxpr, scan_counts, trace
 from . import _plan
+from ._decisions import narrowed_decision, narrowed_stop
 from ._evaluate import as_jaxpr_function, captured_arrays, cast, evaluate, recorded_dtypes
-from ._flow import DOTS, Backward, Flags, Kind, Place, is_float32
+from ._flow import DOTS, Backward, Flags, Kind, Place, is_float32, joined
 from ._hoisted import Copies, read_by_dots, run_scan
 from ._loops import is_counted, may_be_narrow
 from ._steps import Plan, Step
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from ._plan import Planner
 
 Run = Callable[[list[Any]], list[Any]]
-Entered = tuple[Run | None, list[np.dtype | None], list[Kind], tuple["Plan", ...]]
+Entered = tuple[Run, list[np.dtype | None], list[Kind], tuple["Plan", ...]]
 
 
 def flags(planner: Planner, node: Node, inside: Place, outs: list[Flags]) -> list[Flags]:
@@ -66,9 +67,12 @@ def enter(
     """Plans a node with a body: the step, what its results are, and whether a dot is inside."""
     out_flags = [flow[number] for number in node.outs]
     handler = _HANDLERS.get(node.name, _boundary)
-    run, reads, out_kinds, bodies = handler(planner, node, place.inside(node), kinds, out_flags)
-    if run is None:
-        entry = Entry(Rule.RECORDED, "its condition depends on a float that the loop computes")
+    entered = handler(planner, node, place.inside(node), kinds, out_flags)
+    if isinstance(entered, str):
+        reads: list[np.dtype | None] = [None if kind is Kind.FIXED else FLOAT32 for kind in kinds]
+        out_kinds = _recorded_kinds([var.aval for var in node.eqn.outvars])
+        return Step(node, Entry(Rule.RECORDED, entered), reads), out_kinds, False
+    run, reads, out_kinds, bodies = entered
     step = Step(node, entry, reads, run=run, bodies=bodies)
     return step, out_kinds, any(map(_has_dot, bodies))
 
@@ -106,7 +110,7 @@ def _call(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: 
 
 def _cond(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: list[Flags]) -> Entered:
     plans = tuple(planner.plan(branch, kinds[1:], outs, inside) for branch in node.params["branches"])
-    out_kinds = [_join(kinds) for kinds in zip(*(plan.out_kinds for plan in plans), strict=True)]
+    out_kinds = [joined(kinds) for kinds in zip(*(plan.out_kinds for plan in plans), strict=True)]
     out_dtypes = plans[0].dtypes_of(out_kinds)
 
     def run(args: list[Any]) -> list[Any]:
@@ -115,13 +119,11 @@ def _cond(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: 
     return run, [None, *plans[0].in_dtypes], out_kinds, plans
 
 
-def _join(kinds: Sequence[Kind]) -> Kind:
-    return next((kind for kind in (Kind.FIXED, Kind.HUGE, Kind.WIDE, Kind.LOW) if kind in kinds), Kind.SOFT)
-
-
-def _scan(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: list[Flags]) -> Entered:
+def _scan(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: list[Flags]) -> Entered | str:
     consts, carry = scan_counts(node.eqn)
     plan, carry_kinds = _plan_loop(planner, node.params["jaxpr"], inside, kinds, outs, consts, carry)
+    if (reason := narrowed_stop(plan, consts, carry)) is not None:
+        return reason
     out_kinds = [*carry_kinds, *plan.out_kinds[carry:]]
     out_dtypes = plan.dtypes_of(out_kinds)
     weights = read_by_dots(plan, {number: place for place, number in enumerate(plan.program.inputs[:consts])})
@@ -134,15 +136,12 @@ def _scan(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: 
     return run, plan.in_dtypes, out_kinds, (plan,)
 
 
-def _while(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: list[Flags]) -> Entered:
-    params, skip = node.params, node.params["cond_nconsts"]
-    if not is_counted(params):
-        reads = [None if kind is Kind.FIXED else FLOAT32 for kind in kinds]
-        return None, reads, _recorded_kinds([var.aval for var in node.eqn.outvars]), ()
-    consts = params["body_nconsts"]
-    carry = len(kinds) - skip - consts
-    plan, carry_kinds = _plan_loop(planner, params["body_jaxpr"], inside, kinds[skip:], outs, consts, carry)
+def _while(planner: Planner, node: Node, inside: Place, kinds: list[Kind], outs: list[Flags]) -> Entered | str:
+    params, skip, consts = node.params, node.params["cond_nconsts"], node.params["body_nconsts"]
+    plan, carry_kinds = _plan_loop(planner, params["body_jaxpr"], inside, kinds[skip:], outs, consts, len(node.outs))
     condition = planner.plan(params["cond_jaxpr"], [*kinds[:skip], *carry_kinds], [Flags()], inside)
+    if not is_counted(params) and (reason := narrowed_decision(condition, plan, skip, consts)) is not None:
+        return reason
     out_dtypes = plan.dtypes_of(carry_kinds)
 
     def run(args: list[Any]) -> list[Any]:
@@ -168,7 +167,7 @@ def _plan_loop(
         out_flags = [*(Flags(kind is Kind.LOW, kind is Kind.LOW, False) for kind in carried), *outs[carry:]]
         in_kinds = [*kinds[:consts], *carried, *kinds[first:]]
         plan = planner.plan(body, in_kinds, out_flags, inside, roundable=range(consts, first))
-        wider = [_join(pair) for pair in zip(carried, plan.out_kinds, strict=False)]
+        wider = [joined(pair) for pair in zip(carried, plan.out_kinds, strict=False)]
         if wider == carried:
             return plan, carried
         carried = wider
@@ -288,7 +287,7 @@ _BODY = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
 }
-_HANDLERS: dict[str, Callable[..., Entered]] = {
+_HANDLERS: dict[str, Callable[..., Entered | str]] = {
     "jit": _call,
     "remat2": _call,
     "cond": _cond,

@@ -49,6 +49,11 @@ class Kind(enum.Enum):
     FIXED = "fixed"  # not recorded in float32: never touched
 
 
+def joined(kinds: Sequence[Kind]) -> Kind:
+    """What a value is that may be any one of several, such as the result of a branch."""
+    return next((kind for kind in (Kind.FIXED, Kind.HUGE, Kind.WIDE, Kind.LOW) if kind in kinds), Kind.SOFT)
+
+
 class Flags(NamedTuple):
     """What becomes of a value.
 

@@ -22,7 +22,7 @@ from .._jaxpr import ClosedJaxpr, Jaxpr, Node, Program, in_jvp, scan_counts, sou
 from ._dot_sizes import DotSizes, asks_for_float32
 from ._flow import DOTS, Kind, Place, is_float32
 from ._lineage import Lineage, Table, known_size, makes_constants, row_of, table_of
-from ._loops import is_counted, is_linear
+from ._loops import is_linear
 from ._origins import FLOAT32_ORIGINS, ROUNDED_ORIGINS, UNROUNDED_ORIGINS, Fact, Origin, carried_origin, joined
 from ._table import TABLE, Entry, Rule
 from ._wide_product import Cause, WideProduct, wide_product
@@ -204,8 +204,6 @@ class _View:
             consts, carry = scan_counts(node.eqn)
             return self._loop(node, params["jaxpr"], facts, consts, carry)
         if node.name == "while":
-            if not is_counted(params):
-                return [Fact(Origin.DATA)] * len(node.outs)
             consts, facts = params["body_nconsts"], facts[params["cond_nconsts"] :]
             return self._loop(node, params["body_jaxpr"], facts, consts, len(facts) - consts)
         bodies = params["branches"] if node.name == "cond" else [params[key] for key in _BODY if key in params][:1]

@@ -74,7 +74,7 @@ def is_short_product(step: Step) -> bool:
     return isinstance(step.entry, WideProduct) and step.entry.cause is Cause.SHORT and not step.entry.of_derivative
 
 
-def _computed_from(plan: Plan, number: int) -> set[int]:
+def computed_from(plan: Plan, number: int) -> set[int]:
     """All that computing a value again reads, stored or computed again itself."""
     pending, seen = [number], {number}
     while pending:
@@ -94,7 +94,7 @@ def roots_of_exponents(plan: Plan) -> frozenset[int]:
     stored copy instead would make both sides one expression, and have the exponential stored in float32.
     """
     exponentials = [number for number, step in plan.again.items() if step.node.name in _EXPONENTIALS]
-    found = {source for number in exponentials for source in _computed_from(plan, number)}
+    found = {source for number in exponentials for source in computed_from(plan, number)}
     rounded = found & (plan.roots | plan.again.keys())
     return frozenset(number for number in rounded if plan.kinds[number] is Kind.LOW)
 
