@@ -19,10 +19,11 @@ from product_layers import CASES as LAYERS
 from product_results import CASES as RESULTS
 from product_short import CASES as SHORT
 from product_squares import CASES as SQUARES
+from product_systems import CASES as SYSTEMS
 
 import jmp_train as jmp
 
-CASES: tuple[Case, ...] = (*GUARDS, *SHORT, *SQUARES, *RESULTS, *FILTERS, *LAYERS)
+CASES: tuple[Case, ...] = (*GUARDS, *SHORT, *SQUARES, *SYSTEMS, *RESULTS, *FILTERS, *LAYERS)
 BY_NAME = {case.name: case for case in CASES}
 
 # The bounds of the issue: times the error by hand, and of the loss itself.

@@ -72,7 +72,7 @@ def inducing_points(net, params, batch):
     preset = presets.F64_F64_F64 if x.dtype == jnp.float64 else presets.F32_F32_F32
     cross = jax.lax.dot_general(x, z, (((1,), (1,)), ((), ())), precision=preset)
     distance = jnp.sum(x**2, -1)[:, None] + jnp.sum(z**2, -1) - 2 * cross
-    return mean_square(jnp.exp(-distance / 32) @ params["weights"] - batch["y"])
+    return mean_square(net.dot(jnp.exp(-distance / 32), params["weights"]) - batch["y"])
 
 
 def inducing_points_data(rng):

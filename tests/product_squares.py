@@ -221,7 +221,7 @@ def kernel_ridge(net, params, batch):
     """Ridge regression with a kernel, solved on a support set, tested on another (Bertinetto et al. 2019)."""
     support, query = net.mlp(params, batch["support"]), net.mlp(params, batch["query"])
     weights = jnp.linalg.solve(support @ support.T + 0.5 * jnp.eye(len(support)), batch["support_y"])
-    return mean_square((query @ support.T) @ weights - batch["query_y"])
+    return mean_square(net.dot(query, support.T) @ weights - batch["query_y"])
 
 
 def kernel_ridge_data(rng):
@@ -318,7 +318,7 @@ CASES = (
     Case("neighbours_chunks", 3, neighbours("chunks"), neighbours_data, note="a scan over parts of one operand"),
     Case("discrepancy", 3, discrepancy, discrepancy_data),
     Case("gaussian_process", 3, gaussian_process, gaussian_process_data),
-    Case("kernel_ridge", 3, kernel_ridge, kernel_ridge_data, note="also a product of two values, support and query"),
+    Case("kernel_ridge", 3, kernel_ridge, kernel_ridge_data, note="also a product of two towers, a layer"),
     Case("determinantal", 3, determinantal, determinantal_data),
     Case("alignment", 3, alignment, alignment_data, fine=True),
     Case("tangent_kernel", 3, tangent_kernel, tangent_kernel_data, fine=True, note="second order"),

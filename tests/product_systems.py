@@ -1,0 +1,105 @@
+"""Cases of class 3 that solve linear systems: a solution has digits that the next product cancels."""
+
+import jax
+import jax.numpy as jnp
+from jax.scipy.linalg import cho_solve
+from product_case import NARROW, Case, dense_params, mean_square, normal
+from product_squares import distances
+
+
+def gp_prediction(net, params, batch):
+    """The mean that a Gaussian process predicts (Rasmussen and Williams, 2.25) for features of other inputs."""
+    n = len(batch["y"])
+    x = net.mlp(params, jnp.concatenate([batch["x"], batch["test"]]))
+    kernel = jnp.exp(-distances(x, "matmul") / 64)
+    factor = jnp.linalg.cholesky(kernel[:n, :n] + 0.01 * jnp.eye(n))
+    return mean_square(kernel[n:, :n] @ cho_solve((factor, True), batch["y"]) - batch["test_y"])
+
+
+def gp_prediction_data(rng):
+    batch = {"x": normal(rng, 96, 32), "y": normal(rng, 96), "test": normal(rng, 32, 32), "test_y": normal(rng, 32)}
+    return dense_params(rng, 32, 64, 32), batch
+
+
+def ridge_head(net, params, batch):
+    """A last layer that ridge regression on a support set solves for (Bertinetto et al. 2019), `inv` and all."""
+    z = net.mlp(params, batch["support"])
+    inverse = jnp.linalg.inv(z.T @ z + 0.1 * jnp.eye(z.shape[1]))
+    weights = inverse @ (z.T @ batch["support_y"])
+    return mean_square(net.mlp(params, batch["query"]) @ weights - batch["query_y"])
+
+
+def ridge_head_data(rng):
+    true = normal(rng, 32, 4, scale=0.3)
+    support, query = normal(rng, 128, 32), normal(rng, 96, 32)
+    batch = {"support": support, "query": query, "support_y": support @ true, "query_y": query @ true}
+    return dense_params(rng, 32, 64, 32), batch
+
+
+def zca(net, params, batch):
+    """Decorrelated batch normalisation (Huang et al. 2018): features times the inverse root of their covariance."""
+    x = net.mlp(params, batch["x"])
+    x = x - jnp.mean(x, 0)
+    values, vectors = jnp.linalg.eigh(x.T @ x / len(x) + 1e-3 * jnp.eye(x.shape[1]))
+    return mean_square(x @ ((vectors / jnp.sqrt(values)) @ vectors.T) - batch["y"])
+
+
+def zca_data(rng):
+    return dense_params(rng, 32, 64, 24), {"x": normal(rng, 256, 32), "y": normal(rng, 256, 24)}
+
+
+def mahalanobis(net, params, batch):
+    """Distances to the mean of a reference set, by the inverse of its covariance (Lee et al. 2018)."""
+    x, reference = net.mlp(params, batch["x"]), net.mlp(params, batch["reference"])
+    centre = jnp.mean(reference, 0)
+    covariance = (reference - centre).T @ (reference - centre) / len(reference) + 1e-2 * jnp.eye(x.shape[1])
+    away = x - centre
+    return jnp.mean(jax.nn.softplus(jnp.einsum("ni,ij,nj->n", away, jnp.linalg.inv(covariance), away) / 32))
+
+
+def mahalanobis_data(rng):
+    return dense_params(rng, 32, 64, 32), {"x": normal(rng, 128, 32), "reference": normal(rng, 256, 32)}
+
+
+def independence(net, params, batch):
+    """The Hilbert-Schmidt criterion (Gretton et al. 2005) with its centring matrix: `trace(K H L H)`."""
+    x, y = net.mlp(params, batch["x"]), batch["y"]
+    n = len(x)
+    centring = jnp.eye(n) - jnp.full((n, n), 1 / n)
+    return jnp.log(jnp.trace((x @ x.T) @ centring @ (y @ y.T) @ centring) / n**2)
+
+
+def independence_data(rng):
+    params, x = dense_params(rng, 32, 64, 32), normal(rng, 128, 32)
+    params["b1"] = params["b1"] + 4
+    return params, {"x": x, "y": x[:, :8] + normal(rng, 128, 8) + 3}
+
+
+def cayley(net, params, batch):
+    """An orthogonal weight `(1 + A)^-1 (1 - A)` of a skew-symmetric parameter (Helfrich et al. 2018): a layer."""
+    skew = params["free"] - params["free"].T
+    one = jnp.eye(len(skew))
+    x = jnp.tanh(net.mlp(params, batch["x"]))
+    return mean_square(net.dot(x, jnp.linalg.solve(one + skew, one - skew)) - batch["y"])
+
+
+def orthonormal(net, params, batch):
+    """A layer whose weight is the orthonormal factor of a parameter."""
+    x = jnp.tanh(net.mlp(params, batch["x"]))
+    return mean_square(net.dot(x, jnp.linalg.qr(params["free"])[0]) - batch["y"])
+
+
+def weight_data(rng):
+    params = dense_params(rng, 32, 64, 32) | {"free": normal(rng, 32, 32, scale=0.3)}
+    return params, {"x": normal(rng, 128, 32), "y": normal(rng, 128, 32)}
+
+
+CASES = (
+    Case("gp_prediction", 3, gp_prediction, gp_prediction_data),
+    Case("ridge_head", 3, ridge_head, ridge_head_data),
+    Case("zca", 3, zca, zca_data),
+    Case("mahalanobis", 3, mahalanobis, mahalanobis_data),
+    Case("independence", 3, independence, independence_data),
+    Case("cayley", NARROW, cayley, weight_data, low_share=1.0),
+    Case("orthonormal", NARROW, orthonormal, weight_data, low_share=1.0),
+)
