@@ -68,6 +68,7 @@ class Table:
       exact: the compute dtype holds all of them.
       averages: it is exact, and no number is larger than one: the weights of an average or a selection.
       ordered: one row of numbers that rise or fall, as bins and grids do.
+      uniform: all numbers are equal, as in a sum.
     """
 
     infinite: bool
@@ -76,6 +77,7 @@ class Table:
     exact: bool
     averages: bool
     ordered: bool
+    uniform: bool
 
 
 def table_of(value: np.ndarray, contracted: tuple[int, ...], low: np.dtype) -> Table:
@@ -98,6 +100,7 @@ def table_of(value: np.ndarray, contracted: tuple[int, ...], low: np.dtype) -> T
         exact=exact,
         averages=exact and bool(np.all(np.abs(wide) <= 1)),
         ordered=ordered,
+        uniform=bool(np.all(wide == wide.reshape(-1)[:1])),
     )
 
 

@@ -321,7 +321,10 @@ class _View:
 
     def _scales(self, node: Node) -> bool:
         """Whether an operand is one number that the program knows, as a loss's own cotangent is."""
-        return Origin.EXACT in (self._origins[number] for number in node.ins[:2])
+        return any(
+            self._origins[number] is Origin.EXACT and known_size(self._program.avals[number]) == 1
+            for number in node.ins[:2]
+        )
 
     def _contracts_one_axis(self, node: Node) -> bool:
         """Whether a product of a value with itself sums squares: a power of a matrix contracts two axes of it."""
@@ -376,8 +379,9 @@ class _View:
     def _is_expectation(self, node: Node, origins: Sequence[Origin], sizes: DotSizes) -> bool:
         for i, number in enumerate(node.ins):
             computed = self._constant[number] and origins[i] in (Origin.EXACT, Origin.TABLE)
-            if computed and origins[1 - i] in UNROUNDED_ORIGINS and known_size(self._program.avals[number]) != 1:
-                return True
+            if computed and origins[1 - i] in UNROUNDED_ORIGINS:
+                table = self._table(node, i)
+                return table is not None and not table.uniform
         if sizes.result * _MOST_EXPECTATIONS > max(sizes.operands):
             return False
         for i, origin in enumerate(origins):
