@@ -6,6 +6,7 @@ Decides these from its parameters and shapes. Does not decide what they mean for
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -49,12 +50,16 @@ def _shape(aval: Any) -> list[int]:
     return [size if isinstance(size, int) else _SYMBOLIC for size in aval.shape]
 
 
-def leaves_small_result(program: Program, node: Node) -> bool:
-    """Whether a product's result is so small beside its operands that it costs nothing in float32."""
+def leaves_small_result(program: Program, node: Node, parameters: Sequence[bool]) -> bool:
+    """Whether a product's result is so small beside its operands that it costs nothing in float32.
+
+    A weight times a vector, as in a power iteration, is none: other products read it, and it would cost bytes.
+    """
     sizes = DotSizes.of(program, node) if node.name == "dot_general" else None
     if sizes is None:
         return False
-    return sizes.result * _SMALL <= max(sizes.operands)
+    larger = max(sizes.operands)
+    return sizes.result * _SMALL <= larger and not parameters[sizes.operands.index(larger)]
 
 
 def asks_for_float32(precision: Any, policys: str | None) -> bool:

@@ -122,7 +122,7 @@ def _of_tree(lineage: Lineage, node: Node, entry: Entry) -> Entry:
     if entry.rule is not Rule.WIDEST or node.ins[0] == node.ins[1]:
         return entry
     left, right = map(lineage.whole, node.ins)
-    of_one = left is not None and left == right
+    of_one = left is not None and left == right and not lineage.are_disjoint(*node.ins)
     return Entry(Rule.HIGH, "adds parts of one value, as a sum written as a tree does") if of_one else entry
 
 

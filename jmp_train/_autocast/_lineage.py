@@ -142,6 +142,30 @@ class Lineage:
                 break
         return self._tokens.get(number, number)
 
+    def is_stored(self, number: int) -> bool:
+        """Whether a value is an argument or a captured array, moved or scaled: it is in memory, as float32."""
+        root = self.root(number)
+        if isinstance(root, int):
+            return root in self.program.known
+        while isinstance(root, tuple) and root[0] in ("outside", "row"):
+            root = root[1]
+        return isinstance(root, tuple)
+
+    def are_disjoint(self, one: int, other: int) -> bool:
+        """Whether two values are pads of which one is zero wherever the other is not: their sum joins them."""
+        makers = [self._producers.get(number) for number in (one, other)]
+        places = [
+            _padded_places(maker)
+            for maker in makers
+            if maker is not None and maker.name == "pad" and self._is_zero(maker.ins[1])
+        ]
+        if len(places) < 2 or known_size(self.program.avals[one]) is None:
+            return False
+        return any(
+            a.stop <= b.start or b.stop <= a.start or (a.step == b.step and (a.start - b.start) % a.step != 0)
+            for a, b in zip(*places, strict=True)
+        )
+
     def axes_of_root(self, number: int, axes: Sequence[int]) -> frozenset[int] | None:
         """The axes of its root that `axes` of a value are; `None` where a reshape or a boundary may mix them."""
         root, axes = self.root(number), list(axes)
@@ -293,3 +317,9 @@ def _alike(left: Any, right: Any) -> bool:
         return bool(left == right)
     except Exception:  # arrays among the parameters: not worth a comparison
         return left is right
+
+
+def _padded_places(node: Node) -> list[range]:
+    """The places along each axis at which a `pad` puts its operand."""
+    axes = zip(node.params["padding_config"], node.eqn.invars[0].aval.shape, strict=True)
+    return [range(low, low + (size - 1) * (interior + 1) + 1, interior + 1) for (low, _, interior), size in axes]

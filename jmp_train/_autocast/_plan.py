@@ -297,7 +297,8 @@ class _Walk:
         gradient = node.name != "conv_general_dilated" and self.place.is_backward(node)
         weights = self.weights if any(self.states[number].parameter for number in node.ins) else None
         leaves = self.planner.reduce if gradient and self.flow.ends_at(node.outs[0], weights) else low
-        if not self.place.is_backward(node) and leaves_small_result(self.program, node):
+        parameters = [self.states[number].parameter for number in node.ins]
+        if not self.place.is_backward(node) and leaves_small_result(self.program, node, parameters):
             entry, leaves = Entry(entry.rule, f"{entry.reason}; its small result stays in float32"), FLOAT32
         params: dict[str, Any] = {"preferred_element_type": leaves}
         if asks_for_float32(node.params.get("precision"), None):

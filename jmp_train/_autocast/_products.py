@@ -199,9 +199,7 @@ class _View:
         rule = entry.rule
         if name in _SYSTEMS:
             self._products.registry.systems.add(self._line(node))
-            if not constant:
-                weight = all(origins[number] in PARAMETER_ORIGINS for number in node.ins)
-                origin = Origin.FACTOR if weight else Origin.SOLUTION
+            origin = self._solution(node, name, origin)
         if not node.ins or (rule in _COMPUTES_FLOAT32 and origin not in _STAY):
             square = isinstance(entry, WideProduct) and entry.cause is Cause.SQUARE
             computed = Origin.ACTIVATION if origin in ROUNDED_ORIGINS else Origin.DATA
@@ -214,6 +212,13 @@ class _View:
                 continue
             rounded = rule is Rule.LOW or dtype.itemsize == 2
             origins[number] = Origin.EXACT if dtype == _BOOL else Origin.NARROW if rounded else origin
+
+    def _solution(self, node: Node, name: str, origin: Origin) -> Origin:
+        """The origin of what a linear system makes: as `origin`, where an iteration solves it to a tolerance."""
+        found = {self._origins[number] for number in node.ins}
+        if name == "custom_linear_solve" and found.isdisjoint((Origin.FACTOR, Origin.SOLUTION)):
+            return origin
+        return Origin.FACTOR if found.issubset(PARAMETER_ORIGINS) else Origin.SOLUTION
 
     def enter(self, node: Node) -> None:
         """Visits the programs inside a node and notes what its results are made of."""
@@ -310,14 +315,18 @@ class _View:
             return None
         origins = [self._origins[number] for number in node.ins]
         free = (sizes.left, sizes.right)
-        data = all(origin in UNROUNDED_ORIGINS for origin in origins)
-        if sizes.contracted > 1 and (max(free) == 1 or (min(free) == 1 and data)):
+        if sizes.contracted > 1 and (max(free) == 1 or (min(free) == 1 and self._is_in_memory(node, origins))):
             return Cause.INNER
         if sizes.contracted < TENSOR_CORE_DEPTH and self._is_data(node, origins, sizes):
             return Cause.SHORT
         if Origin.SOLUTION in origins and Origin.PARAMETER not in origins:
             return Cause.SOLUTION
         return Cause.GRID if self._is_expectation(node, origins, sizes) else None
+
+    def _is_in_memory(self, node: Node, origins: Sequence[Origin]) -> bool:
+        """Whether a product of float32 data reads some of it from where it is float32 anyway."""
+        data = all(origin in UNROUNDED_ORIGINS for origin in origins)
+        return data and any(self._lineage.is_stored(number) for number in node.ins)
 
     def _scales(self, node: Node) -> bool:
         """Whether an operand is one number that the program knows, as a loss's own cotangent is."""
