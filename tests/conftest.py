@@ -1,15 +1,40 @@
-"""Eight simulated CPU devices for every test; 64-bit types stay off, as in most users' programs."""
+"""Eight simulated CPU devices for every test; 64-bit types stay off, as in most users' programs.
+
+Compiling is most of what the default tests wait for, so they compile with little optimization, and what two tests of
+one process compile is compiled once. The slow tests read what XLA's optimizations make of a program: they have them.
+"""
 
 import os
+import tempfile
 from pathlib import Path
 
 import lengths
+import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_configure(config):
+    if config.getoption("markexpr") == "not slow":
+        compile_quickly(config)
+
+
+def compile_quickly(config: pytest.Config) -> None:
+    if jax.__version_info__ < (0, 11):  # newer versions of XLA have no such option
+        # The older emitters compile a loop's body in half the time or less.
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+    jax.config.update("jax_disable_most_optimizations", True)
+    # JAX remembers programs by the identity of the Python function; this cache finds equal ones. It is new and each
+    # process has its own: JAX does not write its entries atomically.
+    directory = tempfile.TemporaryDirectory(prefix="jmp_train_tests_")
+    config.add_cleanup(directory.cleanup)
+    jax.config.update("jax_compilation_cache_dir", directory.name)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def pytest_terminal_summary(terminalreporter):
