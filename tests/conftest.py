@@ -13,13 +13,14 @@ import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import chex
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 
 
 def pytest_configure(config):
-    if config.getoption("markexpr") == "not slow":
+    if config.getoption("markexpr") != "slow":
         compile_quickly(config)
 
 
@@ -37,6 +38,12 @@ def compile_quickly(config: pytest.Config) -> None:
     jax.config.update("jax_compilation_cache_dir", directory.name)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(autouse=True)
+def counted_anew():
+    """`chex.assert_max_traces` counts by the name of a function, which a test with parameters defines anew."""
+    chex.clear_trace_counter()
 
 
 def pytest_terminal_summary(terminalreporter):

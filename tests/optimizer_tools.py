@@ -6,7 +6,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 PARAMS = {"a": jnp.arange(3.0), "b": jnp.ones((2, 2)), "c": jnp.float32(-0.0)}
@@ -23,10 +22,3 @@ def run(tx, steps, state=None, params=PARAMS):
         updates, state = jax.jit(tx.update)(grads, state, params)
         params = optax.apply_updates(params, updates)
     return params, state
-
-
-def same_bits(a, b):
-    def of(x):
-        return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x).tobytes()
-
-    return jax.tree.map(of, a) == jax.tree.map(of, b)

@@ -109,7 +109,7 @@ def test_a_scan_over_layers_stacks_nothing_large_in_float32(kind, reverse):
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("kind", LAYER_KINDS)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_gradients_of_a_scan_are_those_of_its_layers(kind, reverse, dtype):
     policy, layer = get_policy(f"mixed_{dtype}"), LAYER_KINDS[kind]
     ours = quick_jit(autocast(jax.grad(scanned(layer, reverse)), policy))(PARAMS, X)

@@ -3,6 +3,7 @@
 What the compiled module holds is in `test_gpu_autocast.py`.
 """
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,10 +27,12 @@ from battery_tools import (
     types,
     unscaled,
 )
+from comparisons import assert_same_bits
 
 from jmp_train import autocast, get_policy
 
-MIXED = [f"mixed_{dtype}" for dtype in HALVES]
+# In bfloat16 nothing overflows and roundings are larger: of the fast rows, these differ by it.
+DIFFER_IN_BFLOAT16 = {"cnn_batchnorm", "transformer", "rmsnorm_large"}
 
 
 def each_row(wanted=lambda row: True):
@@ -38,31 +41,35 @@ def each_row(wanted=lambda row: True):
     return pytest.mark.parametrize("row", rows)
 
 
+def each_row_and_dtype(wanted=lambda row: True):
+    """As `each_row`, in float16 and in bfloat16."""
+    return pytest.mark.parametrize(
+        ("row", "dtype"),
+        [
+            pytest.param(row, dtype, id=f"{row.name}-{dtype}", marks=() if fast else pytest.mark.slow)
+            for row in ROWS
+            if wanted(row)
+            for dtype in HALVES
+            for fast in [row.fast and (dtype == "float16" or row.name in DIFFER_IN_BFLOAT16)]
+        ],
+    )
+
+
 each_fast_row = pytest.mark.parametrize("row", [row for row in ROWS if row.fast], ids=str)
-each_policy = pytest.mark.parametrize("name", MIXED)
-
-
-def same_bits(got, want):
-    def check(path, a, b):
-        assert a.dtype == b.dtype, (path, a.dtype, b.dtype)
-        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
-
-    jax.tree_util.tree_map_with_path(check, got, want)
+each_policy = pytest.mark.parametrize("name", [f"mixed_{dtype}" for dtype in HALVES])
 
 
 @each_row()
 def test_float32_policy_changes_no_bit(row):
     policy, args = get_policy("float32"), example(row)
-    same_bits(quick_jit(autocast(row.grads(), policy))(*args), gradients(row, "float32"))
-    same_bits(quick_jit(autocast(row.loss(), policy))(*args), quick_jit(row.loss())(*args))
+    assert_same_bits(quick_jit(autocast(row.grads(), policy))(*args), gradients(row, "float32"))
 
 
-@each_policy
-@each_row()
-def test_outputs_keep_shapes_and_dtypes_and_stay_finite(row, name):
+@each_row_and_dtype()
+def test_outputs_keep_shapes_and_dtypes_and_stay_finite(row, dtype):
     """Also runs every model in bfloat16 on the CPU, which rejects some dots of it."""
     want = jax.eval_shape(gradient_function(row, "float32"), *example(row))
-    got = gradients(row, name)
+    got = gradients(row, f"mixed_{dtype}")
     assert types(got) == types(want)
     infinite = [path for path, leaf in leaves(got).items() if not np.isfinite(leaf).all()]
     assert not infinite
@@ -74,11 +81,9 @@ def test_the_loss_stays_float32_and_finite(row):
     assert loss.dtype == jnp.float32 and jnp.isfinite(loss)
 
 
-@each_policy
-@each_row()
-def test_gradients_are_near_the_oracle(row, name):
-    bound = row.slack * TOLERANCE[name.removeprefix("mixed_")].gradient
-    assert median_errors(row, name, 3)["all"] <= bound
+@each_row_and_dtype()
+def test_gradients_are_near_the_oracle(row, dtype):
+    assert median_errors(row, f"mixed_{dtype}", 3)["all"] <= row.slack * TOLERANCE[dtype].gradient
 
 
 def against_flax(row, dtype, seeds):
@@ -91,8 +96,7 @@ def against_flax(row, dtype, seeds):
     assert not worse
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@each_row(lambda row: row.flax16)
+@each_row_and_dtype(lambda row: row.flax16)
 def test_gradients_are_as_good_as_flax(row, dtype):
     # Where relu and pooling choose otherwise after a rounding, that is most of both errors: few seeds may tie.
     against_flax(row, dtype, 3 if row.slack == 1 else row.seeds)
@@ -158,32 +162,24 @@ def test_vmap_of_autocast(row):
     check_vmap(row, jax.vmap(autocast(row.grads(), get_policy("mixed_float16")), (None, 0)))
 
 
-@each_policy
-@each_row()
-def test_autocast_twice_is_autocast_once(row, name):
-    once = gradient_function(row, name)
-    assert primitives(autocast(once, get_policy(name)), *example(row)) == primitives(once, *example(row))
+@each_row_and_dtype()
+def test_autocast_twice_is_autocast_once(row, dtype):
+    policy = get_policy(f"mixed_{dtype}")
+    once = autocast(row.grads(), policy)
+    assert primitives(autocast(once, policy), *example(row)) == primitives(once, *example(row))
 
 
 @each_fast_row
 def test_three_jitted_steps_trace_once(row):
-    traces = []
-
-    def loss(params, batch):
-        traces.append(None)
-        return row.loss()(params, batch)
-
     @quick_jit
+    @chex.assert_max_traces(n=1)
     def step(params, batch):
-        grads = autocast(jax.grad(loss), get_policy("mixed_float16"))(params, batch)
+        grads = autocast(jax.grad(row.loss()), get_policy("mixed_float16"))(params, batch)
         return jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads)
 
     params, batch = example(row)
-    params = step(params, batch)
-    after_one = len(traces)
-    step(step(params, batch), batch)
-    assert len(traces) == after_one
-    assert step._cache_size() == 1
+    for _ in range(3):
+        params = step(params, batch)
 
 
 @each_policy
@@ -209,7 +205,7 @@ def test_float64_and_complex_programs_stay_as_they_are(fn, dtype, name):
         ours = autocast(program, get_policy(name))
         dtypes = {dtype for _, *dtypes in primitives(ours, params, batch) for dtype in dtypes}
         assert dtypes <= {dtype for _, *dtypes in primitives(program, params, batch) for dtype in dtypes}
-        same_bits(jax.jit(ours)(params, batch), jax.jit(program)(params, batch))
+        assert_same_bits(jax.jit(ours)(params, batch), jax.jit(program)(params, batch))
 
 
 def test_the_names_of_rows_are_unique():

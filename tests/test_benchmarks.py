@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.integration
+
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 NAMES = ("traffic", "overhead", "memory")

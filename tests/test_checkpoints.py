@@ -17,8 +17,8 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from checkpoint_worker import consistent_at, open_manager
+from comparisons import assert_same_bits
 from flax_models import digits, linen_training, nnx_training, spoiled
-from optimizer_tools import same_bits
 
 import jmp_train as jmp
 from jmp_train import with_loss_scale
@@ -95,7 +95,7 @@ def test_resuming_at_every_phase_equals_the_uninterrupted_run(tmp_path):
             resumed = manager.restore(i, args=args).state
         scale, accumulated = jmp.get_loss_scale(resumed), resumed.opt_state.inner_state
         phases.add((int(accumulated.mini_step), int(scale.counter), int(scale.hysteresis_left)))
-        assert same_bits(*map(jax.tree.leaves, (run(resumed, step, INPUTS[i:]), state))), i
+        assert_same_bits(*map(jax.tree.leaves, (run(resumed, step, INPUTS[i:]), state)))
         assert jax.tree.structure(resumed) == jax.tree.structure(state)
     assert len(phases) > 10  # every save was of another phase
     metrics = jmp.step_metrics(state)
@@ -121,7 +121,7 @@ def test_models_resume_with_their_data(training, tmp_path):
     order.bit_generator.state = position
     for _ in range(4):
         resumed, _ = step(resumed, batches[order.integers(6)])
-    assert same_bits(*map(jax.tree.leaves, (resumed, state)))
+    assert_same_bits(*map(jax.tree.leaves, (resumed, state)))
 
 
 class TestOtherSettings:
@@ -148,7 +148,7 @@ class TestOtherSettings:
         assert self.dtypes_on_disk(tmp_path) == {"float32"}
         resumed, _ = restore(tmp_path, state)
         assert resumed.params["w"].dtype == jmp.get_policy(policy).param_dtype
-        assert same_bits(*map(jax.tree.leaves, (resumed, state)))
+        assert_same_bits(*map(jax.tree.leaves, (resumed, state)))
 
     def test_masters_are_the_parameters_of_a_float32_run(self, tmp_path):
         tx = with_loss_scale(jmp.with_master_weights(optax.adam(0.1)))
@@ -158,7 +158,7 @@ class TestOtherSettings:
         old, _ = restore(tmp_path, jmp.cast_to_full(state))
         masters = jmp.master_params(old.opt_state, old.params)
         assert {x.dtype for x in jax.tree.leaves(masters)} == {np.dtype(np.float32)}
-        assert same_bits(masters, jmp.master_params(state.opt_state))
+        assert_same_bits(masters, jmp.master_params(state.opt_state))
 
     def test_another_loss_scale(self, tmp_path):
         """From float16 with a dynamic scale to bfloat16 without: parameters and moments stay, the scale is new."""
@@ -171,7 +171,7 @@ class TestOtherSettings:
         new, step = make(with_loss_scale(adam, jmp.NoOpLossScale()), "mixed_bfloat16")
         opt_state = new.opt_state._replace(inner_state=old.opt_state.inner_state)
         resumed = new.replace(step=old.step, params=old.params, opt_state=opt_state)
-        assert same_bits(resumed.opt_state.inner_state, state.opt_state.inner_state)
+        assert_same_bits(resumed.opt_state.inner_state, state.opt_state.inner_state)
         resumed = run(resumed, step, INPUTS[4:7])
         assert resumed.step == 6 and isinstance(jmp.get_loss_scale(resumed), jmp.NoOpLossScale)
 
@@ -221,7 +221,7 @@ class TestOtherSettings:
         save(tmp_path, 0, jmp.cast_to_full(state))
         like = place(start(), after)
         resumed, _ = restore(tmp_path, like)
-        assert same_bits(*map(jax.tree.leaves, (resumed, state)))
+        assert_same_bits(*map(jax.tree.leaves, (resumed, state)))
         assert resumed.params["w"].sharding == like.params["w"].sharding
         assert len(resumed.opt_state.inner_state.inner_state[0].mu["w"].addressable_shards) == after
         assert jmp.get_loss_scale(resumed).hysteresis_left == 1

@@ -20,6 +20,8 @@ from benchmarks.convergence._rows import QUICK, applications
 from benchmarks.convergence._store import Store
 from benchmarks.convergence._verdicts import Verdict, margin_of, summarise
 
+pytestmark = pytest.mark.integration
+
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 

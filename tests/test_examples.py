@@ -9,6 +9,8 @@ import pytest
 
 import jmp_train as jmp
 
+pytestmark = pytest.mark.integration
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import jax
 import pytest
 
+pytestmark = pytest.mark.integration
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 

@@ -5,7 +5,7 @@ import shutil
 
 import jax
 import pytest
-from optimizer_tools import same_bits
+from comparisons import assert_same_bits
 from test_examples import load
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ def test_char_transformer(tmp_path, capsys):
     # As if the process had been killed before the last two checkpoints, in the middle of an accumulation.
     shutil.rmtree(tmp_path / "checkpoints" / "60")
     resumed = example.main([*arguments, "--resume"])
-    assert same_bits(*(jax.tree.leaves(run["state"]) for run in (resumed, whole)))
+    assert_same_bits(*(jax.tree.leaves(run["state"]) for run in (resumed, whole)))
     assert resumed["text"] == whole["text"] and resumed["losses"] == whole["losses"][2:]
     assert rows(tmp_path)[-1] == rows(tmp_path)[-2]
 

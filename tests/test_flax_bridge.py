@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from comparisons import assert_same_bits, same_bits
 from flax import linen as nn
 from flax import struct
 from flax.training import train_state
 from flax_models import CNN, NO_SCALE, digits, linen_training, run, spoiled, trained
-from optimizer_tools import same_bits
 
 import jmp_train as jmp
 from jmp_train import with_loss_scale
@@ -41,7 +41,7 @@ def test_a_run_with_bad_batches_equals_one_that_never_saw_them(row):
     clean, losses = run((start, step), batches)
     bad = [spoiled(batches[0]), batches[0], spoiled(batches[1]), spoiled(batches[2]), *batches[1:], spoiled(batches[0])]
     seen, _ = run((start, step), bad)
-    assert same_bits(trained(seen), trained(clean))
+    assert_same_bits(trained(seen), trained(clean))
     assert (int(clean.step), int(seen.step), int(jmp.step_metrics(seen)["skipped_steps"])) == (3, 3, 4)
     assert step._cache_size() == 1
     assert losses[-1] < losses[0]
@@ -75,8 +75,8 @@ def test_flax_train_state_works_with_the_wrapper_alone():
         return state.apply_gradients(grads=grads, **updated)
 
     after = step(state, *spoiled(batch))
-    assert same_bits(after.params, state.params)
-    assert same_bits(after.opt_state.inner_state, state.opt_state.inner_state)
+    assert_same_bits(after.params, state.params)
+    assert_same_bits(after.opt_state.inner_state, state.opt_state.inner_state)
     assert after.step == 1 and not jmp.all_finite(after.batch_stats)
     assert not same_bits(step(state, *batch).params, state.params)
 
@@ -113,9 +113,9 @@ def test_the_average_of_16_bit_parameters_is_float32():
 def test_keys_move_with_the_steps_that_are_applied():
     state = simple(rngs={"dropout": jax.random.key(3)})
     first = state.step_rngs
-    assert same_bits(state.apply_gradients(grads=BAD).step_rngs, first)
+    assert_same_bits(state.apply_gradients(grads=BAD).step_rngs, first)
     after = state.apply_gradients(grads=GOOD)
-    assert same_bits(after.step_rngs, {"dropout": jax.random.fold_in(jax.random.key(3), 1)})
+    assert_same_bits(after.step_rngs, {"dropout": jax.random.fold_in(jax.random.key(3), 1)})
     assert same_bits(after.rngs, state.rngs) and not same_bits(after.step_rngs, first)
 
 
@@ -143,7 +143,7 @@ def test_what_surrounds_the_wrapper_is_skipped_too():
         seen = seen.apply_gradients(grads=grads)
     for _ in range(2):
         state = state.apply_gradients(grads=GOOD)
-    assert same_bits(trained(seen), trained(state))
+    assert_same_bits(trained(seen), trained(state))
     assert seen.opt_state[0].count == 2 and seen.opt_state[2].count == 2
 
 
@@ -195,7 +195,7 @@ class TestFloat8:
         state, step, x = self.training()
         clean, _ = run((state, step), [x, 2 * x])
         seen, _ = run((state, step), [x, x.at[0].set(jnp.nan), 2 * x])
-        assert same_bits(trained(seen), trained(clean))
+        assert_same_bits(trained(seen), trained(clean))
         statistics = clean.params["_overwrite_with_gradient"]
         assert not same_bits(statistics, state.params["_overwrite_with_gradient"])
         (history,) = (v for k, v in statistics["Fp8DirectDotGeneralOp_0"].items() if k == "input_amax_history")
@@ -233,7 +233,7 @@ class TestErrors:
         )
         self.check(ValueError, message, simple, optax.adam(1e-3))
         state = simple(with_loss_scale(optax.adam(1e-3), NO_SCALE))
-        assert same_bits(state.apply_gradients(grads=BAD).params, state.params)
+        assert_same_bits(state.apply_gradients(grads=BAD).params, state.params)
 
     def test_accumulation_around(self):
         message = (

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from comparisons import assert_same_bits, same_bits
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from optimizer_tools import same_bits
 
 import jmp_train as jmp
 from jmp_train import flax_bridge
@@ -85,7 +85,7 @@ def test_what_a_module_changes_in_itself_agrees(route):
     skipped = agreed(run(after, SPOILED), route)
     assert jmp.get_loss_scale(skipped).loss_scale == 512 and skipped.step == 1
     for name in ("params", "model_state", "ema_params"):
-        assert same_bits(*map(jax.tree.leaves, (getattr(skipped, name), getattr(after, name)))), name
+        assert_same_bits(*map(jax.tree.leaves, (getattr(skipped, name), getattr(after, name))))
     if route == "shard_map":
         crossing = re.findall(r"all_reduce[\s\S]*?-> tensor<(\S+)>", run.lower(start, X).as_text())
         assert "7xf32" not in crossing  # what has not changed costs nothing
@@ -156,8 +156,8 @@ def test_batch_norm_over_the_devices_has_the_statistics_of_the_whole_batch(train
     np.testing.assert_allclose(var, 0.5 + 0.5 * large.var(0), rtol=1e-5)
     skipped = agreed(run(after, SPOILED), route)
     assert jmp.get_loss_scale(skipped).loss_scale == 512 and skipped.step == 1
-    assert same_bits(*map(jax.tree.leaves, (skipped.model_state, after.model_state)))
-    assert same_bits(*map(jax.tree.leaves, (skipped.params, after.params)))
+    assert_same_bits(*map(jax.tree.leaves, (skipped.model_state, after.model_state)))
+    assert_same_bits(*map(jax.tree.leaves, (skipped.params, after.params)))
 
 
 class TestStatesThatWouldPart:

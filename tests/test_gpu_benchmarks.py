@@ -16,6 +16,8 @@ import pytest
 
 from benchmarks import models
 
+pytestmark = pytest.mark.integration
+
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 
 # As torchvision, Hugging Face (BertForMaskedLM of bert-base-uncased, gpt2) and Zaremba et al. (66 million) have them.

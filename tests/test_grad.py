@@ -3,6 +3,7 @@
 import functools
 import inspect
 
+import chex
 import jax
 import jax.numpy as jnp
 import jmp
@@ -270,13 +271,7 @@ def test_per_example_gradients_by_vmap():
 def test_a_training_loop_in_scan_equals_steps_under_jit_with_one_trace():
     params, batch = make_problem()
     tx = with_loss_scale(optax.sgd(0.1), DynamicLossScale(2.0**15, growth_interval=2))
-    traces = []
-
-    def counted(params, batch):
-        traces.append(1)
-        return loss_fn(params, batch)
-
-    grad_fn = value_and_grad(counted, "mixed_float16")
+    grad_fn = value_and_grad(loss_fn, "mixed_float16")
 
     def step(carry, _):
         params, state = carry
@@ -285,11 +280,10 @@ def test_a_training_loop_in_scan_equals_steps_under_jit_with_one_trace():
         return (optax.apply_updates(params, updates), state), loss
 
     carry, losses = (params, tx.init(params)), []
-    jitted = jax.jit(step)
+    jitted = jax.jit(chex.assert_max_traces(step, n=1))
     for _ in range(3):
         carry, loss = jitted(carry, None)
         losses.append(loss)
-    assert len(traces) == 1
     scanned, scanned_losses = jax.lax.scan(step, (params, tx.init(params)), None, length=3)
     np.testing.assert_allclose(scanned_losses, losses, rtol=1e-6)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), scanned[0], carry[0])

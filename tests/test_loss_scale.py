@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -194,11 +195,9 @@ def test_adjust_under_scan_cond_and_vmap_equals_eager():
 
 
 def test_the_state_keeps_its_types_so_that_one_trace_serves_all_steps():
-    traces = []
-
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def adjust(scale, finite):
-        traces.append(1)
         return scale.adjust(finite)
 
     scale = jax.tree.map(jnp.array, UNUSUAL)
@@ -206,7 +205,6 @@ def test_the_state_keeps_its_types_so_that_one_trace_serves_all_steps():
         before = jax.tree.map(jax.typeof, scale)
         scale = adjust(scale, finite)
         assert jax.tree.map(jax.typeof, scale) == before
-    assert len(traces) == 1
 
 
 def test_traced_values_are_taken_as_they_are():

@@ -6,6 +6,7 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -145,21 +146,18 @@ def master_or_key(state):
 def test_one_trace_scan_cond_and_donation(wrap):
     params = {"w": jnp.ones((4, 2), jnp.bfloat16), "b": jnp.zeros(2)}
     tx = with_loss_scale(wrap(optax.adam(0.1)))
-    traces = []
 
     def step(params, state, grads):
-        traces.append(1)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    donating = jax.jit(step, donate_argnums=(0, 1))
+    donating = jax.jit(chex.assert_max_traces(step, n=1), donate_argnums=(0, 1))
     p = params
     for _ in range(2):
         p = jax.tree.map(jnp.array, params)
         state = tx.init(p)
         for seed in range(3):
             p, state = donating(p, state, gradients(seed, params))
-    assert len(traces) == 1
 
     def body(carry, grads):
         return jax.lax.cond(grads["b"][0] > 9, lambda: carry, lambda: step(*carry, grads)), None

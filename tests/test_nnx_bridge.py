@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from comparisons import assert_same_bits, same_bits
 from flax import linen as nn
 from flax import nnx
 from flax_models import NNXCNN, digits, nnx_loss, nnx_training, run, spoiled, trained
-from optimizer_tools import same_bits
 
 import jmp_train as jmp
 from jmp_train import flax_bridge, with_loss_scale
@@ -66,7 +66,7 @@ def test_gradients_and_state_are_those_of_nnx():
     grad_fn = nnx.jit(flax_bridge.value_and_grad(nnx_loss, "p=f32,c=f32"))
     loss, grads, model_state = grad_fn(model, batch)
     their_loss, their_grads = nnx.jit(nnx.value_and_grad(nnx_loss))(theirs, batch)
-    assert same_bits(arrays(model), before)
+    assert_same_bits(arrays(model), before)
     np.testing.assert_allclose(loss, their_loss, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, their_grads)
     changed = {path: x for path, x in arrays(theirs).items() if not same_bits(x, before[path])}
@@ -95,7 +95,7 @@ def test_in_place_a_run_with_a_bad_batch_equals_one_without():
         train_step(model, optimizer, batch)
     for batch in (spoiled(batches[1]), batches[0], spoiled(batches[0]), batches[1]):
         train_step(other, other_optimizer, batch)
-    assert same_bits(arrays(model), arrays(other))
+    assert_same_bits(arrays(model), arrays(other))
     moments = [trained(nnx.as_pure(o.opt_state)) for o in (optimizer, other_optimizer)]
     assert same_bits(*moments) and int(optimizer.step[...]) == int(other_optimizer.step[...]) == 2
     assert jmp.step_metrics(other_optimizer)["skipped_steps"] == 2
@@ -118,7 +118,7 @@ def test_as_one_pytree_a_run_with_bad_batches_equals_one_without(training):
     clean, losses = run((start, step), batches)
     bad = [spoiled(batches[0]), batches[0], spoiled(batches[1]), *batches[1:], spoiled(batches[2])]
     seen, _ = run((start, step), bad)
-    assert same_bits(trained(seen), trained(clean))
+    assert_same_bits(trained(seen), trained(clean))
     assert (int(clean.step), int(seen.step), int(jmp.step_metrics(seen)["skipped_steps"])) == (3, 3, 3)
     assert step._cache_size() == 1 and losses[-1] < losses[0]
     before, after = trained(start), trained(clean)
@@ -135,7 +135,7 @@ def test_nnx_optimizer_works_with_the_wrapper_alone():
     optimizer.update(model, grads)
     params = set(leaf_paths(nnx.state(model, nnx.Param)))
     assert all(same_bits(arrays(model)[path], before[path]) for path in params)
-    assert same_bits(trained(nnx.as_pure(optimizer.opt_state)), moments)
+    assert_same_bits(trained(nnx.as_pure(optimizer.opt_state)), moments)
     assert not jmp.all_finite(model.norm.mean[...]) and optimizer.step[...] == 1
 
 

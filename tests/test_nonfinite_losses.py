@@ -6,14 +6,16 @@
 
 import pickle
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from comparisons import assert_same_bits
 from flax import nnx
 from jax.sharding import AxisType, Mesh, PartitionSpec
-from optimizer_tools import GOOD, PARAMS, broken, same_bits
+from optimizer_tools import GOOD, PARAMS, broken
 
 import jmp_train as jmp
 from jmp_train import DynamicLossScale, flax_bridge, step_metrics, with_loss_scale
@@ -71,7 +73,7 @@ def test_nothing_else_depends_on_it():
 
     with_value = steps(ADAM, [(GOOD, jnp.inf), (broken("a"), jnp.nan), (GOOD, 1.0)])
     without = steps(ADAM, [(GOOD, None), (broken("a"), None), (GOOD, None)])
-    assert same_bits((with_value[0], others(with_value[1])), (without[0], others(without[1])))
+    assert_same_bits((with_value[0], others(with_value[1])), (without[0], others(without[1])))
     assert int(with_value[1].nonfinite_losses) == 1 and int(without[1].nonfinite_losses) == 0
 
 
@@ -88,11 +90,9 @@ def test_values_of_any_kind():
 
 
 def test_one_trace_and_stable_types():
-    traces = []
-
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def step(state, loss):
-        traces.append(1)
         return ADAM.update(GOOD, state, PARAMS, value=loss)[1]
 
     state = ADAM.init(PARAMS)
@@ -100,7 +100,7 @@ def test_one_trace_and_stable_types():
         before = jax.tree.map(jax.typeof, state)
         state = step(state, jnp.float32(loss))
         assert jax.tree.map(jax.typeof, state) == before
-    assert len(traces) == 1 and int(state.nonfinite_losses) == 1
+    assert int(state.nonfinite_losses) == 1
 
 
 def test_scan_and_vmap():

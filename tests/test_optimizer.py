@@ -6,12 +6,14 @@
 
 import pickle
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizer_tools import GOOD, PARAMS, broken, run, same_bits
+from comparisons import assert_same_bits, same_bits
+from optimizer_tools import GOOD, PARAMS, broken, run
 
 import jmp_train as jmp
 from jmp_train import DynamicLossScale, NoOpLossScale, StaticLossScale, step_metrics, with_loss_scale
@@ -29,12 +31,11 @@ class TestState:
         assert state.last_overflow.tolist() == [True, True, False] and state.overflow_counts.tolist() == [1, 2, 0]
 
     def test_one_trace_serves_all_steps_and_types_are_stable(self):
-        traces = []
         tx = with_loss_scale(optax.adam(0.1))
 
         @jax.jit
+        @chex.assert_max_traces(n=1)
         def step(grads, state):
-            traces.append(1)
             return tx.update(grads, state)[1]
 
         state = tx.init(PARAMS)
@@ -42,14 +43,13 @@ class TestState:
             before = jax.tree.map(jax.typeof, state)
             state = step(grads, state)
             assert jax.tree.map(jax.typeof, state) == before
-        assert len(traces) == 1
 
     def test_every_field_survives_pickle_and_a_resumed_run_equals_the_uninterrupted_one(self):
         tx = with_loss_scale(optax.adam(0.1), DynamicLossScale(8.0, growth_interval=2, hysteresis=2))
         first, second = [GOOD, broken("b"), broken("a"), GOOD], [GOOD, broken("c"), GOOD, GOOD]
         params, state = run(tx, first)
         saved = pickle.loads(pickle.dumps(jax.tree.map(np.asarray, (params, state))))
-        assert same_bits(run(tx, second, saved[1], saved[0]), run(tx, first + second))
+        assert_same_bits(run(tx, second, saved[1], saved[0]), run(tx, first + second))
 
     def test_a_donated_state_never_breaks_a_later_init(self):
         start = DynamicLossScale(jnp.float32(8.0))
@@ -87,7 +87,7 @@ class TestState:
 
     def test_a_skip_leaves_the_sign_of_zero_alone(self):
         params, _ = run(with_loss_scale(optax.sgd(0.1)), [broken("a")])
-        assert same_bits(params, PARAMS)
+        assert_same_bits(params, PARAMS)
 
     def test_16_bit_gradients_reach_the_inner_transformation_in_float32(self):
         tiny = {"w": jnp.full(3, 2.0**-14, jnp.float16)}

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from comparisons import assert_same_bits, same_bits
 from optax_rows import loss as quadratic
 
 from jmp_train import (
@@ -90,20 +91,13 @@ def train(tx, data, params=PARAMS, policy="float32", scales=None):
     return params, state
 
 
-def same_bits(a, b):
-    return jax.tree.structure(a) == jax.tree.structure(b) and all(
-        np.asarray(x).tobytes() == np.asarray(y).tobytes()
-        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    )
-
-
 @pytest.mark.parametrize("name", INNER)
 def test_a_run_with_one_overflow_equals_one_that_never_saw_that_batch(name):
     tx = with_loss_scale(INNER[name](), StaticLossScale(2.0**10))
     params, state = train(tx, batches(0, 1, 2, 3, 4, poison={2}))
     expected, clean = train(tx, batches(0, 1, 3, 4))
     assert int(state.skipped_steps) == 1 and int(clean.skipped_steps) == 0
-    assert same_bits((params, state.inner_state), (expected, clean.inner_state))
+    assert_same_bits((params, state.inner_state), (expected, clean.inner_state))
 
 
 def test_the_scale_backs_off_once_and_grows_again_on_time():
@@ -126,7 +120,7 @@ def test_100_steps_equal_the_unscaled_run_bit_for_bit(policy, name):
         params, state = train(tx, batches(*range(100)), policy=policy)
         assert get_loss_scale(state).loss_scale == start and int(state.skipped_steps) == 0
         runs.append((params, state.inner_state))
-    assert same_bits(*runs)
+    assert_same_bits(*runs)
 
 
 def test_eagerly_a_growing_scale_equals_none_bit_for_bit():
@@ -135,7 +129,7 @@ def test_eagerly_a_growing_scale_equals_none_bit_for_bit():
         scaled, state = train(with_loss_scale(optax.adam(1e-2), scale), batches(*range(2)))
         plain, bare = train(with_loss_scale(optax.adam(1e-2), NoOpLossScale()), batches(*range(2)))
     assert get_loss_scale(state).loss_scale == 2.0**14
-    assert same_bits((scaled, state.inner_state), (plain, bare.inner_state))
+    assert_same_bits((scaled, state.inner_state), (plain, bare.inner_state))
 
 
 def test_an_overflow_in_one_micro_batch_costs_that_micro_batch():

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from comparisons import assert_same_bits, same_bits
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
-from optimizer_tools import GOOD, PARAMS, run, same_bits
+from optimizer_tools import GOOD, PARAMS, run
 
 import jmp_train as jmp
 from jmp_train import DynamicLossScale, get_loss_scale, step_metrics, with_loss_scale
@@ -85,7 +86,7 @@ class TestPlacement:
     def test_outermost_a_run_equals_one_that_never_saw_the_overflow(self, inner):
         with_it, state = self.last(with_loss_scale(inner), [self.FINE, self.OVERFLOW, self.FINE])
         without, clean = self.last(with_loss_scale(inner), [self.FINE, self.FINE])
-        assert same_bits((with_it, state.inner_state), (without, clean.inner_state))
+        assert_same_bits((with_it, state.inner_state), (without, clean.inner_state))
 
     def test_clipping_before_the_check_hides_the_overflow(self):
         clip = optax.clip_by_global_norm(1.0)
@@ -150,7 +151,7 @@ class TestDevices:
             updates, state = jax.jit(tx.update)(jax.device_put(g, place), state, jax.device_put(leaves, place))
             plain, _ = run(tx, [g], params=leaves)
             assert int(state.skipped_steps) == skipped
-            assert same_bits(optax.apply_updates(leaves, jax.device_get(updates)), plain)
+            assert_same_bits(optax.apply_updates(leaves, jax.device_get(updates)), plain)
             assert all(updates[name].sharding.is_equivalent_to(place[name], updates[name].ndim) for name in leaves)
 
 

@@ -146,8 +146,10 @@ def test_layers_stay_narrow(name, dtype):
     assert found and {read for read, *_ in found} == {dtype}
 
 
-@pytest.mark.parametrize("order", ["autocast(grad)", "grad(autocast)"])
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    ("order", "dtype"),
+    [("autocast(grad)", "bfloat16"), ("grad(autocast)", "bfloat16"), ("autocast(grad)", "float16")],
+)
 @pytest.mark.parametrize("name", WIDE)
 def test_gradients_are_those_of_float32(name, dtype, order):
     """What is computed from data alone: a layer's rounding would be a thousand times larger."""

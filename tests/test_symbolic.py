@@ -217,7 +217,7 @@ def loss_of(model):
     return loss_fn
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["MLP", *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "MLP")])
 def test_the_gradient_of_a_model(name):
     model, (examples, symbolic) = MODELS[name][0], inputs_of(name)
     params = model.init(jax.random.key(0), examples[0])

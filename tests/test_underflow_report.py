@@ -45,9 +45,10 @@ OUTCOME = jax.jit(lambda x, scale, wide, target: outcome(magnitudes(x), wide, sc
 
 
 def check_outcomes(name, scale, values, wide):
-    got = OUTCOME(values, jnp.float32(scale), wide, target_format(name))
+    # One size for all, and so one program for each format.
+    got = OUTCOME(np.resize(values, 64), jnp.float32(scale), wide, target_format(name))
     oracle = rounding(name)
-    for value, index in zip(values, np.asarray(got), strict=True):
+    for value, index in zip(values, np.asarray(got)[: len(values)], strict=True):
         exact = Fraction(float(value)) * Fraction(float(np.float32(scale)))
         assert OUTCOMES[index] == oracle.outcome(exact), (name, scale, value)
 
@@ -170,17 +171,18 @@ def test_under_jit_vmap_and_scan():
 
 class TestHistogram:
     @pytest.mark.parametrize("name", TARGETS)
-    @pytest.mark.parametrize("scale", [1.0, 2.0**-3, 2.0**7])
-    def test_equals_the_exact_report_away_from_boundaries(self, name, scale):
+    def test_equals_the_exact_report_away_from_boundaries(self, name):
         values = np.ldexp(F32([1.25, 1.5, 1.7]), np.arange(-40, 25)[:, None]).ravel()
-        exact = jmp.underflow_report(values, name, scale).total
+        scales = jnp.float32([1.0, 2.0**-3, 2.0**7])
+        reports = jax.jit(jax.vmap(lambda x, scale: jmp.underflow_report(x, name, scale), (None, 0)))
         histogram = jmp.exponent_histogram(values)
-        binned = jax.jit(lambda h: jmp.underflow_report(h, name, scale))(histogram)
-        assert not binned.exact and "to the accuracy of a histogram" in str(binned)
-        for share in ("becomes_zero", "becomes_subnormal", "becomes_infinite"):
-            assert getattr(binned.total, share) == getattr(exact, share)
-        assert exact.largest <= binned.total.largest < 2 * exact.largest
-        assert (binned.total.values, binned.paths) == (values.size, ("",))
+        for i in range(len(scales)):
+            exact, binned = (jax.tree.map(lambda x, i=i: x[i], reports(each, scales)) for each in (values, histogram))
+            assert exact.exact and not binned.exact and "to the accuracy of a histogram" in str(binned)
+            for share in ("becomes_zero", "becomes_subnormal", "becomes_infinite"):
+                assert getattr(binned.total, share) == getattr(exact.total, share)
+            assert exact.total.largest <= binned.total.largest < 2 * exact.total.largest
+            assert (binned.total.values, binned.paths) == (values.size, ("",))
 
     def test_the_middle_of_a_bin_stands_for_all_of_it(self):
         histogram = jmp.exponent_histogram({"ties": jnp.float32([2.0**-25] * 3), "top": jnp.float32([65530.0])})

@@ -59,7 +59,8 @@ def leaves_small_result(program: Program, node: Node, parameters: Sequence[bool]
     if sizes is None:
         return False
     larger = max(sizes.operands)
-    return sizes.result * _SMALL <= larger and not parameters[sizes.operands.index(larger)]
+    weight_times_vector = min(sizes.left, sizes.right) == 1 and parameters[sizes.operands.index(larger)]
+    return sizes.result * _SMALL <= larger and not weight_times_vector
 
 
 def asks_for_float32(precision: Any, policys: str | None) -> bool:
