@@ -287,6 +287,24 @@ def test_what_is_no_tree_follows_its_operands():
     assert adds == ["float32", "float16", "float32"] or adds == ["float32", "float16", "float16"]
 
 
+def test_parts_that_are_joined_by_an_addition_are_no_sum():
+    """As `associative_scan` and the derivatives of slices join them: one is zero wherever the other is not."""
+
+    def interleaved(w, x):
+        h = x @ w
+        even, odd = (lax.pad(h[i::2], 0.0, [(i, 1 - i, 1), (0, 0, 0)]) for i in (0, 1))
+        return even + odd
+
+    def overlapping(w, x):
+        h = x @ w
+        return lax.pad(h[:20], 0.0, [(0, 12, 0), (0, 0, 0)]) + lax.pad(h[12:], 0.0, [(12, 0, 0), (0, 0, 0)])
+
+    for fn, dtype in ((interleaved, "float16"), (overlapping, "float32")):
+        adds = [op.dtype for op in explain(fn, "mixed_float16")(W, X).operations if op.primitive == "add"]
+        assert adds == [dtype], fn
+        np.testing.assert_allclose(autocast(fn, "mixed_float16")(W, X), fn(W, X), rtol=1e-2, atol=0.1)
+
+
 # Who decides
 
 
