@@ -154,13 +154,10 @@ class Lineage:
     def are_disjoint(self, one: int, other: int) -> bool:
         """Whether two values are pads of which one is zero wherever the other is not: their sum joins them."""
         makers = [self._producers.get(number) for number in (one, other)]
-        places = [
-            _padded_places(maker)
-            for maker in makers
-            if maker is not None and maker.name == "pad" and self._is_zero(maker.ins[1])
-        ]
-        if len(places) < 2 or known_size(self.program.avals[one]) is None:
+        pads = [maker for maker in makers if maker is not None and maker.name == "pad" and self._is_zero(maker.ins[1])]
+        if len(pads) < 2 or known_size(self.program.avals[one]) is None:
             return False
+        places = [_padded_places(pad, self.program.avals[pad.ins[0]].shape) for pad in pads]
         return any(
             a.stop <= b.start or b.stop <= a.start or (a.step == b.step and (a.start - b.start) % a.step != 0)
             for a, b in zip(*places, strict=True)
@@ -319,7 +316,7 @@ def _alike(left: Any, right: Any) -> bool:
         return left is right
 
 
-def _padded_places(node: Node) -> list[range]:
-    """The places along each axis at which a `pad` puts its operand."""
-    axes = zip(node.params["padding_config"], node.eqn.invars[0].aval.shape, strict=True)
+def _padded_places(node: Node, shape: Sequence[int]) -> list[range]:
+    """The places along each axis at which a `pad` puts its operand, of this shape."""
+    axes = zip(node.params["padding_config"], shape, strict=True)
     return [range(low, low + (size - 1) * (interior + 1) + 1, interior + 1) for (low, _, interior), size in axes]
