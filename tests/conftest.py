@@ -1,7 +1,7 @@
 """Eight simulated CPU devices for every test; 64-bit types stay off, as in most users' programs.
 
 Compiling is most of what tests wait for. The default ones compile with little optimization, and what two tests of one
-process compile is compiled once. The slow ones read what XLA's optimizations make of a program: they have them.
+process compile is compiled once. The slow ones run larger programs, and read what XLA's optimizations make of them.
 """
 
 import os
@@ -20,21 +20,15 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 
 def pytest_configure(config):
-    compile_with_less_work()
     if config.getoption("markexpr") != "slow":
         compile_quickly(config)
 
 
-def compile_with_less_work() -> None:
-    """On CPUs: small programs in one piece each, and by the older emitters, twice as fast, where XLA still has them."""
-    flags = ["--xla_cpu_parallel_codegen_split_count=1"]
-    if jax.__version_info__ < (0, 11):
+def compile_quickly(config: pytest.Config) -> None:
+    flags = ["--xla_cpu_parallel_codegen_split_count=1"]  # small programs in one piece each
+    if jax.__version_info__ < (0, 11):  # and by the older emitters, twice as fast, where XLA still has them
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
-
-
-def compile_quickly(config: pytest.Config) -> None:
-    """With little optimization, and equal programs once."""
     jax.config.update("jax_disable_most_optimizations", True)
     # JAX remembers programs by the identity of the Python function; this cache finds equal ones. It is new and each
     # process has its own: JAX does not write its entries atomically.
