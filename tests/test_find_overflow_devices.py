@@ -69,7 +69,7 @@ def one_axis_of_two(w, x):
 
 @sharded(LINE, (P("data"), P("data")), (P("data"), P("data")))
 def keys(keys, x):
-    noise = jax.vmap(lambda key: jax.random.uniform(key, (4,)))(keys)
+    noise = jax.vmap(lambda key: jax.random.uniform(key, (8,)))(keys)
     return jax.vmap(jax.random.fold_in)(keys, jnp.arange(2)), x + noise
 
 
