@@ -224,9 +224,9 @@ def kernel_ridge(net, params, batch):
     return mean_square(net.dot(query, support.T) @ weights - batch["query_y"])
 
 
-def kernel_ridge_data(rng):
+def ridge_data(rng, examples=48):
     true = normal(rng, 32, 4, scale=0.3)
-    support, query = normal(rng, 48, 32), normal(rng, 96, 32)
+    support, query = normal(rng, examples, 32), normal(rng, 96, 32)
     batch = {"support": support, "query": query, "support_y": support @ true, "query_y": query @ true}
     return dense_params(rng, 32, 64, 32), batch
 
@@ -318,7 +318,7 @@ CASES = (
     Case("neighbours_chunks", 3, neighbours("chunks"), neighbours_data, note="a scan over parts of one operand"),
     Case("discrepancy", 3, discrepancy, discrepancy_data),
     Case("gaussian_process", 3, gaussian_process, gaussian_process_data),
-    Case("kernel_ridge", 3, kernel_ridge, kernel_ridge_data, note="also a product of two towers, a layer"),
+    Case("kernel_ridge", 3, kernel_ridge, ridge_data, note="also a product of two towers, a layer"),
     Case("determinantal", 3, determinantal, determinantal_data),
     Case("alignment", 3, alignment, alignment_data, fine=True),
     Case("tangent_kernel", 3, tangent_kernel, tangent_kernel_data, fine=True, note="second order"),

@@ -1,10 +1,12 @@
 """Cases of class 3 that solve linear systems: a solution has digits that the next product cancels."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.scipy.linalg import cho_solve
 from product_case import NARROW, Case, dense_params, mean_square, normal
-from product_squares import distances
+from product_squares import distances, ridge_data
 
 
 def gp_prediction(net, params, batch):
@@ -27,13 +29,6 @@ def ridge_head(net, params, batch):
     inverse = jnp.linalg.inv(z.T @ z + 0.1 * jnp.eye(z.shape[1]))
     weights = inverse @ (z.T @ batch["support_y"])
     return mean_square(net.mlp(params, batch["query"]) @ weights - batch["query_y"])
-
-
-def ridge_head_data(rng):
-    true = normal(rng, 32, 4, scale=0.3)
-    support, query = normal(rng, 128, 32), normal(rng, 96, 32)
-    batch = {"support": support, "query": query, "support_y": support @ true, "query_y": query @ true}
-    return dense_params(rng, 32, 64, 32), batch
 
 
 def zca(net, params, batch):
@@ -96,7 +91,7 @@ def weight_data(rng):
 
 CASES = (
     Case("gp_prediction", 3, gp_prediction, gp_prediction_data),
-    Case("ridge_head", 3, ridge_head, ridge_head_data),
+    Case("ridge_head", 3, ridge_head, functools.partial(ridge_data, examples=128)),
     Case("zca", 3, zca, zca_data),
     Case("mahalanobis", 3, mahalanobis, mahalanobis_data),
     Case("independence", 3, independence, independence_data),

@@ -192,41 +192,33 @@ def test_found_inside_other_programs(within):
     assert sum(reason.endswith(Cause.SQUARE.value) for _, _, reason, _ in found) == len(found)
 
 
-def test_a_square_of_16_bit_values_reads_them_as_they_are():
-    """Their products are exact in float32; and what is subtracted from them reads the same numbers."""
+def cross_of_rows(a):
+    return lax.map(lambda rows: rows @ a.T, a.reshape(4, 8, -1)).reshape(32, 32)
+
+
+def cross_in_a_branch(a):
+    return lax.cond(a[0, 0] > 1e9, lambda a: jnp.zeros((32, 32)), lambda a: a @ a.T, a)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("cross", [lambda a: a @ a.T, cross_of_rows, cross_in_a_branch], ids=["plain", "map", "cond"])
+def test_a_square_of_16_bit_values_reads_them_as_they_are(cross, dtype):
+    """Their products are exact in float32; and what is subtracted from them, wherever, reads the same numbers."""
 
     def distances(w, x):
         a = x @ w
         squares = jnp.sum(a**2, -1)
-        return squares[:, None] + squares[None] - 2 * (a @ a.T)
-
-    x, w = (
-        np.concatenate([X, np.ones((32, 1), np.float32)], 1),
-        np.concatenate([W / 8, np.full((1, 64), 50.0)]).astype(np.float32),
-    )
-    _, square = products(distances, w, x)
-    assert square[:3] == ("float16", "float32", Cause.SQUARE.value)
-    for dtype in HALVES:
-        policy = f"mixed_{dtype}"
-        got = jax.jit(autocast(distances, policy))(w, x)
-        a = np.asarray(jax.jit(autocast(lambda w, x: x @ w, policy))(w, x), jnp.dtype(dtype)).astype(np.float64)
-        want = np.sum((a[:, None] - a[None]) ** 2, -1)
-        np.testing.assert_allclose(got, want, atol=0.5)  # of sums of 160,000 that are subtracted
-
-
-def test_a_square_inside_a_loop_rounds_what_is_outside():
-    """As above, where the squares that are subtracted are computed before the loop."""
-
-    def distances(w, x):
-        a = x @ w
-        squares = jnp.sum(a**2, -1)
-        return lax.map(lambda rows: jnp.sum(rows**2, -1)[:, None] + squares - 2 * rows @ a.T, a.reshape(4, 8, -1))
+        return squares[:, None] + squares[None] - 2 * cross(a)
 
     x = np.concatenate([X, np.ones((32, 1), np.float32)], 1)
-    w = np.concatenate([W / 8, np.full((1, 64), 50.0)]).astype(np.float32)
-    got = jax.jit(autocast(distances, "mixed_bfloat16"))(w, x).reshape(32, 32)
-    a = np.asarray(jax.jit(autocast(lambda w, x: x @ w, "mixed_bfloat16"))(w, x), jnp.bfloat16).astype(np.float64)
-    np.testing.assert_allclose(got, np.sum((a[:, None] - a[None]) ** 2, -1), atol=0.5)
+    w = np.concatenate([W / 8, np.full((1, 64), 50.0, np.float32)])
+    policy = f"mixed_{dtype}"
+    _, square = products(distances, w, x, policy=policy)
+    assert square[:3] == (dtype, "float32", Cause.SQUARE.value)
+    got = jax.jit(autocast(distances, policy))(w, x)
+    a = np.asarray(jax.jit(autocast(lambda w, x: x @ w, policy))(w, x), jnp.dtype(dtype)).astype(np.float64)
+    want = np.sum((a[:, None] - a[None]) ** 2, -1)
+    np.testing.assert_allclose(got, want, atol=0.5)  # of sums of 160,000 that are subtracted
 
 
 def test_the_derivatives_of_a_factorization_are_float32():

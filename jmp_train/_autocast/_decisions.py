@@ -34,11 +34,11 @@ def narrowed_decision(condition: Plan, body: Plan, skip: int, consts: int) -> st
       condition, body: the plans of both programs.
       skip, consts: how many constants each of them is given before the carry.
     """
-    if _origins_of_while(condition, body, (), skip, consts) is None:
+    if _dependencies_of_while(condition, body, (), skip, consts) is None:
         return "its end depends on a product, or on another value that 16 bits change"
     avals = [body.program.avals[number] for number in body.program.outputs]
     exact = [i for i, aval in enumerate(avals) if not jnp.issubdtype(aval.dtype, jnp.inexact)]
-    if _origins_of_loop(body, exact, (), consts, len(avals)) is None:
+    if _dependencies_of_loop(body, exact, (), consts, len(avals)) is None:
         return "an integer or boolean that it carries depends on a product, or on another value that 16 bits change"
     return None
 
@@ -50,8 +50,8 @@ def narrowed_stop(body: Plan, consts: int, carry: int) -> str | None:
     stops it is computed from the carry alone; an update that is skipped for its own result stops nothing.
     """
     stops = _stops(body, consts, carry)
-    of_carry = bool(stops) and origins(body, stops) is not None
-    if of_carry and _origins_of_loop(body, (), stops, consts, carry) is None:
+    of_carry = bool(stops) and dependencies(body, stops) is not None
+    if of_carry and _dependencies_of_loop(body, (), stops, consts, carry) is None:
         return "when it stops depends on a product, or on another value that 16 bits change"
     return None
 
@@ -95,7 +95,7 @@ def _unchanged(step: Step, position: int, start: int, same: dict[int, int]) -> s
     }
 
 
-def origins(plan: Plan, numbers: Iterable[int]) -> set[int] | None:
+def dependencies(plan: Plan, numbers: Iterable[int]) -> set[int] | None:
     """The arguments, by position, that some values of a plan are computed from; `None` if not all runs as recorded."""
     needed = set(numbers)
     for node, step in zip(reversed(plan.program.nodes), reversed(plan.steps), strict=True):
@@ -128,41 +128,41 @@ def _is_rounded_far(plan: Plan, number: int) -> bool:
 
 
 def _operands(step: Step, results: Collection[int]) -> Collection[int] | None:
-    """The operands of a step that some of its results are computed from; `None` as for `origins`."""
+    """The operands of a step that some of its results are computed from; `None` as for `dependencies`."""
     name, params, bodies = step.node.name, step.node.params, step.bodies
     if not bodies:
         return range(len(step.node.ins))
     if name == "cond":
-        each = [origins(branch, [branch.program.outputs[i] for i in results]) for branch in bodies]
+        each = [dependencies(branch, [branch.program.outputs[i] for i in results]) for branch in bodies]
         found = [inside for inside in each if inside is not None]
         return {0, *(1 + i for inside in found for i in inside)} if len(found) == len(each) else None
     if name == "while":
         body, condition = bodies
-        return _origins_of_while(condition, body, results, params["cond_nconsts"], params["body_nconsts"])
+        return _dependencies_of_while(condition, body, results, params["cond_nconsts"], params["body_nconsts"])
     if name == "scan":
-        return _origins_of_loop(bodies[0], results, (), *scan_counts(step.node.eqn))
-    return origins(bodies[0], [bodies[0].program.outputs[i] for i in results]) if name in _CALLS else None
+        return _dependencies_of_loop(bodies[0], results, (), *scan_counts(step.node.eqn))
+    return dependencies(bodies[0], [bodies[0].program.outputs[i] for i in results]) if name in _CALLS else None
 
 
-def _origins_of_while(
+def _dependencies_of_while(
     condition: Plan, body: Plan, results: Iterable[int], skip: int, consts: int
 ) -> Collection[int] | None:
-    """`origins` of a `while`'s end, and of some of its results, among its operands."""
-    ends = origins(condition, condition.program.outputs)
+    """`dependencies` of a `while`'s end, and of some of its results, among its operands."""
+    ends = dependencies(condition, condition.program.outputs)
     if ends is None:
         return None
     deciding = {i - skip for i in ends if i >= skip}
-    inside = _origins_of_loop(body, deciding.union(results), (), consts, len(body.program.outputs))
+    inside = _dependencies_of_loop(body, deciding.union(results), (), consts, len(body.program.outputs))
     return None if inside is None else {i for i in ends if i < skip} | {skip + i for i in inside}
 
 
-def _origins_of_loop(
+def _dependencies_of_loop(
     body: Plan, results: Iterable[int], numbers: Iterable[int], consts: int, carry: int
 ) -> set[int] | None:
-    """`origins` of some of a loop's results and of other values of its body, in all iterations."""
+    """`dependencies` of some of a loop's results and of other values of its body, in all iterations."""
     wanted = set(results)
     while True:
-        found = origins(body, {*numbers, *(body.program.outputs[i] for i in wanted)})
+        found = dependencies(body, {*numbers, *(body.program.outputs[i] for i in wanted)})
         if found is None:
             return None
         before = {i - consts for i in found if consts <= i < consts + carry}

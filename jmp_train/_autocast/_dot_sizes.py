@@ -50,7 +50,7 @@ def _shape(aval: Any) -> list[int]:
     return [size if isinstance(size, int) else _SYMBOLIC for size in aval.shape]
 
 
-def leaves_small_result(program: Program, node: Node, parameters: Sequence[bool]) -> bool:
+def leaves_small_result(program: Program, node: Node, are_parameters: Sequence[bool]) -> bool:
     """Whether a product's result is so small beside its operands that it costs nothing in float32.
 
     A weight times a vector, as in a power iteration, is none: other products read it, and it would cost bytes.
@@ -59,7 +59,7 @@ def leaves_small_result(program: Program, node: Node, parameters: Sequence[bool]
     if sizes is None:
         return False
     larger = max(sizes.operands)
-    weight_times_vector = min(sizes.left, sizes.right) == 1 and parameters[sizes.operands.index(larger)]
+    weight_times_vector = min(sizes.left, sizes.right) == 1 and are_parameters[sizes.operands.index(larger)]
     return sizes.result * _SMALL <= larger and not weight_times_vector
 
 

@@ -128,7 +128,8 @@ class Planner:
         made, again = [state.kind for state in walk.states], again_steps(walk.steps, walk.states)
         plan = Plan(program, place, walk.steps, in_dtypes, out_kinds, self.low, made, roots, again)
         plan.barred = operands_to_read_again(again, roots)
-        plan.rounded = roots_of_exponents(plan) | squared_operands(plan)
+        plan.squared = squared_operands(plan)
+        plan.rounded = roots_of_exponents(plan) | plan.squared
         plan = stack_less(plan) if self.rules.low_residuals else plan
         mark_unread(plan)
         return plan
@@ -297,8 +298,8 @@ class _Walk:
         gradient = node.name != "conv_general_dilated" and self.place.is_backward(node)
         weights = self.weights if any(self.states[number].parameter for number in node.ins) else None
         leaves = self.planner.reduce if gradient and self.flow.ends_at(node.outs[0], weights) else low
-        parameters = [self.states[number].parameter for number in node.ins]
-        if not self.place.is_backward(node) and leaves_small_result(self.program, node, parameters):
+        are_parameters = [self.states[number].parameter for number in node.ins]
+        if not self.place.is_backward(node) and leaves_small_result(self.program, node, are_parameters):
             entry, leaves = Entry(entry.rule, f"{entry.reason}; its small result stays in float32"), FLOAT32
         params: dict[str, Any] = {"preferred_element_type": leaves}
         if asks_for_float32(node.params.get("precision"), None):

@@ -33,7 +33,7 @@ from ._origins import (
     carried_origin,
     joined,
 )
-from ._table import TABLE, Entry, Rule
+from ._table import SYSTEMS, TABLE, Entry, Rule
 from ._wide_product import Cause, WideProduct, wide_product
 
 if TYPE_CHECKING:
@@ -50,13 +50,6 @@ _HALF_DEPTH = 8
 _AS_SUMS = frozenset({Cause.SHORT, Cause.INNER})
 # A kernel with at most so many different filters of one channel, known when planning, is no layer.
 _FEW_FILTERS = 4
-
-# What solves linear systems or factorizes matrices: roundings of what it makes, and of its derivative, are multiplied
-# by the condition number.
-_SYSTEMS = frozenset(
-    "cholesky cholesky_update lu qr geqrf ormqr householder_product svd eigh eig schur triangular_solve "
-    "tridiagonal_solve custom_linear_solve".split()
-)
 
 _BOOL = np.dtype(np.bool_)
 _COMPUTES_FLOAT32 = (Rule.HIGH, Rule.COLLECTIVE, Rule.RECORDED)
@@ -197,7 +190,7 @@ class _View:
             elif origins[number] is not origin:
                 origin = joined((origin, origins[number]))
         rule = entry.rule
-        if name in _SYSTEMS:
+        if name in SYSTEMS:
             self._products.registry.systems.add(self._line(node))
             origin = self._solution(node, name, origin)
         if not node.ins or (rule in _COMPUTES_FLOAT32 and origin not in _STAY):

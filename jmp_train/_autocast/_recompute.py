@@ -100,7 +100,7 @@ def roots_of_exponents(plan: Plan) -> frozenset[int]:
 
 
 def squared_operands(plan: Plan) -> frozenset[int]:
-    """The values in the compute dtype that a product, here or in a loop's body, multiplies with themselves.
+    """The values in the compute dtype that a product, here or in a body, multiplies with themselves.
 
     What else is computed from them is often subtracted from that, as a squared distance is: it has to read the numbers
     that the product reads.
@@ -109,12 +109,10 @@ def squared_operands(plan: Plan) -> frozenset[int]:
     for step in plan.steps:
         if isinstance(step.entry, WideProduct) and step.entry.cause is Cause.SQUARE:
             read.update(step.node.ins)
-        elif step.bodies:
-            body = step.bodies[0]
-            inputs, squared = body.program.inputs, squared_operands(body)
-            # The last operands of a node are its body's arguments; a `while` and a `cond` have others before them.
-            operands = zip(step.node.ins[-len(inputs) :], inputs, strict=False)
-            read.update(number for number, inside in operands if inside in squared)
+        # The last operands of a node are its bodies' arguments; a `while` and a `cond` have others before them.
+        for body in step.bodies if step.node.name != "while" else step.bodies[:1]:
+            operands = zip(reversed(step.node.ins), reversed(body.program.inputs), strict=False)
+            read.update(number for number, inside in operands if inside in body.squared)
     return frozenset(number for number in _moved_from(plan, read) if plan.kinds[number] is Kind.LOW)
 
 

@@ -90,7 +90,8 @@ class Plan:
       roots: values that far readers read through a stored copy.
       again: values that far readers compute again, and the step that does.
       barred: values that far readers start from as they are, behind a barrier: a product is computed again from them.
-      rounded: values whose rounding no reader may lose; see `roots_of_exponents`.
+      squared: values in the compute dtype that a product, here or in a body, multiplies with themselves.
+      rounded: values whose rounding no reader may lose: these, and those of `roots_of_exponents`.
     """
 
     program: Program
@@ -103,6 +104,7 @@ class Plan:
     roots: frozenset[int]
     again: dict[int, Step]
     barred: frozenset[int] = frozenset()
+    squared: frozenset[int] = frozenset()
     rounded: frozenset[int] = frozenset()
 
     def dtypes_of(self, kinds: Sequence[Kind]) -> list[np.dtype | None]:

@@ -53,11 +53,11 @@ _SUMS = {
     "reduce_window_sum": "a sum a window",
     "scatter-add scatter-sub": "duplicate indices accumulate: an embedding's gradient is such a sum",
     "select_and_scatter_add": "overlapping windows accumulate; small windows are written as selections",
+    "fft": "no 16-bit form, and a sum of as many terms as points",
 }
-_LINALG = {
+_FACTORIZATIONS = {
     "cholesky cholesky_update lu qr geqrf geqp3 ormqr svd eigh eig hessenberg schur": "LAPACK has no 16-bit form",
     "householder_product triangular_solve tridiagonal tridiagonal_solve symmetric_product": "ill-conditioned",
-    "fft": "no 16-bit form, and a sum of as many terms as points",
 }
 _FOLLOW = {
     "neg sign abs floor ceil round is_finite": "exact",
@@ -139,7 +139,7 @@ TABLE: dict[str, Entry] = {
     **_entries(Rule.LOW, _LOW),
     **_entries(Rule.HIGH, _HIGH),
     **_entries(Rule.HIGH, _SUMS, never_low=True),
-    **_entries(Rule.HIGH, _LINALG, never_low=True),
+    **_entries(Rule.HIGH, _FACTORIZATIONS, never_low=True),
     **_entries(Rule.FOLLOW, _FOLLOW),
     **_entries(Rule.SHAPE, _SHAPE),
     **_entries(Rule.WIDEST, _WIDEST),
@@ -147,4 +147,7 @@ TABLE: dict[str, Entry] = {
     **_entries(Rule.ENTER, _ENTER),
     **_entries(Rule.RECORDED, OPAQUE),
 }
+# What solves linear systems or factorizes matrices: roundings of what it makes, and of its derivative, are multiplied
+# by the condition number.
+SYSTEMS = frozenset({*_entries(Rule.HIGH, _FACTORIZATIONS), "custom_linear_solve"})
 UNKNOWN = Entry(Rule.RECORDED, "not in the table: a primitive that this version does not know")
