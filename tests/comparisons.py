@@ -2,9 +2,11 @@
 
 Bits are compared where both sides are one compiled program, or the operation is exact: a skipped step, a selection, a
 cast, a restored checkpoint. What XLA compiles twice it may round twice: how it contracts a multiplication and an
-addition, and in which order it sums, depends on what is fused and on the vectors of the CPU.
+addition, and in which order it sums, depends on what is fused and on the vectors of the CPU. Programs that are to be
+the same are compared before they are compiled.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -45,3 +47,13 @@ def assert_two_programs_agree(got: Tree, want: Tree) -> None:
         tolerance = TWO_PROGRAMS.get(np.asarray(two).dtype.name, 0)
         size = np.max(np.abs(np.asarray(two, np.float64)), initial=0) if tolerance else 0
         chex.assert_trees_all_close(one, two, rtol=tolerance, atol=tolerance * size)
+
+
+def lowered(fn: Callable[..., Any], *args: Any) -> str:
+    """The program that XLA is given."""
+    return jax.jit(fn).lower(*args).as_text()
+
+
+def assert_only_the_precision_differs(under_float32: Callable[..., Any], fn: Callable[..., Any], *args: Any) -> None:
+    """The float32 policy asks products for the precision `HIGHEST`, and changes nothing else."""
+    assert lowered(under_float32, *args) == lowered(fn, *args).replace("DEFAULT", "HIGHEST")

@@ -39,6 +39,17 @@ def compile_quickly(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of one row of the battery follow one another: a process then compiles its programs once."""
+    places = {}
+
+    def place(item):
+        row = getattr(item, "callspec", None) and item.callspec.params.get("row")
+        return places.setdefault((item.path, str(row)), len(places))
+
+    items.sort(key=place)
+
+
 @pytest.fixture(autouse=True)
 def counted_anew():
     """`chex.assert_max_traces` counts by the name of a function, which a test with parameters defines anew."""

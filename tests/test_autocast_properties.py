@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from battery_tools import HALVES, TOLERANCE, primitives, quick_jit, types
+from comparisons import assert_only_the_precision_differs
 from hypothesis import HealthCheck, given, settings
 from random_programs import BINARY, SIDE, UNARY, WRAPPERS, Step, as_function, as_gradient, programs
 
@@ -38,10 +39,7 @@ def check_tolerance(run: Callable, dtype: str, length: int):
 
 
 def check_identity(run: Callable):
-    with jax.default_matmul_precision("highest"):
-        want = quick_jit(run)(PARAMS, X)
-    got = quick_jit(autocast(run, get_policy("float32")))(PARAMS, X)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert_only_the_precision_differs(autocast(run, get_policy("float32")), run, PARAMS, X)
 
 
 def check_idempotence(run: Callable, dtype: str):

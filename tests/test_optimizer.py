@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from comparisons import assert_same_bits, same_bits
+from comparisons import assert_same_bits, assert_two_programs_agree, same_bits
 from optimizer_tools import GOOD, PARAMS, broken, run
 
 import jmp_train as jmp
@@ -74,7 +74,7 @@ class TestState:
     def test_disabled_equals_absent(self):
         bare, state = run(optax.adam(0.1), [GOOD] * 3)
         off, off_state = run(with_loss_scale(optax.adam(0.1), NoOpLossScale()), [GOOD] * 3)
-        assert same_bits(bare, off) and same_bits(state, off_state.inner_state)
+        assert_two_programs_agree((off, off_state.inner_state), (bare, state))
 
     def test_empty_trees_and_none(self):
         tx = with_loss_scale(optax.adam(0.1))
@@ -96,7 +96,8 @@ class TestState:
         assert not bool(jnp.all(jnp.abs(bare["w"]) < 0.2))  # epsilon is zero in float16
         got, state = run(with_loss_scale(optax.adam(0.1)), [tiny], params=params)
         expected, _ = run(optax.adam(0.1), [jax.tree.map(jnp.float32, tiny)], params=params)
-        assert same_bits(got, expected) and state.inner_state[0].nu["w"].dtype == jnp.float32
+        assert_two_programs_agree(got, expected)
+        assert state.inner_state[0].nu["w"].dtype == jnp.float32
 
     def test_state_dtypes_stay_where_float32_gradients_meet_16_bit_parameters(self):
         params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
