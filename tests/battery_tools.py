@@ -30,19 +30,6 @@ Leaves = Mapping[str, np.ndarray]
 HALVES = ("float16", "bfloat16")
 
 
-class Tolerance(NamedTuple):
-    """Relative errors in the Euclidean norm: of values, of gradients."""
-
-    value: float
-    gradient: float
-
-
-TOLERANCE = {
-    "float32": Tolerance(1e-5, 1e-4),
-    "float16": Tolerance(2e-3, 1e-2),
-    "bfloat16": Tolerance(2e-2, 1e-1),
-}
-
 # Compile time, not speed, is what a test waits for.
 QUICK = {"xla_backend_optimization_level": 0}
 
@@ -57,11 +44,6 @@ def cast_floats(tree: Tree, dtype) -> Tree:
 
 def abstract(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
-def types(tree: Tree) -> Tree:
-    """(shape, dtype) of each leaf."""
-    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
 
 
 def primitives(fn: Callable[..., Any], *args: Any) -> Counter:

@@ -7,7 +7,7 @@ the same are compared before they are compiled.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -16,9 +16,27 @@ import numpy as np
 
 Tree = Any
 
-# Relative to the largest number of a leaf: of two programs that compute the same in this dtype. A few units in the last
-# place for each of some dozen operations, and a subtraction that cancels a few bits.
-TWO_PROGRAMS = {"float64": 1e-13, "float32": 1e-5, "float16": 1e-2, "bfloat16": 1e-1}
+
+class Tolerance(NamedTuple):
+    """By how much results may differ that were computed in some dtype.
+
+    programs: of the largest number of an array, for two programs that compute the same: a few units in the last place
+        for each of some dozen operations, and a subtraction that cancels a few bits.
+    value, gradient: in the Euclidean norm, of a model's output and of its gradient against float64: a rounding for
+        each layer, forward and backward, with room for what they amplify.
+    """
+
+    programs: float
+    value: float
+    gradient: float
+
+
+TOLERANCE = {
+    "float64": Tolerance(1e-13, 1e-13, 1e-12),
+    "float32": Tolerance(1e-5, 1e-5, 1e-4),
+    "float16": Tolerance(1e-2, 2e-3, 1e-2),
+    "bfloat16": Tolerance(1e-1, 2e-2, 1e-1),
+}
 
 
 def plain(tree: Tree) -> Tree:
@@ -44,7 +62,8 @@ def assert_two_programs_agree(got: Tree, want: Tree) -> None:
     """Shapes and dtypes are equal, and numbers up to how two programs round."""
     chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
     for one, two in zip(jax.tree.leaves(plain(got)), jax.tree.leaves(plain(want)), strict=True):
-        tolerance = TWO_PROGRAMS.get(np.asarray(two).dtype.name, 0)
+        name = np.asarray(two).dtype.name
+        tolerance = TOLERANCE[name].programs if name in TOLERANCE else 0
         size = np.max(np.abs(np.asarray(two, np.float64)), initial=0) if tolerance else 0
         chex.assert_trees_all_close(one, two, rtol=tolerance, atol=tolerance * size)
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from battery_tools import HALVES, TOLERANCE, primitives, quick_jit, types
-from comparisons import assert_only_the_precision_differs
+from battery_tools import HALVES, primitives, quick_jit
+from comparisons import TOLERANCE, assert_only_the_precision_differs
 from hypothesis import HealthCheck, given, settings
 from random_programs import BINARY, SIDE, UNARY, WRAPPERS, Step, as_function, as_gradient, programs
 
@@ -32,7 +33,7 @@ def check_tolerance(run: Callable, dtype: str, length: int):
     """Every value is off by a few roundings a step, of the largest value so far."""
     want = quick_jit(run)(PARAMS, X)
     got = quick_jit(autocast(run, get_policy(f"mixed_{dtype}")))(PARAMS, X)
-    assert types(got) == types(want)
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
     largest = max(1.0, *(float(jnp.max(jnp.abs(value))) for value in want))
     for a, b in zip(got, want, strict=True):
         assert float(jnp.max(jnp.abs(a - b))) <= 4 * length * largest * TOLERANCE[dtype].value
@@ -82,7 +83,7 @@ def test_twice_is_once(program, build):
 def test_dtypes_and_shapes_are_as_recorded(program, dtype, build):
     run = build(program)
     got, want = (jax.eval_shape(fn, PARAMS, X) for fn in (autocast(run, get_policy(f"mixed_{dtype}")), run))
-    assert types(got) == types(want)
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from battery_models import BY_NAME, IN_BFLOAT16, ROWS, SMALL
 from battery_plain import SOLVERS, UNCHANGED, dense_params, sequence
 from battery_tools import (
     HALVES,
-    TOLERANCE,
     abstract_example,
     cast_floats,
     example,
@@ -26,7 +25,7 @@ from battery_tools import (
     relative_error,
     unscaled,
 )
-from comparisons import assert_only_the_precision_differs, lowered
+from comparisons import TOLERANCE, assert_only_the_precision_differs, lowered
 
 from jmp_train import autocast, get_policy
 

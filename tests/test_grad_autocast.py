@@ -105,7 +105,7 @@ def test_overrides_keep_a_parameter_and_what_it_meets_in_float32():
 def test_targets_beyond_float16_do_no_harm():
     params, x, y = data()
     loss, grads = jmp.value_and_grad(loss_fn, "mixed_float16")(params, x, y * 1e6, loss_scale=NoOpLossScale())
-    assert all(map(np.all, map(np.isfinite, jax.tree.leaves((loss, grads)))))
+    chex.assert_tree_all_finite((loss, grads))
 
 
 def test_one_trace_in_a_jitted_loop_of_steps():
