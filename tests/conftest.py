@@ -14,9 +14,13 @@ import pytest
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import chex
+import hypothesis
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+# The same examples on every run and machine; what a search finds beyond them is added by hand.
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("same")
 
 
 def pytest_configure(config):

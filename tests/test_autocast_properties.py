@@ -24,9 +24,9 @@ either_half = pytest.mark.parametrize("dtype", HALVES)
 
 
 def examples(count: int):
-    """The same programs on every run, `count` of them; compiling has no deadline."""
+    """`count` programs; compiling is slow."""
     slow = [HealthCheck.too_slow]
-    return settings(max_examples=count, derandomize=True, deadline=None, database=None, suppress_health_check=slow)
+    return settings(max_examples=count, suppress_health_check=slow)
 
 
 def check_tolerance(run: Callable, dtype: str, length: int):

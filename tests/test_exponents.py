@@ -69,7 +69,7 @@ def test_complex_numbers_count_twice():
     check(jax.jit(jmp.exponent_histogram)(values), parts[: 2 * values.size])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.floats(width=32), min_size=40, max_size=40))
 def test_any_float32(numbers):
     values = np.array(numbers, np.float32)
@@ -168,7 +168,7 @@ def test_counts_beyond_32_bits():
     assert str(6 * 2**40) in str(histogram)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 2**48), min_size=1, max_size=20))
 def test_the_sum_of_counts(numbers):
     counts = np.array([[n % 2**32, n >> 32] for n in numbers], np.uint32)

@@ -64,7 +64,7 @@ def scales(draw):
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(scales(), st.lists(st.booleans(), min_size=1, max_size=25))
 def test_adjust_equals_the_model(start, steps):
     adjust = jax.jit(lambda scale, finite: scale.adjust(finite))

@@ -102,7 +102,7 @@ def unscale_one(scale, gradient):
     return scale.unscale(gradient)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(-126, 126), st.floats(width=32, allow_nan=False, allow_subnormal=False))
 def test_a_power_of_two_scales_exactly(exponent, gradient):
     scale = DynamicLossScale(2.0**exponent, min_loss_scale=2.0**-126, max_loss_scale=2.0**126)
@@ -124,8 +124,10 @@ def test_the_reciprocal_is_exact_for_every_traced_power_of_two():
     np.testing.assert_array_equal(got, np.ldexp(np.float32(1), -exponents))
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.floats(2.0**-20, 2.0**20, width=32), st.floats(-1e6, 1e6, width=32))
+@settings(max_examples=100)
+@given(
+    st.floats(2.0**-20, 2.0**20, width=32), st.floats(-1e6, 1e6, width=32, allow_subnormal=False)
+)  # CPUs flush those
 def test_any_other_scale_is_off_by_at_most_an_ulp_and_a_half(scale, gradient):
     got = float(StaticLossScale(scale).unscale(np.float32(gradient)))
     exact = float(np.float32(gradient)) / float(np.float32(scale))

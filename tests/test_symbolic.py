@@ -161,13 +161,26 @@ def check(step, spec, params, examples):
             np.testing.assert_allclose(got, want, rtol=0.02, atol=0.02 * float(jnp.max(jnp.abs(want))))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_the_gradient_of_a_program(name):
+# Most fail where they are exported, if at all. The others are called, which compiles two programs.
+CALLED = {
+    "layer norm", "a label of any number", "scan over layers, rows", "scan over attention", "scan over the batch",
+    "recurrent", "convolution, any image", "overlapping max-pool, any image", "max-pool over any length",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "called"),
+    [
+        *((name, name in CALLED) for name in PROGRAMS),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in PROGRAMS if name not in CALLED),
+    ],
+)
+def test_the_gradient_of_a_program(name, called):
     loss, (spec, shape) = PROGRAMS[name]
     policy = ["mixed_bfloat16", "mixed_float16"][list(PROGRAMS).index(name) % 2]  # a compilation each: half of them
     rng = np.random.default_rng(1)
     step = jax.jit(functools.partial(jmp.value_and_grad(loss, policy), loss_scale=SCALE))
-    check(step, of_symbolic_shape(spec), W, [rng.standard_normal(shape(3), np.float32)])
+    check(step, of_symbolic_shape(spec), W, [rng.standard_normal(shape(3), np.float32)] if called else [])
 
 
 class MLP(nn.Module):
