@@ -46,8 +46,14 @@ def plain(tree: Tree) -> Tree:
 
 
 def assert_same_bits(got: Tree, want: Tree) -> None:
-    """Shapes, dtypes and numbers are equal."""
-    chex.assert_trees_all_equal(plain(got), plain(want), strict=True)
+    """Shapes, dtypes and numbers are equal, and so is the sign of each zero."""
+    got, want = plain(got), plain(want)
+    chex.assert_trees_all_equal(got, want, strict=True)
+    chex.assert_trees_all_equal(*(jax.tree.map(bits, tree) for tree in (got, want)))
+
+
+def bits(leaf: Any) -> np.ndarray:
+    return np.frombuffer(np.asarray(leaf).tobytes(), np.uint8)
 
 
 def same_bits(got: Tree, want: Tree) -> bool:

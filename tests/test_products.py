@@ -197,7 +197,7 @@ def cross_of_rows(a):
 
 
 def cross_in_a_branch(a):
-    return lax.cond(a[0, 0] > 1e9, lambda a: jnp.zeros((32, 32)), lambda a: a @ a.T, a)
+    return lax.cond(a[0, 0] < 1e9, lambda a: a @ a.T, lambda a: jnp.zeros((32, 32)), a)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

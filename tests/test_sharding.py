@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from battery_tools import primitives
 from comparisons import TOLERANCE
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -118,6 +119,29 @@ def error(got, want):
 def on_one_device(param, compute):
     params, _, losses = steps_by("jit", 1, policy_of(param, compute, "float32"))
     return jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params), losses
+
+
+def summed(step):
+    """The dtypes in which two devices add up what they computed; `step(params, x, y)` runs on each."""
+    found = primitives(by_shard_map(step, 2, check_vma=True), *example())
+    return {dtype for name, *dtypes in found if "psum" in name for dtype in dtypes}
+
+
+@pytest.mark.parametrize("reduce_dtype", DTYPES)
+def test_gradients_cross_the_devices_in_the_reduce_dtype(reduce_dtype):
+    policy = jmp.get_policy("mixed_float16").replace(reduce_dtype=reduce_dtype)
+
+    def step(params, x, y):
+        return jmp.value_and_grad(loss_fn, policy, axis_name="data")(params, x, y, loss_scale=jmp.NoOpLossScale())
+
+    assert summed(step) == {reduce_dtype, "float32"}  # the loss is summed too
+
+
+def test_what_a_forward_pass_sums_over_devices_is_summed_in_float32():
+    def step(params, x, y):
+        return jax.lax.psum(x @ params["in"], "data")
+
+    assert summed(jmp.autocast(step, "mixed_float16")) == {"float32"}
 
 
 @pytest.mark.parametrize("route", ROUTES)
