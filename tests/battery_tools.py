@@ -148,7 +148,7 @@ def errors(got: Leaves, want: Leaves) -> dict[str, float]:
 
 
 @functools.cache
-def oracle(row: Row, seed: int) -> Leaves:
+def oracle_gradients(row: Row, seed: int) -> Leaves:
     """The gradients of one seed, not scaled, in float64."""
     return unscaled(row, gradients(row, "float64", seed))
 
@@ -156,7 +156,7 @@ def oracle(row: Row, seed: int) -> Leaves:
 @functools.cache
 def median_errors(row: Row, how: str, seeds: int) -> dict[str, float]:
     """The median over seeds of the errors against the oracle."""
-    measured = [errors(unscaled(row, gradients(row, how, seed)), oracle(row, seed)) for seed in range(seeds)]
+    measured = [errors(unscaled(row, gradients(row, how, seed)), oracle_gradients(row, seed)) for seed in range(seeds)]
     return {kind: float(np.median([each[kind] for each in measured if kind in each])) for kind in measured[0]}
 
 

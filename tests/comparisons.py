@@ -64,11 +64,12 @@ def same_bits(got: Tree, want: Tree) -> bool:
     return True
 
 
-def assert_two_programs_agree(got: Tree, want: Tree) -> None:
-    """Shapes and dtypes are equal, and numbers up to how two programs round."""
+def assert_two_programs_agree(got: Tree, want: Tree, computed_in: str | None = None) -> None:
+    """Shapes and dtypes are equal, and numbers up to how two programs round that compute in their dtypes, or in one."""
     chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
     for one, two in zip(jax.tree.leaves(plain(got)), jax.tree.leaves(plain(want)), strict=True):
         name = np.asarray(two).dtype.name
+        name = computed_in if computed_in and name in TOLERANCE else name
         tolerance = TOLERANCE[name].programs if name in TOLERANCE else 0
         size = np.max(np.abs(np.asarray(two, np.float64)), initial=0) if tolerance else 0
         chex.assert_trees_all_close(one, two, rtol=tolerance, atol=tolerance * size)

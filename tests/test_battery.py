@@ -32,9 +32,9 @@ from jmp_train import autocast, get_policy
 FAST_IN_BFLOAT16 = {"cnn_batchnorm", "transformer", "rmsnorm_large"}
 
 
-def each_row(wanted=lambda row: True):
-    """Parametrises over the rows of the battery; the fast tier runs those marked so."""
-    rows = [pytest.param(row, id=row.name, marks=() if row.fast else pytest.mark.slow) for row in ROWS if wanted(row)]
+def each_row(wanted=lambda row: True, fast=lambda row: row.fast):
+    """Parametrises over the rows of the battery; the fast tier runs those that are `fast`."""
+    rows = [pytest.param(row, id=row.name, marks=() if fast(row) else pytest.mark.slow) for row in ROWS if wanted(row)]
     return pytest.mark.parametrize("row", rows)
 
 
@@ -52,17 +52,8 @@ def each_row_and_dtype(wanted=lambda row: True, fast=lambda row: row.fast):
     )
 
 
-each_fast_row = pytest.mark.parametrize("row", [row for row in ROWS if row.fast], ids=str)
-
-
-def each_of(*names):
-    """As `each_row`, for the fast ones; in the fast tier those of these names."""
-    rows = [row for row in ROWS if row.fast]
-    marks = [() if row.name in names else pytest.mark.slow for row in rows]
-    params = [pytest.param(row, id=row.name, marks=each) for row, each in zip(rows, marks, strict=True)]
-    return pytest.mark.parametrize("row", params)
-
-
+each_fast_row = each_row(lambda row: row.fast)
+few_fast_rows = each_row(lambda row: row.fast, fast=lambda row: row.name in ("cnn_batchnorm", "lstm", "transformer"))
 each_policy = pytest.mark.parametrize("name", [f"mixed_{dtype}" for dtype in HALVES])
 
 
@@ -152,7 +143,7 @@ def test_autocast_of_vmap_is_vmap_of_autocast(row):
     check_vmap(row, autocast(jax.vmap(row.grads(), (None, 0)), get_policy("mixed_float16")))
 
 
-@each_of("cnn_batchnorm", "lstm", "transformer")
+@few_fast_rows
 def test_vmap_of_autocast(row):
     check_vmap(row, jax.vmap(autocast(row.grads(), get_policy("mixed_float16")), (None, 0)))
 
@@ -164,7 +155,7 @@ def test_autocast_twice_is_autocast_once(row, dtype):
     assert primitives(autocast(once, policy), *example(row)) == primitives(once, *example(row))
 
 
-@each_of("nnx_mlp", "lstm", "transformer")
+@few_fast_rows
 def test_three_jitted_steps_trace_once(row):
     @quick_jit
     @chex.assert_max_traces(n=1)

@@ -127,8 +127,8 @@ def test_traffic_of_our_step(model, load):
     traffic, case = load("traffic"), load("_cases").CASES[model]()
     made = traffic.measure(traffic.TRAINING_STEPS["ours"](case.loss), *case.shapes())
     before = checked(RESULTS / "traffic.json")
-    (row,) = (row for row in figures(before["tables"]["training step"], model) if row["how"] == "ours")
-    again = {"model": model, "how": "ours", **made, "compile_seconds": None}
+    row = by(before["tables"]["training step"], "model", "how")[model, "ours"]
+    again = row | made | {"compile_seconds": row["compile_seconds"]}
     check_figures(again, row, same=compilers({"versions": load("_results").versions()}) == compilers(before))
 
 
