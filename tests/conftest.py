@@ -4,6 +4,7 @@ Compiling is most of what tests wait for. The default ones compile with little o
 process compile is compiled once. The slow ones run larger programs, and read what XLA's optimizations make of them.
 """
 
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -17,6 +18,7 @@ import chex
 import hypothesis
 import jax
 
+CACHE = "JMP_TRAIN_TESTS_CACHE"
 jax.config.update("jax_num_cpu_devices", 8)
 # The same examples on every run and machine; what a search finds beyond them is added by hand.
 hypothesis.settings.register_profile("same", derandomize=True, deadline=None, database=None)
@@ -24,6 +26,7 @@ hypothesis.settings.load_profile("same")
 
 
 def pytest_configure(config):
+    gc.set_threshold(100_000, 20, 20)  # the caches of JAX are a million objects, not to be looked through every second
     if config.getoption("markexpr") != "slow":
         compile_quickly(config)
 
@@ -34,11 +37,14 @@ def compile_quickly(config: pytest.Config) -> None:
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
     jax.config.update("jax_disable_most_optimizations", True)
-    # JAX remembers programs by the identity of the Python function; this cache finds equal ones. It is new and each
-    # process has its own: JAX does not write its entries atomically.
-    directory = tempfile.TemporaryDirectory(prefix="jmp_train_tests_")
-    config.add_cleanup(directory.cleanup)
-    jax.config.update("jax_compilation_cache_dir", directory.name)
+    # JAX remembers programs by the identity of the Python function; this cache finds equal ones. It is new with each
+    # run, and the first process makes it for all. JAX does not write its entries atomically: half of one is a miss.
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        directory = tempfile.TemporaryDirectory(prefix="jmp_train_tests_")
+        config.add_cleanup(directory.cleanup)
+        os.environ[CACHE] = directory.name
+    jax.config.update("jax_compilation_cache_dir", os.environ[CACHE])
+    config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache entry")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

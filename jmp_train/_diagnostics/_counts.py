@@ -9,6 +9,7 @@ over a training run would not: a billion parameters pass 2^31 in the third step.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -44,6 +45,7 @@ def count_each(index: jax.Array, kinds: int) -> jax.Array:
     return jnp.stack([low, jnp.zeros_like(low)], axis=-1)
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def add_counts(counts: jax.Array, axis: int) -> jax.Array:
     """Sums counts, uint32 `[..., 2]`, with the carry, over one axis (the last but one is -1) of at most 2^16 of them.
 

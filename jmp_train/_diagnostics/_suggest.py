@@ -63,16 +63,11 @@ def suggest_loss_scale(tree_or_histogram: Any, dtype: DTypeLike = "float16", mar
         raise ValueError(f"`margin` must be at least 1, got {margin!r}. Pass how many times larger gradients may get.")
     limit = Fraction(target_format(dtype).max) / Fraction(room)
     if isinstance(tree_or_histogram, ExponentHistogram):
-        histogram = tree_or_histogram
-        histogram.check_single()
-        found = [(largest_in_bins(histogram), histogram.wide)]
-        broken = jnp.any(jnp.asarray(histogram.counts)[..., histogram.wide.bins + 1 :, :] > 0)
-    else:
-        leaves = floating_leaves(tree_or_histogram, "suggest_loss_scale")
-        seen = [_look(leaf.array, leaf.wide) for leaf in leaves]
-        found = [(largest, leaf.wide) for (largest, _), leaf in zip(seen, leaves, strict=True)]
-        broken = jnp.any(jnp.stack([jnp.bool_(False), *(flag for _, flag in seen)]))
-    return _suggest(found, limit, broken)
+        tree_or_histogram.check_single()
+        return _from_bins(jnp.asarray(tree_or_histogram.counts), tree_or_histogram.wide, limit)
+    leaves = floating_leaves(tree_or_histogram, "suggest_loss_scale")
+    seen = [_look(leaf.array, leaf.wide) for leaf in leaves]
+    return _from_largest(seen, tuple(leaf.wide for leaf in leaves), limit)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -82,15 +77,25 @@ def _look(array: jax.Array, wide: Wide) -> tuple[jax.Array, jax.Array]:
     return largest_bits(bits, wide), jnp.any(bits >= wide.infinity)
 
 
-def _suggest(largest: list[tuple[jax.Array, Wide]], limit: Fraction, broken: jax.Array) -> jax.Array:
-    """The scale for the bits of the largest magnitudes, of each leaf and in each format."""
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _from_bins(counts: jax.Array, wide: Wide, limit: Fraction) -> jax.Array:
+    """The scale for the bins of a histogram, uint32 `[..., bins + 3, 2]`."""
+    broken = jnp.any(counts[..., wide.bins + 1 :, :] > 0)
+    return _from_largest([(largest_in_bins(counts, wide), broken)], (wide,), limit)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _from_largest(seen: list[tuple[jax.Array, jax.Array]], wides: tuple[Wide, ...], limit: Fraction) -> jax.Array:
+    """The scale for what was seen of each leaf: the bits of its largest magnitude, and whether any is not finite."""
     scale = DynamicLossScale()
     low, high = (round(math.log2(bound)) for bound in (scale.min_loss_scale, scale.max_loss_scale))
     # Leaves without a finite value limit nothing as soon as another has one.
-    powers = [jnp.where(bits == 0, high, _power_below(bits, wide, limit)).ravel() for bits, wide in largest]
-    used = jnp.concatenate([jnp.zeros(1, np.bool_), *(jnp.ravel(bits != 0) for bits, _ in largest)])
-    power = jnp.min(jnp.concatenate([jnp.full(1, high, np.int32), *powers]))
-    return _power_of_two(jnp.where(jnp.any(used) | ~broken, jnp.maximum(power, low), low))
+    powers, used, broken = [jnp.full(1, high, np.int32)], jnp.bool_(False), jnp.bool_(False)
+    for (bits, not_finite), wide in zip(seen, wides, strict=True):
+        powers.append(jnp.where(bits == 0, high, _power_below(bits, wide, limit)).ravel())
+        used, broken = used | jnp.any(bits != 0), broken | not_finite
+    power = jnp.min(jnp.concatenate(powers))
+    return _power_of_two(jnp.where(used | ~broken, jnp.maximum(power, low), low))
 
 
 def _power_below(bits: jax.Array, wide: Wide, limit: Fraction) -> jax.Array:

@@ -211,16 +211,21 @@ def largest_bits(bits: jax.Array, wide: Wide) -> jax.Array:
 
 def _from_histogram(histogram: ExponentHistogram, target: Format, scale: jax.Array) -> UnderflowReport:
     histogram.check_single()
-    wide, counts = histogram.wide, jnp.asarray(histogram.counts)
+    counts, largest = _count_bins(jnp.asarray(histogram.counts), scale, histogram.wide, target)
+    return UnderflowReport(counts, tuple(largest), scale, histogram.paths, target.name, False)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _count_bins(counts: jax.Array, scale: jax.Array, wide: Wide, target: Format) -> tuple[jax.Array, list[jax.Array]]:
+    """As `_count`, of the bins of a histogram, uint32 `[..., n, bins + 3, 2]`, for each of its n leaves."""
     middles, _ = bin_bits(wide)
     kinds = jnp.append(outcome(middles, wide, scale, target), np.array([_ZERO, _NOT_FINITE, _NOT_FINITE], np.int32))
     of_each = [add_counts(jnp.where((kinds == kind)[:, None], counts, 0), -1) for kind in range(_KINDS)]
-    largest = largest_in_bins(histogram)
-    each = tuple(from_bits(largest[..., i], wide) for i in range(len(histogram.paths)))
-    return UnderflowReport(jnp.stack(of_each, axis=-2), each, scale, histogram.paths, target.name, False)
+    largest = largest_in_bins(counts, wide)
+    return jnp.stack(of_each, axis=-2), [from_bits(largest[..., i], wide) for i in range(counts.shape[-3])]
 
 
-def largest_in_bins(histogram: ExponentHistogram) -> jax.Array:
-    """The bits of the end of the highest bin in use, `[n]`; 0 if none is."""
-    used = jnp.any(jnp.asarray(histogram.counts)[..., : histogram.wide.bins, :] > 0, axis=-1)
-    return jnp.max(jnp.where(used, bin_bits(histogram.wide)[1], 0), axis=-1)
+def largest_in_bins(counts: jax.Array, wide: Wide) -> jax.Array:
+    """The bits of the end of the highest bin in use, `[..., n]`; 0 if none is."""
+    used = jnp.any(counts[..., : wide.bins, :] > 0, axis=-1)
+    return jnp.max(jnp.where(used, bin_bits(wide)[1], 0), axis=-1)
