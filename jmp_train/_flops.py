@@ -1,7 +1,7 @@
 """How much arithmetic a product is: the FLOPs of dots and convolutions, from their shapes.
 
 Decides the count for one run of one operation. Does not decide how often a loop runs it, nor what it runs in; see
-`_autocast/_operations.py`.
+`_explain/_operations.py`.
 """
 
 from __future__ import annotations

@@ -13,13 +13,13 @@ PACKAGE = Path(jmp_train.__file__).parent
 
 # A module imports only from rows above its own. A package is one module here; inside, its files are free.
 LEVELS = (
-    {"_dtypes", "_paths", "_jaxpr", "_flops", "_values", "_static", "_sizes"},
-    {"_finite"},
+    {"_dtypes", "_paths", "_jaxpr", "_flops", "_values", "_static", "_sizes", "_text"},
+    {"_finite", "_tracebacks"},
     {"_policy", "_scaling", "_sharding"},
     {"_loss_scale"},
     {"_scale_state"},
     {"_optimizer", "_master_weights", "_autocast", "_grad_inputs", "_export"},
-    {"_grad"},
+    {"_grad", "_explain"},
     {"_diagnostics", "flax_bridge"},
     {"__init__", "__main__"},
 )

@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from .._autocast._operations import Visit, bodies_of, is_floating_dtype
+from .._explain._operations import Visit, bodies_of, is_floating_dtype
 from .._flops import ATTENTION, PRODUCTS
 from .._jaxpr import Program
 from ._gpus import GPU, NARROW_UNITS

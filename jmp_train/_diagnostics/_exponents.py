@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._autocast._text import columns
+from .._text import columns
 from .._values import register
 from ._bits import DOUBLE, SINGLE, Wide, exponent_bins, floating_leaves, magnitudes
 from ._counts import add_counts, count_each, psum_counts, to_integers

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .._autocast._text import count
+from .._text import count
 from ._sites import through, user_line
 from ._taint import is_inexact
 from ._verdict import Captured, Verdict

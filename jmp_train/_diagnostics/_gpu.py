@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from .._autocast import autocast
-from .._autocast._emitted import LOOPS, emitted_of
+from .._explain._emitted import LOOPS, emitted_of
 from .._policy import Policy, get_policy
 from ._copies import explained_copies, unused_donors
 from ._faults import collective_kernels, narrow_sums, opcode_of

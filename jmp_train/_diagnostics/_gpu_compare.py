@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from .._autocast._text import columns, megabytes
+from .._text import columns, megabytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from .._autocast._text import as_lists
+from .._text import as_lists
 from ._copies import Copy
 from ._gpu_compare import Comparison, compare
 from ._gpu_products import CompiledProduct

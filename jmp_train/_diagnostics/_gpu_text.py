@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from .._autocast._text import columns, count, megabytes, short_source
 from .._jaxpr import plain_scope
+from .._text import columns, count, megabytes, short_source
 from ._gpus import UNITS
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._autocast import Explanation, Rules, explain
+from .._autocast import Rules
 from .._dtypes import FLOAT32
+from .._explain import Explanation, explain
 from .._grad import grad
 from .._grad_inputs import check_loss_scale
 from .._loss_scale import LossScale, NoOpLossScale

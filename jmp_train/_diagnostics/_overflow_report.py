@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._autocast._text import columns, count
 from .._paths import leaf_paths
 from .._scale_state import LossScaleState, ScaleStatus, find_state, step_metrics
+from .._text import columns, count
 
 _WHAT_TO_DO = {
     ScaleStatus.OK: "",

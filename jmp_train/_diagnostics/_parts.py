@@ -11,10 +11,11 @@ import glob
 import re
 from collections.abc import Iterable, Sequence
 
-from .._autocast import Explanation, Rule, Rules
+from .._autocast import Rule, Rules
 from .._autocast._flow import ROUNDS
-from .._autocast._operations import Operation
 from .._autocast._table import TABLE
+from .._explain import Explanation
+from .._explain._operations import Operation
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

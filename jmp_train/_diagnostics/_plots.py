@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from .._autocast._text import count
 from .._dtypes import Format
+from .._text import count
 from ._bits import target_format
 from ._exponents import ExponentHistogram, exponent_histogram
 from ._rounding import as_scale

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._autocast._operations import Visit, dtype_name
+from .._explain._operations import Visit, dtype_name
 from .._flops import ATTENTION, PRODUCTS, attention_flops, product_flops
 from .._jaxpr import source_line
 from ._gpus import GPU, NARROW_UNITS, UNITS, product_unit

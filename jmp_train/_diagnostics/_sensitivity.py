@@ -12,8 +12,9 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._autocast import DEFAULT_RULES, Explanation, Rules
+from .._autocast import DEFAULT_RULES, Rules
 from .._dtypes import facts
+from .._explain import Explanation
 from .._grad_inputs import check_argnums, check_policy
 from .._loss_scale import LossScale
 from .._policy import Policy

@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from .._autocast import DEFAULT_RULES, Rules
-from .._autocast._text import columns, count
+from .._text import columns, count
 
 _OVERFLOW = (
     "The gradient overflows under the policy: it holds infinities or NaN. Lower the loss scale; if that does not help, "

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import jax
 
 from .._autocast import _autocast
-from .._autocast._tracebacks import frames_of, is_jax
 from .._jaxpr import Node
+from .._tracebacks import frames_of, is_jax
 from ._watcher import Site
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep

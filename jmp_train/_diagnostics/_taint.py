@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from .._autocast._tracebacks import is_asked_for
+from .._tracebacks import is_asked_for
 from ._sites import is_finite_check, is_library_function
 from ._watcher import Site, Value, Watcher
 from ._widening import is_narrow_dtype

@@ -9,8 +9,8 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
-from .._autocast._text import as_lists
 from .._paths import glob_matches
+from .._text import as_lists
 from ._amdahl import Estimate
 from ._gpus import UNITS, flops_by_unit
 from ._products import Padding, Product

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from .._autocast._text import columns, count, short_source
+from .._text import columns, count, short_source
 from ._gpus import UNITS
 from ._products import Product
 

@@ -14,7 +14,7 @@ import jax
 
 from .._autocast import autocast
 from .._autocast._flow import TOP
-from .._autocast._operations import Visit, visits
+from .._explain._operations import Visit, visits
 from .._flops import PRODUCTS
 from .._policy import Policy, get_policy
 from ._amdahl import estimate, other_bytes

@@ -19,8 +19,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from .._autocast._text import columns
 from .._dtypes import Format, facts
+from .._text import columns
 from .._values import register
 from ._bits import Wide, bin_bits, floating_leaves, from_bits, magnitudes, target_format
 from ._counts import add_counts, to_integers

@@ -14,8 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._autocast._tracebacks import is_asked_for
 from .._dtypes import FLOAT32, facts
+from .._tracebacks import is_asked_for
 from ._sites import is_in_autocast, user_line
 from ._taint import is_bad, is_inexact
 from ._watch import Machine

@@ -11,12 +11,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from .._autocast._flow import TOP
+from .._autocast._table import TABLE, UNKNOWN
 from .._flops import ATTENTION, PRODUCTS, attention_flops
 from .._jaxpr import Node
 from .._sizes import is_static
-from ._flow import TOP
 from ._operations import Operation, Visit, bodies_of, shapes_of, visits
-from ._table import TABLE, UNKNOWN
 
 # Opaque primitives that multiply matrices, or may.
 _MAY_MULTIPLY = ATTENTION.keys() | set(

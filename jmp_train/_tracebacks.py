@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import jax
 
-from .._jaxpr import Node, open_jaxpr
+from ._jaxpr import Node, open_jaxpr
 
 _JAX = os.path.dirname(jax.__file__) + os.sep
 # JAX's frames around a call from outside, and the calls that ask for a dtype by name.

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from .._text import columns, short_source
 from ._operations import Operation
-from ._text import columns, short_source
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,22 +13,22 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._autocast._autocast import make_planned, matmul_precision
+from .._autocast._flow import TOP, is_float32, is_sixteen_bit
+from .._autocast._rules import DEFAULT_RULES, Rules
+from .._autocast._steps import Plan, dtype_of
+from .._autocast._table import TABLE, Rule
 from .._dtypes import FLOAT32, did_you_mean, facts
 from .._flops import PRODUCTS
 from .._jaxpr import source_line, trace
 from .._paths import glob_matches, leaf_paths
 from .._policy import Policy, get_policy
 from .._sizes import is_static
-from ._autocast import make_planned, matmul_precision
+from .._tracebacks import is_asked_for, user_rules
 from ._emitted import count_casts, emitted_jaxpr, emitted_of, is_cast
-from ._flow import TOP, is_float32, is_sixteen_bit
-from ._kept import kept_values
 from ._operations import REQUESTED, Operation, Visit, dtype_name, operations_of, visits
 from ._report import Explanation, Output
-from ._rules import DEFAULT_RULES, Rules
-from ._steps import Plan, dtype_of
-from ._table import TABLE, Rule
-from ._tracebacks import is_asked_for, user_rules
+from ._saved import kept_values
 from ._uncounted import uncounted
 
 # Asked for by the user, each by its own name.

@@ -9,14 +9,14 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
+from .._autocast._wide_product import Cause
 from .._flops import PRODUCTS
 from .._paths import glob_matches
+from .._text import as_lists, columns, count, megabytes, short_source
 from ._difference import Difference, compare
 from ._emitted import Emitted
 from ._operations import Operation
-from ._text import as_lists, columns, count, megabytes, short_source
 from ._uncounted import Uncounted
-from ._wide_product import Cause
 
 _SIXTEEN_BITS = ("float16", "bfloat16")
 

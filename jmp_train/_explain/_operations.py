@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._autocast._flow import Kind, Place, is_float32
+from .._autocast._steps import Plan, Step, dtype_of
+from .._autocast._table import TABLE, Rule
 from .._dtypes import FLOAT32
 from .._flops import PRODUCTS, product_flops
 from .._jaxpr import ClosedJaxpr, Jaxpr, Node, Program, flatten, source_line, sub_jaxprs
 from .._sizes import is_static
-from ._flow import Kind, Place, is_float32
-from ._steps import Plan, Step, dtype_of
-from ._table import TABLE, Rule
 
 REQUESTED = ("full_precision region", "with_scopes: float32")
 """Reasons for which an operation runs as recorded because the user said so."""

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from .._autocast._steps import Plan, Step, dtype_of
 from .._sizes import static_size
 from ._operations import dtype_name
-from ._steps import Plan, Step, dtype_of
 
 # What these hand on is their operand, stored once.
 _MOVES = frozenset(

@@ -9,13 +9,13 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from .._autocast._evaluate import evaluate, recorded_dtypes
+from .._autocast._flow import TOP
+from .._autocast._loops import accumulates
+from .._autocast._steps import Plan
+from .._autocast._table import TABLE, Rule
 from .._jaxpr import ClosedJaxpr, Jaxpr, Node, flatten, scan_counts, source_line, sub_jaxprs, trace
-from ._evaluate import evaluate, recorded_dtypes
-from ._flow import TOP
-from ._loops import accumulates
 from ._operations import Visit, dtype_name, is_floating_dtype, visits, widest_dtype
-from ._steps import Plan
-from ._table import TABLE, Rule
 
 _EXACT = frozenset({"pmax", "pmin", "unreduced_pmax", "unreduced_pmin"})
 SUMS = frozenset(
