@@ -27,6 +27,7 @@ from _results import Results, Row, arguments, show
 from _timing import caller, copy_bandwidth, matmul_peak, time_steps
 
 import jmp_train
+from jmp_train import diagnostics
 
 POLICIES = {
     "float32": "float32",
@@ -124,7 +125,7 @@ def predictions(results: Results, sizes: Sequence[Sequence[int]], small: bool, s
     results.add("card", {"flops_per_second": peak, "bytes_per_second": bandwidth})
     for size in sizes:
         m, k, n = size
-        product = jmp_train.tensor_core_report(dot)(*as_float16(size)).products[0]
+        product = diagnostics.tensor_core_report(dot)(*as_float16(size)).products[0]
         floor = max(2 * m * k * n / peak, 2 * (m * k + k * n + m * n) / bandwidth)
         took, took_padded = (
             time_steps(caller(dot, *as_float16(dims)), seconds).seconds for dims in (size, padded(size, product))
@@ -176,7 +177,7 @@ def programs(scale: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]
 def report_against_time(results: Results, scale: int, seconds: float) -> None:
     for name, (fn, args) in programs(scale).items():
         try:
-            report = jmp_train.gpu_report(jax.jit(fn))(*args)
+            report = diagnostics.gpu_report(jax.jit(fn))(*args)
         except Exception as error:  # the compiler plugin is missing, or does not start beside a real GPU
             results.add("programs", {"program": name, "left_out": str(error)[:200]})
             continue

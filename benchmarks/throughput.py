@@ -31,6 +31,7 @@ from _results import Results, Row, arguments, show
 from _timing import Stepper, matmul_peak, time_steps
 
 import jmp_train
+from jmp_train import diagnostics
 
 Tree = Any
 
@@ -106,7 +107,7 @@ def step_flops(workload: models.Workload) -> int:
     """FLOPs of the dots and convolutions of one gradient, from its trace: the same for every case."""
     params, model_state = jax.eval_shape(workload.init, jax.random.key(0))
     gradient = jax.grad(workload.loss_fn(), has_aux=True)
-    return jmp_train.tensor_core_report(gradient)(params, model_state, workload.batch(), jax.random.key(0)).flops
+    return diagnostics.tensor_core_report(gradient)(params, model_state, workload.batch(), jax.random.key(0)).flops
 
 
 def measure(workload: models.Workload, case: str, small: bool, seconds: float) -> Row:

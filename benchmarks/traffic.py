@@ -36,7 +36,8 @@ from _peers import (
 )
 from _results import Results, arguments, show
 
-from jmp_train import get_policy, gpu_report
+from jmp_train import get_policy
+from jmp_train.diagnostics import gpu_report
 
 f16, bf16 = jnp.float16, jnp.bfloat16
 REDUCED = get_policy("mixed_float16").replace(reduce_dtype="float16")

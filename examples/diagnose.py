@@ -24,6 +24,7 @@ from rich.console import Console
 from sklearn.datasets import load_sample_images, load_wine
 
 import jmp_train as jmp
+from jmp_train import diagnostics
 
 matplotlib.use("Agg")
 console = Console(width=120)
@@ -73,7 +74,7 @@ def train(
     return curves | {"step": step, "args": (params, opt_state, batch), "params": params, "opt_state": opt_state}
 
 
-def overflow(steps: int) -> tuple[dict[str, Any], jmp.Found, dict[str, Any]]:
+def overflow(steps: int) -> tuple[dict[str, Any], diagnostics.Found, dict[str, Any]]:
     """A run that collapses, what `find_overflow` says of it, and the run with its cure."""
     x, y = load_wine(return_X_y=True)
     batch = jnp.asarray(x, jnp.float32), jnp.asarray(y)
@@ -84,8 +85,8 @@ def overflow(steps: int) -> tuple[dict[str, Any], jmp.Found, dict[str, Any]]:
 
     console.rule("1. a scale that collapses")
     broken = train(model, loss_fn, batch, jmp.DynamicLossScale(), steps)
-    print(jmp.overflow_report(broken["opt_state"], broken["params"]))
-    found = jmp.find_overflow(broken["step"])(*broken["args"])
+    print(diagnostics.overflow_report(broken["opt_state"], broken["params"]))
+    found = diagnostics.find_overflow(broken["step"])(*broken["args"])
     print(f"\n{found}")
     console.rule("the same with the encoder in float32")
     rules = jmp.DEFAULT_RULES.with_scopes({"encoder": "float32"})
@@ -94,7 +95,7 @@ def overflow(steps: int) -> tuple[dict[str, Any], jmp.Found, dict[str, Any]]:
     return broken, found, cured
 
 
-def underflow(steps: int, stride: int) -> tuple[dict[str, Any], jmp.ExponentHistogram, dict[str, Any]]:
+def underflow(steps: int, stride: int) -> tuple[dict[str, Any], diagnostics.ExponentHistogram, dict[str, Any]]:
     """A run whose gradients vanish, the exponents of its backward pass, and the run with the scale suggested."""
     photos = np.stack(load_sample_images().images)[:, :424:stride, ::stride].astype(np.float32) / 255
     photos = photos[:, : photos.shape[1] // 8 * 8, : photos.shape[2] // 8 * 8]
@@ -110,11 +111,11 @@ def underflow(steps: int, stride: int) -> tuple[dict[str, Any], jmp.ExponentHist
     broken = train(model, loss_fn, batch, jmp.NoOpLossScale(), steps, rate=RATE)
     print_ends(broken, "mixed_float16, unscaled: ")
     params = model.init(jax.random.key(0), batch[0])["params"]
-    histogram = jmp.backward_histogram(jax.grad(loss_fn))(params, *batch)
-    print(jmp.underflow_report(histogram, "float16"))
-    scale = float(jmp.suggest_loss_scale(histogram))
+    histogram = diagnostics.backward_histogram(jax.grad(loss_fn))(params, *batch)
+    print(diagnostics.underflow_report(histogram, "float16"))
+    scale = float(diagnostics.suggest_loss_scale(histogram))
     console.rule(f"the same with a loss scale of {scale:g}, as suggested")
-    print(jmp.underflow_report(histogram.total(), "float16", scale))
+    print(diagnostics.underflow_report(histogram.total(), "float16", scale))
     cured = train(model, loss_fn, batch, jmp.DynamicLossScale(scale), steps, rate=RATE)
     print_ends(cured, "mixed_float16, scaled: ")
     return broken, histogram, cured | {"suggested": scale, "reference": reference}
@@ -134,9 +135,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     vanished, histogram, kept = underflow(options.steps, options.stride)
 
     options.out.mkdir(parents=True, exist_ok=True)
-    jmp.plot_loss_scale(collapsed["loss_scale"], ~collapsed["grads_finite"])
+    diagnostics.plot_loss_scale(collapsed["loss_scale"], ~collapsed["grads_finite"])
     plt.savefig(options.out / "loss_scale.png", dpi=150)
-    jmp.plot_exponents(histogram, "float16", kept["suggested"])
+    diagnostics.plot_exponents(histogram, "float16", kept["suggested"])
     plt.savefig(options.out / "exponents.png", dpi=150)
     print(f"pictures: {options.out / 'loss_scale.png'}, {options.out / 'exponents.png'}")
     return {"found": found, "collapsed": collapsed, "held": held, "vanished": vanished, "kept": kept}

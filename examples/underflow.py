@@ -29,6 +29,7 @@ from rich.table import Table
 from sklearn.datasets import load_sample_images
 
 import jmp_train as jmp
+from jmp_train import diagnostics
 
 
 class Autoencoder(nn.Module):
@@ -87,7 +88,10 @@ def train(
         history.append(jax.tree.map(float, metrics))
         if step == steps // 2:
             ratios = jax.tree.map(lambda u, p: u / p, updates, params)
-            seen = {"gradients": jmp.exponent_histogram(activation_grads), "ratios": jmp.exponent_histogram(ratios)}
+            seen = {
+                "gradients": diagnostics.exponent_histogram(activation_grads),
+                "ratios": diagnostics.exponent_histogram(ratios),
+            }
             seen["scale"] = float(metrics["loss_scale"])
     curves = {name: np.array([metrics[name] for metrics in history]) for name in history[0]}
     return {**curves, **(seen or {}), "seconds": time.perf_counter() - started}
@@ -164,7 +168,7 @@ def draw(gradients: dict[str, dict[str, Any]], updates: dict[str, dict[str, Any]
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), width_ratios=(3, 2))
     scale = gradients["mixed_float16, dynamic scale"]["scale"]
-    jmp.plot_exponents(gradients["float32"]["gradients"], "float16", scale, ax=left)
+    diagnostics.plot_exponents(gradients["float32"]["gradients"], "float16", scale, ax=left)
     left.set(xlabel="exponent of activation gradients (powers of 2)")
     plot_losses(right, gradients)
     figure.tight_layout()

@@ -1,5 +1,6 @@
 """Mixed-precision training for JAX and Flax: float16's memory traffic and Tensor Core speed, float32's accuracy."""
 
+from ._version import __version__ as __version__
 from ._policy import Policy as Policy
 from ._policy import get_policy as get_policy
 from ._dtypes import cast_floating as cast_floating
@@ -31,32 +32,8 @@ from ._autocast import Rules as Rules
 from ._explain import explain as explain
 from ._explain import Explanation as Explanation
 from ._explain import assert_policy as assert_policy
-from ._explain import no_wide_dots as no_wide_dots
-from ._explain import no_narrow_sums as no_narrow_sums
-from ._explain import no_float64 as no_float64
-from ._explain import float32_loss as float32_loss
-from ._explain import output_dtypes as output_dtypes
 from ._grad import grad as grad
 from ._grad import value_and_grad as value_and_grad
 from ._export import export_params as export_params
-from ._diagnostics import exponent_histogram as exponent_histogram
-from ._diagnostics import ExponentHistogram as ExponentHistogram
-from ._diagnostics import underflow_report as underflow_report
-from ._diagnostics import UnderflowReport as UnderflowReport
-from ._diagnostics import suggest_loss_scale as suggest_loss_scale
-from ._diagnostics import overflow_report as overflow_report
-from ._diagnostics import OverflowReport as OverflowReport
-from ._diagnostics import plot_exponents as plot_exponents
-from ._diagnostics import plot_loss_scale as plot_loss_scale
-from ._diagnostics import backward_histogram as backward_histogram
-from ._diagnostics import find_overflow as find_overflow
-from ._diagnostics import Found as Found
-from ._diagnostics import ArrayRange as ArrayRange
-from ._diagnostics import Verdict as Verdict
-from ._diagnostics import tensor_core_report as tensor_core_report
-from ._diagnostics import TensorCoreReport as TensorCoreReport
-from ._diagnostics import round_up as round_up
-from ._diagnostics import gpu_report as gpu_report
-from ._diagnostics import GPUReport as GPUReport
-from ._diagnostics import sensitivity as sensitivity
-from ._diagnostics import Sensitivity as Sensitivity
+from . import checks as checks
+from . import diagnostics as diagnostics

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_train import gpu_report
+from jmp_train.diagnostics import gpu_report
 
 f16, f32 = jnp.float16, jnp.float32
 

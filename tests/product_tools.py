@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmp_train import tensor_core_report
+from jmp_train.diagnostics import tensor_core_report
 
 
 def array(*shape, dtype=jnp.float16):

@@ -8,19 +8,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jmp_train import (
-    DEFAULT_RULES,
-    Policy,
-    assert_policy,
-    float32_loss,
-    full_precision,
-    get_policy,
-    low_precision,
-    no_float64,
-    no_narrow_sums,
-    no_wide_dots,
-    output_dtypes,
-)
+from jmp_train import DEFAULT_RULES, Policy, assert_policy, full_precision, get_policy, low_precision
+from jmp_train.checks import float32_loss, no_float64, no_narrow_sums, no_wide_dots, output_dtypes
 
 W, X = jnp.full((8, 8), 0.5), jnp.ones((4, 8))
 HALF = X.astype(jnp.float16)
@@ -262,7 +251,7 @@ def test_a_check_of_ones_own():
         (lambda: assert_policy(3, POLICY),  # pyright: ignore[reportArgumentType]
          "`fn` must be callable, got 3; pass the function whose precision is to be explained."),
         (lambda: assert_policy(loss, POLICY, "no_float64"),  # pyright: ignore[reportArgumentType]
-         "`checks` must be functions of an Explanation, got 'no_float64'; see no_wide_dots()."),
+         "`checks` must be functions of an Explanation, got 'no_float64'; see jmp_train.checks."),
         (lambda: assert_policy(loss, POLICY, no_float64),  # pyright: ignore[reportArgumentType]
          "`checks` holds no_float64 itself; call it: no_float64(...) returns the check."),
         (lambda: assert_policy(loss, POLICY, lambda report: True)(W, X),  # pyright: ignore[reportArgumentType]

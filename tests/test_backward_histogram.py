@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 import jmp_train as jmp
+from jmp_train import diagnostics
 
 X = np.linspace(0.5, 2.0, 16, dtype=np.float32).reshape(2, 8)
 W = np.eye(8, dtype=np.float32) + 0.05
@@ -30,7 +31,7 @@ def loss(w, x):
 
 
 def test_the_backward_pass_of_a_layer():
-    found = jmp.backward_histogram(jax.grad(loss))(W, X)
+    found = diagnostics.backward_histogram(jax.grad(loss))(W, X)
     x, w = X.astype(np.float64), W.astype(np.float64)
     dh = 1e-4 * np.cos(x @ w)
     assert counted(found, "Net/mul") == exponents([1e-4], dh)
@@ -40,7 +41,7 @@ def test_the_backward_pass_of_a_layer():
 
 
 def test_the_activation_gradients_are_there():
-    found = jmp.backward_histogram(jax.jit(jax.value_and_grad(loss, (0, 1))))(W, X)
+    found = diagnostics.backward_histogram(jax.jit(jax.value_and_grad(loss, (0, 1))))(W, X)
     x, w = X.astype(np.float64), W.astype(np.float64)
     dh = 1e-4 * np.cos(x @ w)
     assert counted(found, "Net/dot_general") == exponents(x.T @ dh, dh @ w.T)
@@ -50,7 +51,7 @@ def test_every_iteration_of_a_loop_counts():
     def looped(x):
         return jnp.sum(lax.scan(lambda c, _: (c * 0.25, None), x, None, length=5)[0])
 
-    found = jmp.backward_histogram(jax.grad(looped))(X)
+    found = diagnostics.backward_histogram(jax.grad(looped))(X)
     assert counted(found, "mul") == [(-2 * i, X.size) for i in range(5, 0, -1)]
 
 
@@ -58,29 +59,31 @@ def test_zeros_and_the_loss_scale():
     def small(w):
         return 1e-8 * jnp.sum(jnp.sin(X @ w))
 
-    unscaled = jmp.backward_histogram(jmp.grad(small, "mixed_float16"))(W, loss_scale=jmp.NoOpLossScale())
-    scaled = jmp.backward_histogram(jmp.grad(small, "mixed_float16"))(W, loss_scale=jmp.StaticLossScale(2.0**15))
+    unscaled = diagnostics.backward_histogram(jmp.grad(small, "mixed_float16"))(W, loss_scale=jmp.NoOpLossScale())
+    scaled = diagnostics.backward_histogram(jmp.grad(small, "mixed_float16"))(
+        W, loss_scale=jmp.StaticLossScale(2.0**15)
+    )
     assert sum(unscaled.zeros) >= 2 * X.size > 0 == sum(scaled.zeros)
     # In float32 nothing is lost; what float16 would lose can be asked.
-    wide = jmp.backward_histogram(jax.grad(small))(W)
+    wide = diagnostics.backward_histogram(jax.grad(small))(W)
     assert sum(wide.zeros) == 0
-    assert jmp.underflow_report(wide, "float16").total.becomes_zero > 0.5
-    assert jmp.underflow_report(wide, "float16", 2.0**20).total.becomes_zero == 0
+    assert diagnostics.underflow_report(wide, "float16").total.becomes_zero > 0.5
+    assert diagnostics.underflow_report(wide, "float16", 2.0**20).total.becomes_zero == 0
 
 
 def test_bad_input():
     with pytest.raises(TypeError) as error:
-        jmp.backward_histogram("loss")  # type: ignore[arg-type]
+        diagnostics.backward_histogram("loss")  # type: ignore[arg-type]
     assert (
         str(error.value) == "`fn` must be callable, got 'loss'; pass a function that differentiates: jax.grad(loss_fn)."
     )
     with pytest.raises(ValueError) as value_error:
-        jmp.backward_histogram(loss)(W, X)
+        diagnostics.backward_histogram(loss)(W, X)
     assert str(value_error.value) == (
         "`fn` has no backward pass; pass a function that differentiates: jax.grad(loss_fn)."
     )
     with pytest.raises(TypeError) as error:
-        jax.jit(jmp.backward_histogram(jax.grad(loss)))(W, X)
+        jax.jit(diagnostics.backward_histogram(jax.grad(loss)))(W, X)
     assert str(error.value) == (
         "the argument '0' is traced: backward_histogram needs numbers; call it outside jit, on arrays."
     )

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import jmp_train as jmp
+from jmp_train import diagnostics
 
 X = np.ones((4, 4), np.float32)
 SHAPE = jax.ShapeDtypeStruct((4, 4), jnp.float32)
@@ -26,12 +27,15 @@ def deleted():
 
 
 READERS = {
-    "exponent_histogram": (jmp.exponent_histogram, "the leaf 'w'"),
-    "underflow_report": (jmp.underflow_report, "the leaf 'w'"),
-    "suggest_loss_scale": (jmp.suggest_loss_scale, "the leaf 'w'"),
-    "find_overflow": (lambda tree: jmp.find_overflow(lambda tree: tree["w"])(tree), "the argument '0/w'"),
-    "backward_histogram": (lambda tree: jmp.backward_histogram(lambda tree: tree["w"])(tree), "the argument '0/w'"),
-    "sensitivity": (lambda tree: jmp.sensitivity(loss_fn, "mixed_bfloat16")(tree, X), "the argument '0/w'"),
+    "exponent_histogram": (diagnostics.exponent_histogram, "the leaf 'w'"),
+    "underflow_report": (diagnostics.underflow_report, "the leaf 'w'"),
+    "suggest_loss_scale": (diagnostics.suggest_loss_scale, "the leaf 'w'"),
+    "find_overflow": (lambda tree: diagnostics.find_overflow(lambda tree: tree["w"])(tree), "the argument '0/w'"),
+    "backward_histogram": (
+        lambda tree: diagnostics.backward_histogram(lambda tree: tree["w"])(tree),
+        "the argument '0/w'",
+    ),
+    "sensitivity": (lambda tree: diagnostics.sensitivity(loss_fn, "mixed_bfloat16")(tree, X), "the argument '0/w'"),
 }
 
 
@@ -51,11 +55,13 @@ def test_arrays_without_numbers(name):
 
 def test_sensitivity_inside_jit():
     with pytest.raises(TypeError) as error:
-        jax.jit(jmp.sensitivity(loss_fn, "mixed_bfloat16"))(X, X)
+        jax.jit(diagnostics.sensitivity(loss_fn, "mixed_bfloat16"))(X, X)
     assert str(error.value) == "an argument is traced: sensitivity needs numbers; call it outside jit, on arrays."
 
 
-@pytest.mark.parametrize("report", [jmp.tensor_core_report, pytest.param(jmp.gpu_report, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "report", [diagnostics.tensor_core_report, pytest.param(diagnostics.gpu_report, marks=pytest.mark.slow)]
+)
 def test_static_arguments_of_a_jitted_function(report):
     def fn(w, power, name="tanh"):
         return jnp.sum(getattr(jnp, name)(w @ w) ** power) if isinstance(power, int) else None
@@ -67,7 +73,7 @@ def test_static_arguments_of_a_jitted_function(report):
 @pytest.mark.slow
 def test_gpu_report_of_nnx_and_of_callbacks():
     module = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-    report = jmp.gpu_report(nnx.jit(nnx.grad(lambda module, x: jnp.mean(module(x)))))(module, X)
+    report = diagnostics.gpu_report(nnx.jit(nnx.grad(lambda module, x: jnp.mean(module(x)))))(module, X)
     assert report.kernels and json.dumps(report.as_dict(), allow_nan=False)
 
     def talks(x):
@@ -75,7 +81,7 @@ def test_gpu_report_of_nnx_and_of_callbacks():
         return x
 
     with pytest.raises(ValueError) as error:
-        jmp.gpu_report(talks)(X)
+        diagnostics.gpu_report(talks)(X)
     assert str(error.value) == (
         "`fn` calls back to Python (jax.debug.print, jax.pure_callback), which cannot be compiled for a GPU that is "
         "not there; leave the call out for the report."
@@ -87,15 +93,15 @@ def test_values_survive_json():
     _, opt_state = tx.update({"w": jnp.full((2, 2), jnp.nan)}, tx.init({"w": jnp.ones((2, 2))}))
     odd = {"w": np.array([np.inf, np.nan, 0, 1e-30, 2.0], np.float32), "none": None, "i": np.arange(3)}
     values = [
-        jmp.exponent_histogram(odd).as_dict(),
-        jmp.exponent_histogram({}).as_dict(),
-        jmp.underflow_report(odd, "bfloat16", 8.0).as_dict(),
-        jmp.underflow_report({}).as_dict(),
-        jmp.overflow_report(opt_state, {"w": jnp.ones((2, 2))}).as_dict(),
-        jmp.find_overflow(lambda x: jnp.log(x) * np.inf)(np.zeros((2, 2), np.float32)).as_dict(),
-        jmp.find_overflow(jnp.sin)(X).as_dict(),
-        jmp.tensor_core_report(jax.grad(loss_fn), "mixed_float16")(SHAPE, SHAPE).as_dict(),
-        jmp.tensor_core_report(jnp.sin)(X).as_dict(),
+        diagnostics.exponent_histogram(odd).as_dict(),
+        diagnostics.exponent_histogram({}).as_dict(),
+        diagnostics.underflow_report(odd, "bfloat16", 8.0).as_dict(),
+        diagnostics.underflow_report({}).as_dict(),
+        diagnostics.overflow_report(opt_state, {"w": jnp.ones((2, 2))}).as_dict(),
+        diagnostics.find_overflow(lambda x: jnp.log(x) * np.inf)(np.zeros((2, 2), np.float32)).as_dict(),
+        diagnostics.find_overflow(jnp.sin)(X).as_dict(),
+        diagnostics.tensor_core_report(jax.grad(loss_fn), "mixed_float16")(SHAPE, SHAPE).as_dict(),
+        diagnostics.tensor_core_report(jnp.sin)(X).as_dict(),
     ]
     for value in values:
         assert json.loads(json.dumps(value, allow_nan=False)) == value

@@ -39,8 +39,9 @@ def test_sections_taken_from_the_readme_are_there():
 def test_every_public_name_is_in_the_api_pages():
     text = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     named = re.findall(r"^::: jmp_train\.(\S+)$", text, re.MULTILINE)
-    public = [*_public(jmp_train), *(f"flax_bridge.{name}" for name in _public(flax_bridge))]
-    assert sorted(named) == sorted(public)
+    modules = {"": jmp_train, "diagnostics.": jmp_train.diagnostics, "checks.": jmp_train.checks}
+    modules["flax_bridge."] = flax_bridge
+    assert sorted(named) == sorted(prefix + name for prefix, module in modules.items() for name in _public(module))
 
 
 def _public(module: Any) -> list[str]:

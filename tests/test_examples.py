@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jmp_train as jmp
+from jmp_train import diagnostics
 
 pytestmark = pytest.mark.integration
 
@@ -58,7 +59,7 @@ def test_digits_keeps_statistics_on_an_overflow():
 @pytest.mark.slow
 def test_diagnose(tmp_path, capsys):
     results = load("diagnose").main(["--steps", "6", "--stride", "8", "--out", str(tmp_path)])
-    assert results["found"].verdict is jmp.Verdict.KEEP_FLOAT32
+    assert results["found"].verdict is diagnostics.Verdict.KEEP_FLOAT32
     assert results["collapsed"]["skipped_steps"][-1] == 6 and results["held"]["skipped_steps"][-1] == 0
     assert results["held"]["loss"][-1] < results["held"]["loss"][0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exponents.png", "loss_scale.png"]

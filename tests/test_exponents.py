@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jmp_train as jmp
+from jmp_train import diagnostics
 from jmp_train._diagnostics._counts import add_counts, count_each, to_integers
 
 
@@ -31,20 +32,20 @@ def check(histogram, values, leaf=0):
 @pytest.mark.parametrize("name", ["float16", "bfloat16", *FP8, "float8_e8m0fnu"])
 def test_every_number_of_every_narrow_format(name):
     values = all_values(name)
-    check(jmp.exponent_histogram([jnp.asarray(values)]), values)
-    check(jax.jit(jmp.exponent_histogram)([values]), values)
+    check(diagnostics.exponent_histogram([jnp.asarray(values)]), values)
+    check(jax.jit(diagnostics.exponent_histogram)([values]), values)
 
 
 def test_four_bits():
     """JAX has names for 6 bits, and no arrays."""
     values = np.array([0, 0.5, 1, -1.5, 2, -4, 6], np.float32).astype(jnp.float4_e2m1fn)
-    check(jmp.exponent_histogram([values]), values)
+    check(diagnostics.exponent_histogram([values]), values)
 
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_float32(compile):
     values = awkward(np.float32)
-    histogram = (jax.jit(jmp.exponent_histogram) if compile else jmp.exponent_histogram)([values])
+    histogram = (jax.jit(diagnostics.exponent_histogram) if compile else diagnostics.exponent_histogram)([values])
     check(histogram, values)
     assert histogram.lowest == -149 and histogram.exponents[0] == -149 and histogram.exponents[-1] == 127
     assert set(range(-149, 128)) <= {int(e) for e in histogram.as_dict()["total"]["exponents"]}
@@ -54,19 +55,19 @@ def test_float64_beside_float32():
     with jax.enable_x64(True):
         wide, single = awkward(np.float64), awkward(np.float32)
         tree = {"a": jnp.asarray(wide), "b": jnp.asarray(single), "c": jnp.asarray(single).astype(jnp.complex128)}
-        for function in (jmp.exponent_histogram, jax.jit(jmp.exponent_histogram)):
+        for function in (diagnostics.exponent_histogram, jax.jit(diagnostics.exponent_histogram)):
             histogram = function({"a": tree["a"], "b": tree["b"]})
             assert histogram.lowest == -1074
             check(histogram, wide, 0)
             check(histogram, single, 1)
-        check(jmp.exponent_histogram(1e-310 * np.ones(3)), 1e-310 * np.ones(3))
+        check(diagnostics.exponent_histogram(1e-310 * np.ones(3)), 1e-310 * np.ones(3))
 
 
 def test_complex_numbers_count_twice():
     parts = awkward(np.float32)
     values = np.empty(parts.size // 2, np.complex64)
     values.real, values.imag = parts[0 : 2 * values.size : 2], parts[1 : 2 * values.size : 2]
-    check(jax.jit(jmp.exponent_histogram)(values), parts[: 2 * values.size])
+    check(jax.jit(diagnostics.exponent_histogram)(values), parts[: 2 * values.size])
 
 
 @settings(max_examples=25)
@@ -76,7 +77,7 @@ def test_any_float32(numbers):
     check(HISTOGRAM(values), values)
 
 
-HISTOGRAM = jax.jit(jmp.exponent_histogram)
+HISTOGRAM = jax.jit(diagnostics.exponent_histogram)
 
 
 def test_what_is_no_gradient_is_left_out():
@@ -91,16 +92,16 @@ def test_what_is_no_gradient_is_left_out():
         "rate": 0.5,
         "name": "text",
     }
-    histogram = jmp.exponent_histogram(tree)
+    histogram = diagnostics.exponent_histogram(tree)
     assert histogram.paths == ("rate", "w")
     assert [row["exponents"] for row in histogram.as_dict()["leaves"]] == [{"-1": 1}, {"0": 2}]
-    empty = jmp.exponent_histogram({"ids": jnp.arange(3)})
+    empty = diagnostics.exponent_histogram({"ids": jnp.arange(3)})
     assert empty.paths == () and empty.as_dict()["total"]["exponents"] == {}
     assert "total" in str(empty)
 
 
 def test_empty_and_scalar_leaves():
-    histogram = jmp.exponent_histogram({"a": jnp.ones((0, 3)), "b": jnp.float32(-8)})
+    histogram = diagnostics.exponent_histogram({"a": jnp.ones((0, 3)), "b": jnp.float32(-8)})
     assert histogram.values.sum(axis=1).tolist() == [0, 1] and histogram.total().as_dict()["total"]["zeros"] == 0
 
 
@@ -117,20 +118,20 @@ class NNXNet(nnx.Module):
 
 
 def test_linen_and_nnx():
-    linen = jmp.exponent_histogram(Net().init(jax.random.key(0), jnp.ones((2, 4))))
+    linen = diagnostics.exponent_histogram(Net().init(jax.random.key(0), jnp.ones((2, 4))))
     assert linen.paths == tuple(
         f"params/{name}" for name in ("Dense_0/bias", "Dense_0/kernel", "LayerNorm_0/bias", "LayerNorm_0/scale")
     )
     for tree in (NNXNet(), nnx.state(NNXNet(), nnx.Param)):
-        histogram = jmp.exponent_histogram(tree)
+        histogram = diagnostics.exponent_histogram(tree)
         assert {"linear/bias", "linear/kernel", "norm/scale"} <= set(histogram.paths)
         assert histogram.zeros[histogram.paths.index("linear/bias")] == 3
 
 
 def test_vmap_and_scan_return_stacks():
     values = awkward(np.float32)[:300].reshape(3, 100)
-    stack = jax.vmap(jmp.exponent_histogram)({"x": values})
-    _, scanned = jax.lax.scan(lambda carry, x: (carry, jmp.exponent_histogram({"x": x})), 0, values)
+    stack = jax.vmap(diagnostics.exponent_histogram)({"x": values})
+    _, scanned = jax.lax.scan(lambda carry, x: (carry, diagnostics.exponent_histogram({"x": x})), 0, values)
     for i in range(3):
         for stacked in (stack, scanned):
             check(jax.tree.map(lambda x, i=i: x[i], stacked), values[i])
@@ -146,9 +147,9 @@ def test_histograms_add_up_over_steps_in_a_scan_carry():
     values = awkward(np.float32)[:400].reshape(4, 100)
 
     def step(histogram, x):
-        return histogram + jmp.exponent_histogram({"x": x, "y": -2 * jnp.ones(3)}), None
+        return histogram + diagnostics.exponent_histogram({"x": x, "y": -2 * jnp.ones(3)}), None
 
-    start = jmp.exponent_histogram({"x": values[0], "y": 4 * jnp.ones(3)})
+    start = diagnostics.exponent_histogram({"x": values[0], "y": 4 * jnp.ones(3)})
     summed, _ = jax.lax.scan(step, start, values[1:])
     check(summed, values)
     assert summed.as_dict()["leaves"][1]["exponents"] == {"1": 9, "2": 3}
@@ -158,11 +159,11 @@ def test_histograms_add_up_over_steps_in_a_scan_carry():
 
 
 def test_counts_beyond_32_bits():
-    histogram = jmp.exponent_histogram(jnp.ones((2, 3)))
+    histogram = diagnostics.exponent_histogram(jnp.ones((2, 3)))
     for _ in range(40):
         histogram = histogram + histogram
     assert histogram.values.sum() == 6 * 2**40
-    assert (histogram + jmp.exponent_histogram(jnp.ones((2, 3)))).as_dict()["total"]["exponents"] == {
+    assert (histogram + diagnostics.exponent_histogram(jnp.ones((2, 3)))).as_dict()["total"]["exponents"] == {
         "0": 6 * 2**40 + 6
     }
     assert str(6 * 2**40) in str(histogram)
@@ -182,7 +183,7 @@ def test_large_arrays_are_counted_in_rows():
 
 
 def test_what_cannot_be_added():
-    one, other = jmp.exponent_histogram({"a": jnp.ones(2)}), jmp.exponent_histogram({"b": jnp.ones(2)})
+    one, other = diagnostics.exponent_histogram({"a": jnp.ones(2)}), diagnostics.exponent_histogram({"b": jnp.ones(2)})
     with pytest.raises(ValueError) as error:
         print(one + other)
     assert str(error.value) == (
@@ -192,14 +193,14 @@ def test_what_cannot_be_added():
     with pytest.raises(TypeError):
         print(one + 3)
     with jax.enable_x64(True):
-        wide = jmp.exponent_histogram({"a": jnp.ones(2, jnp.float64)})
+        wide = diagnostics.exponent_histogram({"a": jnp.ones(2, jnp.float64)})
     with pytest.raises(ValueError, match=r"differ in bins from 2\^-149 and 2\^-1074; add"):
         print(one + wide)
 
 
 def test_float64_without_64_bit_types_is_an_error():
     with pytest.raises(ValueError) as error:
-        jmp.exponent_histogram({"w": np.ones(2)})
+        diagnostics.exponent_histogram({"w": np.ones(2)})
     assert str(error.value) == (
         "`exponent_histogram`: the leaf 'w' is float64 while 64-bit types are disabled, and JAX would round it to 32 "
         "bits; call jax.config.update('jax_enable_x64', True) first, or cast it yourself."
@@ -208,7 +209,7 @@ def test_float64_without_64_bit_types_is_an_error():
 
 def test_a_leaf_too_large_to_count():
     with pytest.raises(ValueError) as error:
-        jax.eval_shape(jmp.exponent_histogram, {"w": jax.ShapeDtypeStruct((2**16, 2**16), jnp.float16)})
+        jax.eval_shape(diagnostics.exponent_histogram, {"w": jax.ShapeDtypeStruct((2**16, 2**16), jnp.float16)})
     assert str(error.value) == (
         "`exponent_histogram`: the leaf 'w' has 4294967296 values, and one leaf may have 2**32 - 1; "
         "pass it in pieces, as a list."
@@ -216,7 +217,7 @@ def test_a_leaf_too_large_to_count():
 
 
 def test_values_before_text():
-    histogram = jmp.exponent_histogram({"w": jnp.array([0.75, 3.0, 0.0, jnp.nan, 2.0**-140, 1.0])})
+    histogram = diagnostics.exponent_histogram({"w": jnp.array([0.75, 3.0, 0.0, jnp.nan, 2.0**-140, 1.0])})
     assert json.loads(json.dumps(histogram.as_dict())) == histogram.as_dict()
     assert str(histogram).splitlines() == [
         "leaf   values  zero  smallest  median  largest  infinite  NaN",
@@ -226,7 +227,7 @@ def test_values_before_text():
 
 
 def test_through_flatten_with_every_leaf_replaced():
-    histogram = jmp.exponent_histogram({"w": jnp.ones(3)})
+    histogram = diagnostics.exponent_histogram({"w": jnp.ones(3)})
     again = jax.tree.unflatten(jax.tree.structure(histogram), jax.tree.leaves(histogram))
     assert (again.paths, again.lowest) == (histogram.paths, histogram.lowest) and again.as_dict() == histogram.as_dict()
     assert jax.tree.map(lambda x: None, histogram).paths == ("w",)
@@ -243,10 +244,14 @@ def test_in_a_training_step_with_an_injected_infinity():
     def step(w, opt_state, histogram, x):
         _, grads = grad_fn(w, x, loss_scale=jmp.get_loss_scale(opt_state))
         updates, opt_state = tx.update(grads, opt_state, w)
-        return optax.apply_updates(w, updates), opt_state, histogram + jmp.exponent_histogram(grads), grads
+        return optax.apply_updates(w, updates), opt_state, histogram + diagnostics.exponent_histogram(grads), grads
 
     w, x = jnp.ones((4, 2)), jax.random.normal(jax.random.key(0), (8, 4))
-    opt_state, histogram, seen = tx.init(w), jmp.exponent_histogram(jnp.zeros_like(w)), [np.zeros((4, 2), np.float32)]
+    opt_state, histogram, seen = (
+        tx.init(w),
+        diagnostics.exponent_histogram(jnp.zeros_like(w)),
+        [np.zeros((4, 2), np.float32)],
+    )
     for batch in (x, x.at[0, 0].set(jnp.inf), 2 * x):
         w, opt_state, histogram, grads = step(w, opt_state, histogram, batch)
         seen.append(np.asarray(grads))
@@ -260,7 +265,7 @@ def test_sharded_arrays_and_shard_map():
     check(HISTOGRAM(jax.device_put(values, NamedSharding(mesh, PartitionSpec("data")))), values)
 
     def of_mine(x):
-        mine = jmp.exponent_histogram(x)
+        mine = diagnostics.exponent_histogram(x)
         return jax.tree.map(lambda counts: counts[None], mine), mine.psum("data")
 
     for check_vma in (True, False):
@@ -274,7 +279,7 @@ def test_sharded_arrays_and_shard_map():
 
 def test_the_sum_over_devices_carries():
     most = np.full(8, 2**32 - 1, np.uint32)
-    histogram = jmp.exponent_histogram(jnp.ones(3))
+    histogram = diagnostics.exponent_histogram(jnp.ones(3))
     counts = jnp.stack([jnp.zeros_like(histogram.counts).at[0, 149].set(np.array([low, 3], np.uint32)) for low in most])
     stacked = dataclasses.replace(histogram, counts=counts)
     total = jax.pmap(lambda each: each.psum("i"), axis_name="i")(stacked)

@@ -15,7 +15,7 @@ from jax import lax
 from overflow_faults import F16, F32, FAULTS, W, X
 
 import jmp_train as jmp
-from jmp_train import Verdict, find_overflow
+from jmp_train.diagnostics import Verdict, find_overflow
 
 SOURCE = Path(overflow_faults.__file__).read_text().splitlines()
 

@@ -12,10 +12,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jmp_train as jmp
-from jmp_train import Verdict, find_overflow
 from jmp_train._diagnostics._watch import Machine
 from jmp_train._diagnostics._watcher import Value, Watcher
 from jmp_train._jaxpr import trace
+from jmp_train.diagnostics import Verdict, find_overflow
 
 AUTO = jax.sharding.AxisType.Auto
 LINE = jax.make_mesh((8,), ("data",), axis_types=(AUTO,))

@@ -8,8 +8,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from product_tools import CONVOLUTIONS, array, convolution, product, products
 
-from jmp_train import tensor_core_report
 from jmp_train._flops import attention_flops
+from jmp_train.diagnostics import tensor_core_report
 
 
 def test_matrix_products():

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import jmp_train as jmp
+from jmp_train import diagnostics
 from jmp_train._diagnostics._gpu_compile import gpu_module
 from jmp_train._diagnostics._kernels import traffic
 
@@ -12,7 +12,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("report", [jmp.exponent_histogram, jmp.underflow_report, jmp.suggest_loss_scale])
+@pytest.mark.parametrize(
+    "report", [diagnostics.exponent_histogram, diagnostics.underflow_report, diagnostics.suggest_loss_scale]
+)
 def test_one_pass_over_a_leaf(report, dtype):
     leaf = jax.ShapeDtypeStruct((4096, 4096), dtype)
     text = gpu_module(report, {"w": leaf})

@@ -18,8 +18,9 @@ from gpu_report_tools import adam_arguments, adam_step, array, f16, f32, report
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jmp_train import GPUReport, get_loss_scale, gpu_report, tensor_core_report, value_and_grad, with_loss_scale
+from jmp_train import get_loss_scale, value_and_grad, with_loss_scale
 from jmp_train._diagnostics._gpus import get_gpu
+from jmp_train.diagnostics import GPUReport, gpu_report, tensor_core_report
 
 slow = pytest.mark.slow
 P = PartitionSpec

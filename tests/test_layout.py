@@ -7,13 +7,15 @@ import ast
 import inspect
 from pathlib import Path
 
+import pytest
+
 import jmp_train
 
 PACKAGE = Path(jmp_train.__file__).parent
 
 # A module imports only from rows above its own. A package is one module here; inside, its files are free.
 LEVELS = (
-    {"_dtypes", "_paths", "_jaxpr", "_flops", "_values", "_static", "_sizes", "_text"},
+    {"_dtypes", "_paths", "_jaxpr", "_flops", "_values", "_static", "_sizes", "_text", "_version"},
     {"_finite", "_tracebacks"},
     {"_policy", "_scaling", "_sharding"},
     {"_loss_scale"},
@@ -21,6 +23,7 @@ LEVELS = (
     {"_optimizer", "_master_weights", "_autocast", "_grad_inputs", "_export"},
     {"_grad", "_explain"},
     {"_diagnostics", "flax_bridge"},
+    {"diagnostics", "checks"},
     {"__init__", "__main__"},
 )
 LEVEL_OF = {module: level for level, modules in enumerate(LEVELS) for module in modules}
@@ -35,66 +38,72 @@ ONLY = {
 }
 
 PUBLIC = {
-    "Policy",
-    "get_policy",
-    "cast_floating",
-    "cast_to_full",
-    "cast_to_half",
-    "LossScale",
-    "NoOpLossScale",
-    "StaticLossScale",
-    "DynamicLossScale",
-    "all_finite",
-    "select_tree",
-    "with_loss_scale",
-    "LossScaleState",
-    "ScaleStatus",
-    "get_loss_scale",
-    "step_metrics",
-    "with_master_weights",
-    "MasterWeightsState",
-    "master_params",
-    "sync_master_weights",
-    "with_stochastic_rounding",
-    "StochasticRoundingState",
-    "autocast",
-    "full_precision",
-    "low_precision",
-    "DEFAULT_RULES",
-    "Rule",
-    "Rules",
-    "explain",
-    "Explanation",
-    "assert_policy",
-    "no_wide_dots",
-    "no_narrow_sums",
-    "no_float64",
-    "float32_loss",
-    "output_dtypes",
-    "value_and_grad",
-    "grad",
-    "export_params",
-    "exponent_histogram",
-    "ExponentHistogram",
-    "underflow_report",
-    "UnderflowReport",
-    "suggest_loss_scale",
-    "overflow_report",
-    "OverflowReport",
-    "plot_exponents",
-    "plot_loss_scale",
-    "backward_histogram",
-    "find_overflow",
-    "Found",
-    "ArrayRange",
-    "Verdict",
-    "tensor_core_report",
-    "TensorCoreReport",
-    "round_up",
-    "gpu_report",
-    "GPUReport",
-    "sensitivity",
-    "Sensitivity",
+    jmp_train: {
+        "Policy",
+        "get_policy",
+        "cast_floating",
+        "cast_to_full",
+        "cast_to_half",
+        "LossScale",
+        "NoOpLossScale",
+        "StaticLossScale",
+        "DynamicLossScale",
+        "all_finite",
+        "select_tree",
+        "with_loss_scale",
+        "LossScaleState",
+        "ScaleStatus",
+        "get_loss_scale",
+        "step_metrics",
+        "with_master_weights",
+        "MasterWeightsState",
+        "master_params",
+        "sync_master_weights",
+        "with_stochastic_rounding",
+        "StochasticRoundingState",
+        "autocast",
+        "full_precision",
+        "low_precision",
+        "DEFAULT_RULES",
+        "Rule",
+        "Rules",
+        "explain",
+        "Explanation",
+        "assert_policy",
+        "value_and_grad",
+        "grad",
+        "export_params",
+    },
+    jmp_train.diagnostics: {
+        "exponent_histogram",
+        "ExponentHistogram",
+        "underflow_report",
+        "UnderflowReport",
+        "suggest_loss_scale",
+        "overflow_report",
+        "OverflowReport",
+        "plot_exponents",
+        "plot_loss_scale",
+        "backward_histogram",
+        "find_overflow",
+        "Found",
+        "ArrayRange",
+        "Verdict",
+        "tensor_core_report",
+        "TensorCoreReport",
+        "round_up",
+        "gpu_report",
+        "GPUReport",
+        "sensitivity",
+        "Sensitivity",
+    },
+    jmp_train.checks: {
+        "no_wide_dots",
+        "no_narrow_sums",
+        "no_float64",
+        "float32_loss",
+        "output_dtypes",
+    },
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -152,25 +161,27 @@ def test_reserved_packages_are_imported_where_they_may_be():
     assert found == []
 
 
-def public_names():
-    modules = {path.stem for path in FILES} | {path.name for path in PACKAGE.iterdir() if path.is_dir()}
-    return {name for name in vars(jmp_train) if not name.startswith("__") and name not in modules}
+def public_names(module):
+    """Its names, but for the modules inside that no user imports."""
+    return {name for name in vars(module) if not name.startswith("_") and name != "flax_bridge"}
 
 
 def test_public_names():
-    assert public_names() == PUBLIC
+    for module, names in PUBLIC.items():
+        assert public_names(module) == names | ({"checks", "diagnostics"} if module is jmp_train else set())
 
 
-def test_init_is_a_table_of_contents():
-    docstring, *rest = ast.parse((PACKAGE / "__init__.py").read_text()).body
+@pytest.mark.parametrize("name", ["__init__", "diagnostics", "checks"])
+def test_public_modules_are_tables_of_contents(name):
+    docstring, *rest = ast.parse((PACKAGE / f"{name}.py").read_text()).body
     assert isinstance(docstring, ast.Expr)
     assert {type(node) for node in rest} == {ast.ImportFrom}
 
 
 def test_public_names_are_documented_by_example():
     undocumented, without_example = [], []
-    for name in sorted(PUBLIC):
-        thing = getattr(jmp_train, name)
+    for module, name in ((module, name) for module, names in PUBLIC.items() for name in sorted(names)):
+        thing = getattr(module, name)
         if inspect.isclass(thing) or inspect.isfunction(thing):
             docstring = inspect.cleandoc(thing.__doc__ or "")
             # A dataclass without one has its signature for a docstring.

@@ -16,7 +16,8 @@ from flax import nnx
 from optimizer_tools import GOOD, PARAMS, broken, run
 
 import jmp_train as jmp
-from jmp_train import DynamicLossScale, overflow_report, with_loss_scale
+from jmp_train import DynamicLossScale, with_loss_scale
+from jmp_train.diagnostics import overflow_report
 
 
 def blame(report):

@@ -16,6 +16,7 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import StepPatch
 
 import jmp_train as jmp
+from jmp_train import diagnostics
 
 VALUES = np.array([2.0**-30] * 3 + [1.5 * 2.0**-20, 4.0, 0.0, np.inf, np.nan], np.float32)
 
@@ -44,7 +45,7 @@ def legend(ax):
 
 class TestExponents:
     def test_shares_and_the_effect_of_the_scale(self):
-        ax = jmp.plot_exponents({"a": VALUES}, loss_scale=1024.0)
+        ax = diagnostics.plot_exponents({"a": VALUES}, loss_scale=1024.0)
         assert stairs(ax) == [{-30: 60, -20: 20, 2: 20}, {-20: 60, -10: 20, 12: 20}]
         assert legend(ax)[3:] == ["as they are: 60.0% become zero", "times $2^{10}$: 0.0% become zero"]
         assert ax.get_legend().get_title().get_text() == "Not drawn: 12% zero, 12% infinite, 12% NaN already"
@@ -61,7 +62,7 @@ class TestExponents:
         ],
     )
     def test_regions(self, dtype, beyond, lost, normal, top):
-        ax = jmp.plot_exponents({"a": VALUES}, dtype)
+        ax = diagnostics.plot_exponents({"a": VALUES}, dtype)
         found = regions(ax)
         assert list(found) == [f"{name} in {dtype}" for name in ("zero", "subnormal", beyond)]
         (_, zero), (start, end), (infinite, _) = found.values()
@@ -69,7 +70,7 @@ class TestExponents:
         assert infinite == pytest.approx(top, abs=2e-2)
 
     def test_everything_is_inside_the_picture(self):
-        ax = jmp.plot_exponents({"a": VALUES}, loss_scale=jmp.StaticLossScale(2.0**20))
+        ax = diagnostics.plot_exponents({"a": VALUES}, loss_scale=jmp.StaticLossScale(2.0**20))
         low, high = ax.get_xlim()
         assert low < -30 and high > 23
         ax.figure.canvas.draw()
@@ -78,21 +79,23 @@ class TestExponents:
 
     def test_a_histogram_a_scale_that_is_no_power_of_two_and_given_axes(self):
         _, given = plt.subplots()
-        ax = jmp.plot_exponents(jmp.exponent_histogram([VALUES]), loss_scale=jmp.DynamicLossScale(3.0), ax=given)
+        ax = diagnostics.plot_exponents(
+            diagnostics.exponent_histogram([VALUES]), loss_scale=jmp.DynamicLossScale(3.0), ax=given
+        )
         assert ax is given and min(stairs(ax)[1]) == pytest.approx(-30 + np.log2(3))
         assert len(plt.get_fignums()) == 1
 
     def test_overflow_is_told(self):
-        ax = jmp.plot_exponents(jnp.float32(2.0), loss_scale=2.0**17)
+        ax = diagnostics.plot_exponents(jnp.float32(2.0), loss_scale=2.0**17)
         assert legend(ax)[-1] == "times $2^{17}$: 0.0% become zero, 100.00% overflow"
 
     def test_nothing_to_draw(self):
         for tree in ({}, jnp.zeros(3)):
-            assert stairs(jmp.plot_exponents(tree, loss_scale=2.0)) == [{}, {}]
+            assert stairs(diagnostics.plot_exponents(tree, loss_scale=2.0)) == [{}, {}]
 
     def test_a_stack_is_an_error(self):
         with pytest.raises(ValueError, match="this is a stack of histograms"):
-            jmp.plot_exponents(jax.vmap(jmp.exponent_histogram)(jnp.ones((2, 3))))
+            diagnostics.plot_exponents(jax.vmap(diagnostics.exponent_histogram)(jnp.ones((2, 3))))
 
 
 class TestLossScale:
@@ -100,7 +103,9 @@ class TestLossScale:
     skipped = (False, True, False, False)
 
     def test_scale_skips_and_loss(self):
-        upper, lower = jmp.plot_loss_scale(jnp.array(self.scales), np.array(self.skipped), [3.0, np.inf, 2.0, 0.1])
+        upper, lower = diagnostics.plot_loss_scale(
+            jnp.array(self.scales), np.array(self.skipped), [3.0, np.inf, 2.0, 0.1]
+        )
         scale, skips = upper.lines
         assert scale.get_ydata().tolist() == [8, 4, 4, 8] and scale.get_drawstyle() == "steps-post"
         assert (skips.get_xdata().tolist(), skips.get_ydata().tolist()) == ([1], [4])
@@ -113,12 +118,12 @@ class TestLossScale:
 
     def test_a_loss_that_changes_little_or_sign_is_linear(self):
         for loss in ([1.0, 1.1, 1.2, 0.9], [-1.0, 50.0, 2.0, 1.0], [np.nan] * 4):
-            assert jmp.plot_loss_scale(self.scales, loss=loss)[1].get_yscale() == "linear"
+            assert diagnostics.plot_loss_scale(self.scales, loss=loss)[1].get_yscale() == "linear"
 
     def test_given_axes(self):
         _, given = plt.subplots(2)
-        assert jmp.plot_loss_scale(self.scales, self.skipped, self.scales, given) == tuple(given)
-        assert jmp.plot_loss_scale(self.scales, axes=[given[0]]) == (given[0],)
+        assert diagnostics.plot_loss_scale(self.scales, self.skipped, self.scales, given) == tuple(given)
+        assert diagnostics.plot_loss_scale(self.scales, axes=[given[0]]) == (given[0],)
 
     @pytest.mark.parametrize(
         "arguments, sentence",
@@ -143,11 +148,13 @@ class TestLossScale:
     )
     def test_bad_input(self, arguments, sentence):
         with pytest.raises(ValueError) as error:
-            jmp.plot_loss_scale(*arguments)
+            diagnostics.plot_loss_scale(*arguments)
         assert str(error.value) == sentence
 
 
-@pytest.mark.parametrize("call", [lambda: jmp.plot_exponents(VALUES), lambda: jmp.plot_loss_scale([1.0])])
+@pytest.mark.parametrize(
+    "call", [lambda: diagnostics.plot_exponents(VALUES), lambda: diagnostics.plot_loss_scale([1.0])]
+)
 def test_without_matplotlib(call, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(ImportError, match=r'draws with matplotlib: pip install "jmp-train\[plot\]"$'):
@@ -167,23 +174,23 @@ def notes(ax):
     ],
 )
 def test_a_picture_of_nothing_says_so(tree, left_out):
-    ax = jmp.plot_exponents(tree, "float16", 8.0)
+    ax = diagnostics.plot_exponents(tree, "float16", 8.0)
     legend = ax.get_legend()
     assert notes(ax) == ["no finite, non-zero values"] and legend.get_title().get_text() == left_out
     assert not any("become zero" in text.get_text() for text in legend.get_texts())
-    assert notes(jmp.plot_exponents(np.float32(3))) == []
+    assert notes(diagnostics.plot_exponents(np.float32(3))) == []
 
 
 def test_runs_of_no_step_one_step_and_no_finite_loss():
-    assert notes(jmp.plot_loss_scale([])[0]) == ["no steps"]
-    (ax,) = jmp.plot_loss_scale([8.0], [True])
+    assert notes(diagnostics.plot_loss_scale([])[0]) == ["no steps"]
+    (ax,) = diagnostics.plot_loss_scale([8.0], [True])
     assert ax.lines[0].get_marker() == "o" and notes(ax) == []
     assert all(float(tick).is_integer() for tick in ax.get_xticks())
-    assert notes(jmp.plot_loss_scale([8.0, 4.0], loss=[np.nan, np.inf])[1]) == ["no finite loss"]
+    assert notes(diagnostics.plot_loss_scale([8.0, 4.0], loss=[np.nan, np.inf])[1]) == ["no finite loss"]
 
 
 def test_the_ends_of_a_wide_format_are_seen():
-    first, last = jmp.plot_exponents(np.float32(1), "bfloat16").get_xlim()
+    first, last = diagnostics.plot_exponents(np.float32(1), "bfloat16").get_xlim()
     assert first <= -134 - 0.03 * 262 and last >= 128 + 0.03 * 262
 
 
@@ -191,23 +198,23 @@ def test_the_ends_of_a_wide_format_are_seen():
     ("call", "sentence"),
     [
         (
-            lambda: jmp.plot_loss_scale(["a"]),
+            lambda: diagnostics.plot_loss_scale(["a"]),
             "`loss_scale` must hold one number for each step, got ['a']; pass an array.",
         ),
         (
-            lambda: jmp.plot_loss_scale([1.0], loss=["a"]),
+            lambda: diagnostics.plot_loss_scale([1.0], loss=["a"]),
             "`loss` must hold one number for each step, got ['a']; pass an array.",
         ),
         (
-            lambda: jmp.plot_loss_scale([1.0], axes=3),  # type: ignore[arg-type]
+            lambda: diagnostics.plot_loss_scale([1.0], axes=3),  # type: ignore[arg-type]
             "`axes` must be a sequence of matplotlib's axes, got 3; pass [ax] for one.",
         ),
         (
-            lambda: jmp.plot_loss_scale([8.0, 0.0]),
+            lambda: diagnostics.plot_loss_scale([8.0, 0.0]),
             "`loss_scale` must be positive, got 0; pass the scales themselves, no logarithms.",
         ),
         (
-            lambda: jmp.plot_exponents(VALUES, ax=3),  # type: ignore[arg-type]
+            lambda: diagnostics.plot_exponents(VALUES, ax=3),  # type: ignore[arg-type]
             "`ax` must be matplotlib's axes, got 3; leave it out for a new figure.",
         ),
     ],

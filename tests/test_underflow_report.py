@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jmp_train as jmp
+from jmp_train import diagnostics
 from jmp_train._diagnostics._bits import DOUBLE, SINGLE, magnitudes, target_format
 from jmp_train._diagnostics._rounding import OUTCOMES, outcome
 from jmp_train._dtypes import facts
@@ -85,7 +86,7 @@ def test_every_boundary_is_exact_in_float64(name):
     st.sampled_from(["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz"]),
 )
 def test_any_number_times_any_scale(value, scale, name):
-    report = jmp.underflow_report(F32([value]), name, scale).total
+    report = diagnostics.underflow_report(F32([value]), name, scale).total
     shares = {"zero": report.becomes_zero, "subnormal": report.becomes_subnormal, "infinite": report.becomes_infinite}
     found = next((what for what, share in shares.items() if share), "normal")
     assert found == rounding(name).outcome(Fraction(value) * Fraction(scale))
@@ -100,7 +101,7 @@ def test_shares_equal_a_cast_by_ml_dtypes(name):
     with np.errstate(all="ignore"):
         rounded = ordinary.astype(target).astype(np.float32)
     tiny = float(ml_dtypes.finfo(target).smallest_normal)
-    total = jmp.underflow_report({"g": values}, name).total
+    total = diagnostics.underflow_report({"g": values}, name).total
     assert total.becomes_zero == np.mean(rounded == 0)
     small = (np.abs(rounded.astype(np.float64)) < tiny) & (rounded != 0)
     assert total.becomes_subnormal == pytest.approx(np.mean(small), abs=1e-12)
@@ -117,7 +118,7 @@ def test_every_narrow_source(source):
     with np.errstate(invalid="ignore"):
         wide = values.astype(np.float32)
     ordinary = np.isfinite(wide) & (values.view(np.uint8 if values.itemsize == 1 else np.uint16) != 0)
-    total = jmp.underflow_report([values], source).total
+    total = diagnostics.underflow_report([values], source).total
     assert total.becomes_zero == total.becomes_infinite == 0
     assert total.largest == facts(source).max and total.headroom == 0
     small = np.abs(wide[ordinary].astype(np.float64)) < facts(source).smallest_normal
@@ -127,7 +128,7 @@ def test_every_narrow_source(source):
 
 def test_leaves_total_headroom_and_text():
     grads = {"a": jnp.array([2.0**-30, 2.0**-20, 0.0, 2.0]), "b": {"c": jnp.array([1e6, jnp.inf, jnp.nan])}, "n": None}
-    report = jmp.underflow_report(grads, "float16", jmp.StaticLossScale(8.0))
+    report = diagnostics.underflow_report(grads, "float16", jmp.StaticLossScale(8.0))
     a, c = report.leaves
     assert (a.path, a.values, a.zeros, a.not_finite) == ("a", 4, 1, 0)
     assert (a.becomes_zero, a.becomes_subnormal, a.becomes_infinite, a.largest) == (1 / 3, 1 / 3, 0, 2)
@@ -146,26 +147,26 @@ def test_leaves_total_headroom_and_text():
 
 
 def test_nothing_to_report():
-    report = jmp.underflow_report({"ids": jnp.arange(3), "w": jnp.zeros(2)})
+    report = diagnostics.underflow_report({"ids": jnp.arange(3), "w": jnp.zeros(2)})
     assert report.total.headroom is None and report.total.zeros == 2 and report.total.becomes_zero == 0
-    assert jmp.underflow_report({}).total.values == 0
+    assert diagnostics.underflow_report({}).total.values == 0
     assert json.loads(json.dumps(report.as_dict()))["total"]["headroom"] is None
 
 
 def test_any_loss_scale_and_a_traced_one():
     grads = jnp.float32([2.0**-30, 1.0])
     for scale in (2.0**10, jnp.float32(1024), jmp.StaticLossScale(1024), jmp.DynamicLossScale(1024), np.float32(1024)):
-        assert jmp.underflow_report(grads, loss_scale=scale).total.becomes_zero == 0
-        assert jax.jit(lambda s: jmp.underflow_report(grads, loss_scale=s))(scale).total.becomes_zero == 0
-    assert jmp.underflow_report(grads, loss_scale=jmp.NoOpLossScale()).total.becomes_zero == 0.5
+        assert diagnostics.underflow_report(grads, loss_scale=scale).total.becomes_zero == 0
+        assert jax.jit(lambda s: diagnostics.underflow_report(grads, loss_scale=s))(scale).total.becomes_zero == 0
+    assert diagnostics.underflow_report(grads, loss_scale=jmp.NoOpLossScale()).total.becomes_zero == 0.5
 
 
 def test_under_jit_vmap_and_scan():
     values = awkward(np.float32)[:300].reshape(3, 100)
-    alone = [jmp.underflow_report({"x": row}, "bfloat16", 3.0) for row in values]
-    assert jax.jit(lambda x: jmp.underflow_report(x, "bfloat16", 3.0))({"x": values[0]}).total == alone[0].total
-    stack = jax.vmap(lambda x: jmp.underflow_report({"x": x}, "bfloat16", 3.0))(values)
-    _, scanned = jax.lax.scan(lambda c, x: (c, jmp.underflow_report({"x": x}, "bfloat16", 3.0)), 0, values)
+    alone = [diagnostics.underflow_report({"x": row}, "bfloat16", 3.0) for row in values]
+    assert jax.jit(lambda x: diagnostics.underflow_report(x, "bfloat16", 3.0))({"x": values[0]}).total == alone[0].total
+    stack = jax.vmap(lambda x: diagnostics.underflow_report({"x": x}, "bfloat16", 3.0))(values)
+    _, scanned = jax.lax.scan(lambda c, x: (c, diagnostics.underflow_report({"x": x}, "bfloat16", 3.0)), 0, values)
     for stacked in (stack, scanned):
         assert [jax.tree.map(lambda x, i=i: x[i], stacked).as_dict() for i in range(3)] == [r.as_dict() for r in alone]
     with pytest.raises(ValueError) as error:
@@ -181,8 +182,8 @@ class TestHistogram:
     def test_equals_the_exact_report_away_from_boundaries(self, name):
         values = np.ldexp(F32([1.25, 1.5, 1.7]), np.arange(-40, 25)[:, None]).ravel()
         scales = jnp.float32([1.0, 2.0**-3, 2.0**7])
-        reports = jax.jit(jax.vmap(lambda x, scale: jmp.underflow_report(x, name, scale), (None, 0)))
-        histogram = jmp.exponent_histogram(values)
+        reports = jax.jit(jax.vmap(lambda x, scale: diagnostics.underflow_report(x, name, scale), (None, 0)))
+        histogram = diagnostics.exponent_histogram(values)
         for i in range(len(scales)):
             exact, binned = (jax.tree.map(lambda x, i=i: x[i], reports(each, scales)) for each in (values, histogram))
             assert exact.exact and not binned.exact and "to the accuracy of a histogram" in str(binned)
@@ -192,27 +193,30 @@ class TestHistogram:
             assert (binned.total.values, binned.paths) == (values.size, ("",))
 
     def test_the_middle_of_a_bin_stands_for_all_of_it(self):
-        histogram = jmp.exponent_histogram({"ties": jnp.float32([2.0**-25] * 3), "top": jnp.float32([65530.0])})
-        binned = jmp.underflow_report(histogram)
+        histogram = diagnostics.exponent_histogram({"ties": jnp.float32([2.0**-25] * 3), "top": jnp.float32([65530.0])})
+        binned = diagnostics.underflow_report(histogram)
         assert [row.becomes_zero for row in binned.leaves] == [0, 0] and binned.total.becomes_infinite == 0
-        exact = jmp.underflow_report([jnp.float32([2.0**-25] * 3), jnp.float32([65530.0])])
+        exact = diagnostics.underflow_report([jnp.float32([2.0**-25] * 3), jnp.float32([65530.0])])
         assert exact.leaves[0].becomes_zero == exact.leaves[1].becomes_infinite == 1
 
     def test_zeros_infinities_and_subnormals(self):
         values = F32([0, 0, np.inf, np.nan, 2.0**-149, 2.0**-140, 1])
-        binned, exact = jmp.underflow_report(jmp.exponent_histogram(values)), jmp.underflow_report(values)
+        binned, exact = (
+            diagnostics.underflow_report(diagnostics.exponent_histogram(values)),
+            diagnostics.underflow_report(values),
+        )
         assert binned.as_dict()["total"] | {"largest": 1.0, "headroom": 0} == exact.as_dict()["total"] | {"headroom": 0}
 
     def test_of_a_long_run_beyond_32_bits(self):
-        histogram = jmp.exponent_histogram(jnp.float32([1.0, 2.0**-30]))
+        histogram = diagnostics.exponent_histogram(jnp.float32([1.0, 2.0**-30]))
         for _ in range(40):
             histogram = histogram + histogram
-        total = jmp.underflow_report(histogram).total
+        total = diagnostics.underflow_report(histogram).total
         assert total.values == 2 * 2**40 and total.becomes_zero == 0.5
 
     def test_a_stack_is_an_error(self):
-        stack = jax.vmap(jmp.exponent_histogram)(jnp.ones((2, 3)))
-        for function in (jmp.underflow_report, jmp.suggest_loss_scale):
+        stack = jax.vmap(diagnostics.exponent_histogram)(jnp.ones((2, 3)))
+        for function in (diagnostics.underflow_report, diagnostics.suggest_loss_scale):
             with pytest.raises(ValueError, match="this is a stack of histograms"):
                 function(stack)
 
@@ -226,49 +230,52 @@ class TestSuggestion:
     )
     def test_is_the_largest_power_of_two_below_the_margin(self, numbers, name, margin):
         values = np.float32(numbers)
-        scale = float(jmp.suggest_loss_scale([values], name, margin))
+        scale = float(diagnostics.suggest_loss_scale([values], name, margin))
         largest, limit = Fraction(float(np.abs(values).max())), Fraction(facts(name).max) / Fraction(margin)
         assert 1 <= scale <= 2**24 and math.log2(scale) % 1 == 0
         assert scale == 1 or Fraction(scale) * largest < limit
         assert scale == 2**24 or 2 * Fraction(scale) * largest >= limit
-        binned = float(jmp.suggest_loss_scale(jmp.exponent_histogram([values]), name, margin))
+        binned = float(diagnostics.suggest_loss_scale(diagnostics.exponent_histogram([values]), name, margin))
         assert binned <= scale <= max(2 * binned, 1)
 
     @pytest.mark.parametrize("largest, scale", [(1.0, 2**14), (0.9995, 2**15), (0.9994, 2**15), (32752 / 2**15, 2**14)])
     def test_strictly_below(self, largest, scale):
-        assert jmp.suggest_loss_scale(jnp.float32(largest)) == scale
+        assert diagnostics.suggest_loss_scale(jnp.float32(largest)) == scale
 
     def test_subnormal_gradients_and_wide_ones(self):
-        assert jmp.suggest_loss_scale(jnp.float32(2.0**-149)) == 2**24
-        assert jmp.suggest_loss_scale(np.array(0x0001, np.uint16).view(jnp.bfloat16)) == 2**24
+        assert diagnostics.suggest_loss_scale(jnp.float32(2.0**-149)) == 2**24
+        assert diagnostics.suggest_loss_scale(np.array(0x0001, np.uint16).view(jnp.bfloat16)) == 2**24
         with jax.enable_x64(True):
-            assert jmp.suggest_loss_scale({"a": jnp.float64(1e-310), "b": jnp.float32(1)}) == 2**14
-            assert jmp.suggest_loss_scale({"a": jnp.float64(3.0), "b": jnp.float32(1)}) == 2**13
-            assert jmp.suggest_loss_scale({"a": jnp.float64(1e300)}) == 1
+            assert diagnostics.suggest_loss_scale({"a": jnp.float64(1e-310), "b": jnp.float32(1)}) == 2**14
+            assert diagnostics.suggest_loss_scale({"a": jnp.float64(3.0), "b": jnp.float32(1)}) == 2**13
+            assert diagnostics.suggest_loss_scale({"a": jnp.float64(1e300)}) == 1
 
     def test_what_is_not_finite_is_ignored(self):
-        assert jmp.suggest_loss_scale(jnp.float32([jnp.inf, 1.0, -jnp.nan])) == 2**14
-        assert jmp.suggest_loss_scale({"a": jnp.float32(jnp.inf), "b": jnp.float32(1)}) == 2**14
+        assert diagnostics.suggest_loss_scale(jnp.float32([jnp.inf, 1.0, -jnp.nan])) == 2**14
+        assert diagnostics.suggest_loss_scale({"a": jnp.float32(jnp.inf), "b": jnp.float32(1)}) == 2**14
 
     @pytest.mark.parametrize("tree, scale", [([0.0], 2**24), ({}, 2**24), ([jnp.nan], 1), ([0.0, -jnp.inf], 1)])
     def test_nothing_finite_but_zeros(self, tree, scale):
         tree = jax.tree.map(jnp.float32, tree)
-        assert jmp.suggest_loss_scale(tree) == scale
-        assert jmp.suggest_loss_scale(jmp.exponent_histogram(tree)) == scale
+        assert diagnostics.suggest_loss_scale(tree) == scale
+        assert diagnostics.suggest_loss_scale(diagnostics.exponent_histogram(tree)) == scale
 
     def test_inside_jit_vmap_and_scan(self):
         values = jnp.float32([[1.0, 2.0], [2.0**-9, 0.0], [jnp.inf, 2.0]])
         expected = [2.0**13, 2.0**23, 2.0**13]
         for found in (
-            jax.vmap(jmp.suggest_loss_scale)(values),
-            2 * jax.vmap(lambda x: jmp.suggest_loss_scale(jmp.exponent_histogram(x)))(values),  # bins taken as full
-            jax.lax.scan(lambda c, x: (c, jmp.suggest_loss_scale(x)), 0, values)[1],
-            jnp.stack([jax.jit(jmp.suggest_loss_scale)(x) for x in values]),
+            jax.vmap(diagnostics.suggest_loss_scale)(values),
+            2
+            * jax.vmap(lambda x: diagnostics.suggest_loss_scale(diagnostics.exponent_histogram(x)))(
+                values
+            ),  # bins taken as full
+            jax.lax.scan(lambda c, x: (c, diagnostics.suggest_loss_scale(x)), 0, values)[1],
+            jnp.stack([jax.jit(diagnostics.suggest_loss_scale)(x) for x in values]),
         ):
             assert found.dtype == jnp.float32 and found.tolist() == expected
 
     def test_the_default_margin_of_a_dynamic_scale(self):
-        scale = jmp.suggest_loss_scale(jnp.float32([5.0]))
+        scale = diagnostics.suggest_loss_scale(jnp.float32([5.0]))
         start = jmp.DynamicLossScale(float(scale))
         assert float(start.loss_scale) * 5 * 2 < 65504
 
@@ -283,13 +290,13 @@ def test_linen_and_nnx_gradients():
     x = jnp.ones((2, 4))
     params = Net().init(jax.random.key(0), x)
     grads = jax.grad(lambda p: 1e-9 * jnp.mean(Net().apply(p, x) ** 2))(params)  # pyright: ignore
-    report = jmp.underflow_report(grads)
+    report = diagnostics.underflow_report(grads)
     assert report.paths == ("params/out/bias", "params/out/kernel") and report.total.becomes_zero == 1
-    assert float(jmp.suggest_loss_scale(grads)) == 2**24
+    assert float(diagnostics.suggest_loss_scale(grads)) == 2**24
 
     model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
     grads = nnx.grad(lambda m: 1e-9 * jnp.mean(m(x) ** 2))(model)
-    report = jmp.underflow_report(grads, loss_scale=2.0**24)
+    report = diagnostics.underflow_report(grads, loss_scale=2.0**24)
     assert set(report.paths) == {"bias", "kernel"} and report.total.becomes_zero == 0
 
 
@@ -302,8 +309,8 @@ def test_in_a_training_step_with_an_injected_infinity():
         scale = jmp.get_loss_scale(opt_state)
         _, grads = grad_fn(w, x, loss_scale=scale)
         updates, opt_state = tx.update(grads, opt_state, w)
-        report = jmp.underflow_report(grads, loss_scale=scale)
-        return optax.apply_updates(w, updates), opt_state, report, jmp.suggest_loss_scale(grads)
+        report = diagnostics.underflow_report(grads, loss_scale=scale)
+        return optax.apply_updates(w, updates), opt_state, report, diagnostics.suggest_loss_scale(grads)
 
     w, x = jnp.ones((4, 2)), jnp.ones((8, 4))
     opt_state = tx.init(w)
@@ -320,30 +327,30 @@ def test_in_a_training_step_with_an_injected_infinity():
     "call, sentence",
     [
         (
-            lambda: jmp.underflow_report(jnp.ones(2), "float32"),
+            lambda: diagnostics.underflow_report(jnp.ones(2), "float32"),
             "`dtype` must be a format of 16 or 8 bits that holds gradients, such as 'float16', 'bfloat16' or "
             "'float8_e5m2', got float32.",
         ),
         (
-            lambda: jmp.suggest_loss_scale(jnp.ones(2), "float8_e8m0fnu"),
+            lambda: diagnostics.suggest_loss_scale(jnp.ones(2), "float8_e8m0fnu"),
             "`dtype` must be a format of 16 or 8 bits that holds gradients, such as 'float16', 'bfloat16' or "
             "'float8_e5m2', got float8_e8m0fnu.",
         ),
         (
-            lambda: jmp.suggest_loss_scale(jnp.ones(2), margin=0.5),
+            lambda: diagnostics.suggest_loss_scale(jnp.ones(2), margin=0.5),
             "`margin` must be at least 1, got 0.5. Pass how many times larger gradients may get.",
         ),
         (
-            lambda: jmp.underflow_report(jnp.ones(2), loss_scale=-1.0),
+            lambda: diagnostics.underflow_report(jnp.ones(2), loss_scale=-1.0),
             "`loss_scale` must lie in [2**-126, 2**126], got -1.0: 1 / loss_scale has to be a normal float32 "
             "number, or gradients are flushed to zero. Pass a positive number such as 2.0**15.",
         ),
         (
-            lambda: jmp.underflow_report(jnp.ones(2), loss_scale="auto"),
+            lambda: diagnostics.underflow_report(jnp.ones(2), loss_scale="auto"),
             "`loss_scale` must be one real number, got 'auto'. Pass a number such as 2.0.",
         ),
         (
-            lambda: jmp.underflow_report({"w": np.ones(2)}),
+            lambda: diagnostics.underflow_report({"w": np.ones(2)}),
             "`underflow_report`: the leaf 'w' is float64 while 64-bit types are disabled, and JAX would round it to 32 "
             "bits; call jax.config.update('jax_enable_x64', True) first, or cast it yourself.",
         ),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jmp_train as jmp
-from jmp_train import flax_bridge
+from jmp_train import diagnostics, flax_bridge
 
 from ._application import Application, Precision, Variables
 
@@ -111,9 +111,9 @@ def gradients_lost(application: Application, run: Run) -> list[dict[str, float]]
             variables[number] = {**variables[number], "params": params}
             return player.loss(variables, batch, state.step_rngs["loss"])[0]
 
-        histogram = jmp.backward_histogram(jax.grad(loss_fn))(state.params, batch)
-        scale = float(jmp.suggest_loss_scale(histogram))
-        unscaled, scaled = (jmp.underflow_report(histogram, "float16", by).total for by in (1.0, scale))
+        histogram = diagnostics.backward_histogram(jax.grad(loss_fn))(state.params, batch)
+        scale = float(diagnostics.suggest_loss_scale(histogram))
+        unscaled, scaled = (diagnostics.underflow_report(histogram, "float16", by).total for by in (1.0, scale))
         lost.append(
             {
                 "zero unscaled": 100 * float(unscaled.becomes_zero),

@@ -25,11 +25,11 @@ def assert_policy(
 ) -> Callable[..., Explanation]:
     """Returns a function that raises an error unless `autocast` makes of `fn` what the checks demand.
 
-    Nothing is run and no GPU is needed. Test what you train with, in your CI:
+    Nothing is run and no GPU is needed. Test what you train with, in your CI; `checks` is `jmp_train.checks`:
 
-        assert_policy(jax.grad(loss_fn), "mixed_float16", no_narrow_sums(), no_wide_dots(except_scopes=("Router",)))(
-            params, batch
-        )
+        assert_policy(
+            jax.grad(loss_fn), "mixed_float16", checks.no_narrow_sums(), checks.no_wide_dots(except_scopes=("Router",))
+        )(params, batch)
 
     Under a policy that computes in float32 every dot is wide by definition: `no_wide_dots` is for the others.
 
@@ -59,7 +59,7 @@ def assert_policy(
                 f"`checks` holds {check.__name__} itself; call it: {check.__name__}(...) returns the check."
             )
         if not callable(check):
-            raise TypeError(f"`checks` must be functions of an Explanation, got {check!r}; see no_wide_dots().")
+            raise TypeError(f"`checks` must be functions of an Explanation, got {check!r}; see jmp_train.checks.")
     explained = explain(fn, policy, rules, argnums)
     demanded = checks or (no_wide_dots(), no_narrow_sums(), no_float64(), float32_loss())
 
