@@ -119,10 +119,10 @@ def _joins_stored(step: Step, sources: Sequence[State]) -> bool:
 
 
 def _common_origin(step: Step, sources: Sequence[State]) -> int | None:
-    """The one stored value that a step in the compute dtype is elementwise in, literals and parameters aside.
+    """The one stored value that a step in the compute dtype is elementwise in, literals aside, if it is one.
 
-    The result is no larger and need not be stored beside that: a dot's result with its bias, the derivative `2 * x` of
-    a square, the sigmoid of a SiLU and its derivative, the error function of a GELU. Parameters are in memory anyway.
+    The result is no larger and need not be stored beside that: the derivative `2 * x` of a square, the sigmoid of a
+    SiLU and its derivative, the error function of a GELU.
     """
-    found = {state.origin for state in sources if state.kind is not Kind.SOFT}
+    found = {state.origin for state in sources if state.kind is not Kind.SOFT or state.parameter}
     return found.pop() if len(found) == 1 and is_repeatable(step) else None
