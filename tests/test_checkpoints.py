@@ -24,6 +24,9 @@ import jmp_train as jmp
 from jmp_train import with_loss_scale
 from jmp_train.flax_bridge import TrainState
 
+# Orbax writes and reads files, in threads and processes of its own.
+pytestmark = pytest.mark.integration
+
 
 def shapes(state):
     """What a restore needs of a state: structure, shapes, dtypes and where leaves go."""

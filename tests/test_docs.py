@@ -17,6 +17,7 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 README = (ROOT / "README.md").read_text()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_blocks(page):
     text, namespace = page.read_text(), {"__name__": "docs"}

@@ -267,6 +267,7 @@ def test_unknown_precisions():
         to_precision(3)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.integration
 def test_nothing_touches_a_backend():
     # jax_num_cpu_devices can be set only while no backend exists.
     program = """

@@ -214,6 +214,7 @@ def test_module_dtypes():
     assert variables["params"]["kernel"].dtype == jnp.bfloat16
 
 
+@pytest.mark.integration
 def test_the_package_does_not_import_flax():
     code = "import sys, jmp_train; assert not [m for m in sys.modules if m.split('.')[0] in ('flax', 'orbax')]"
     subprocess.run([sys.executable, "-c", code], check=True)
