@@ -1,7 +1,7 @@
-"""What `assert_policy` can hold a program to; each is a check, or makes one."""
+"""What `assert_policy` can hold a program to; each function returns a check."""
 
-from ._explain import float32_loss as float32_loss
-from ._explain import no_float64 as no_float64
-from ._explain import no_narrow_sums as no_narrow_sums
 from ._explain import no_wide_dots as no_wide_dots
+from ._explain import no_narrow_sums as no_narrow_sums
+from ._explain import no_float64 as no_float64
+from ._explain import float32_loss as float32_loss
 from ._explain import output_dtypes as output_dtypes

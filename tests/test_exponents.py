@@ -247,11 +247,8 @@ def test_in_a_training_step_with_an_injected_infinity():
         return optax.apply_updates(w, updates), opt_state, histogram + diagnostics.exponent_histogram(grads), grads
 
     w, x = jnp.ones((4, 2)), jax.random.normal(jax.random.key(0), (8, 4))
-    opt_state, histogram, seen = (
-        tx.init(w),
-        diagnostics.exponent_histogram(jnp.zeros_like(w)),
-        [np.zeros((4, 2), np.float32)],
-    )
+    opt_state, histogram = tx.init(w), diagnostics.exponent_histogram(jnp.zeros_like(w))
+    seen = [np.zeros((4, 2), np.float32)]
     for batch in (x, x.at[0, 0].set(jnp.inf), 2 * x):
         w, opt_state, histogram, grads = step(w, opt_state, histogram, batch)
         seen.append(np.asarray(grads))
