@@ -31,7 +31,7 @@ from autocast_references import DEEP, FILLING
 from battery_models import BY_NAME
 from battery_tools import abstract_example, gradient_function
 
-from jmp_train._diagnostics._gpu_compile import compile_for_gpu
+from jmp_train._diagnostics.gpu._compile import compile_for_gpu
 
 GIGA = 1e9
 POLICIES: dict[str, Callable[[Callable[..., Loss]], Step]] = {

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jmp_train as jmp
 from jmp_train import diagnostics
-from jmp_train._diagnostics._counts import add_counts, count_each, to_integers
+from jmp_train._diagnostics.formats._counts import add_counts, count_each, to_integers
 
 
 def check(histogram, values, leaf=0):

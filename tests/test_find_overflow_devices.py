@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jmp_train as jmp
-from jmp_train._diagnostics._watch import Machine
-from jmp_train._diagnostics._watcher import Value, Watcher
+from jmp_train._diagnostics.interpreter._interpreter import Machine
+from jmp_train._diagnostics.interpreter._site import Value, Watcher
 from jmp_train._jaxpr import trace
 from jmp_train.diagnostics import Verdict, find_overflow
 

@@ -26,8 +26,8 @@ from battery_tools import HALVES, abstract, abstract_example, figures, gradient_
 from jax.sharding import PartitionSpec
 
 from jmp_train import autocast, get_policy
-from jmp_train._diagnostics._faults import collectives
-from jmp_train._diagnostics._gpu_compile import gpu_module
+from jmp_train._diagnostics.gpu._compile import gpu_module
+from jmp_train._diagnostics.gpu._faults import collectives
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from jmp_train import diagnostics
-from jmp_train._diagnostics._gpu_compile import gpu_module
-from jmp_train._diagnostics._kernels import traffic
+from jmp_train._diagnostics.gpu._compile import gpu_module
+from jmp_train._diagnostics.gpu._kernels import traffic
 
 pytestmark = pytest.mark.slow
 

@@ -1,8 +1,8 @@
 """The text of a compiled module is read right: a loop of ten steps, written by hand. Needs no compiler."""
 
-from jmp_train._diagnostics._gpu_products import products
-from jmp_train._diagnostics._hlo import parse
-from jmp_train._diagnostics._kernels import kernels, traffic, unknown_loops
+from jmp_train._diagnostics.gpu._compiled_products import products
+from jmp_train._diagnostics.gpu._hlo import parse
+from jmp_train._diagnostics.gpu._kernels import kernels, traffic, unknown_loops
 
 MODULE = """HloModule jit_step, input_output_alias={ {0}: (1, {}, may-alias), {2}: (0, {}, must-alias) }
 

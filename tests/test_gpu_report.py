@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp_train import get_loss_scale, value_and_grad, with_loss_scale
-from jmp_train._diagnostics._gpus import get_gpu
+from jmp_train._diagnostics.gpu._gpus import get_gpu
 from jmp_train.diagnostics import GPUReport, gpu_report, tensor_core_report
 
 slow = pytest.mark.slow

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jmp_train as jmp
-from jmp_train._diagnostics._faults import collectives
-from jmp_train._diagnostics._gpu_compile import gpu_mesh
+from jmp_train._diagnostics.gpu._compile import gpu_mesh
+from jmp_train._diagnostics.gpu._faults import collectives
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ from flax import nnx
 
 import jmp_train as jmp
 from jmp_train import DEFAULT_RULES, StaticLossScale
-from jmp_train._diagnostics._parts import Part
-from jmp_train._diagnostics._sensitivity import _Measured, _Search, _shares
+from jmp_train._diagnostics.formats._candidates import Part
+from jmp_train._diagnostics.formats._sensitivity import _Measured, _Search, _shares
 from jmp_train.diagnostics import sensitivity
 
 RNG = np.random.default_rng(0)

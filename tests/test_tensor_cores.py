@@ -14,8 +14,8 @@ from jax import lax
 from product_tools import CONVOLUTIONS, array, convolution, product, products
 
 from jmp_train import StaticLossScale, autocast, value_and_grad
-from jmp_train._diagnostics._amdahl import Estimate
-from jmp_train._diagnostics._gpus import get_gpu
+from jmp_train._diagnostics.gpu._gpus import get_gpu
+from jmp_train._diagnostics.products._amdahl import Estimate
 from jmp_train.diagnostics import TensorCoreReport, round_up, tensor_core_report
 
 H200 = get_gpu("H200")

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import jmp_train as jmp
 from jmp_train import diagnostics
-from jmp_train._diagnostics._bits import DOUBLE, SINGLE, magnitudes, target_format
-from jmp_train._diagnostics._rounding import OUTCOMES, outcome
+from jmp_train._diagnostics.formats._bits import DOUBLE, SINGLE, magnitudes, target_format
+from jmp_train._diagnostics.formats._rounding import OUTCOMES, outcome
 from jmp_train._dtypes import facts
 
 F32 = functools.partial(np.array, dtype=np.float32)

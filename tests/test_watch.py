@@ -13,9 +13,9 @@ from jax import lax
 
 import jmp_train as jmp
 from jmp_train._autocast._flow import TOP
-from jmp_train._diagnostics._derivatives import kept_for_backward
-from jmp_train._diagnostics._watch import Machine
-from jmp_train._diagnostics._watcher import Value, Watcher
+from jmp_train._diagnostics.interpreter._derivatives import kept_for_backward
+from jmp_train._diagnostics.interpreter._interpreter import Machine
+from jmp_train._diagnostics.interpreter._site import Value, Watcher
 from jmp_train._jaxpr import flatten, trace
 
 X = np.linspace(0.5, 2.0, 12, dtype=np.float32).reshape(3, 4)

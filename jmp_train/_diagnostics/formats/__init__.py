@@ -1,0 +1,1 @@
+"""What does a number format do to a program? Exponents, underflow, loss scales, and the error of the gradient."""

@@ -1,0 +1,1 @@
+"""What will a GPU run? A program compiled for a GPU that need not be there, read from the text of its module."""

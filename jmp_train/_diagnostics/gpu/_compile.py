@@ -1,0 +1,161 @@
+"""Compiles a function for an NVIDIA GPU on a machine that has none.
+
+Decides how arguments are placed on GPUs that are described, not present, and what is said when that cannot be. Does not
+decide what is read from the result; see `_gpu_report.py`. No kernel is timed: autotuning, which asks for a GPU, is off.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from ..._jaxpr import ClosedJaxpr, Jaxpr, trace
+from ..._values import as_count
+from ._gpus import get_gpu
+
+_PLUGIN = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
+COMPILER_OPTIONS: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
+
+
+def gpu_mesh(devices: int | Mapping[str, int] = 1, gpu: str = "H200") -> Mesh:
+    """A mesh of GPUs that are described, not present.
+
+    Args:
+      devices: how many, along one axis `"data"`; or the size of each named axis, `{"data": 4, "model": 2}`.
+      gpu: as for `get_gpu`.
+    """
+    axes = mesh_axes(devices)
+    sizes, target = list(axes.values()), get_gpu(gpu).target
+    _check_plugin()
+    try:
+        topology = topologies.get_topology_desc("", "cuda", target_config=target, topology=f"1x1x{math.prod(sizes)}")
+    except Exception as error:  # the plugin raises what it likes; it is the cause
+        raise RuntimeError(
+            f"the GPU compiler of jax {jax.__version__} does not start for this target description. If it is one of "
+            f"the named GPUs, reinstall the plugin: {_install_command()}"
+        ) from error
+    return Mesh(np.array(topology.devices).reshape(sizes), tuple(axes))
+
+
+def mesh_axes(devices: int | Mapping[str, int]) -> dict[str, int]:
+    """The size of each axis of a mesh, by name."""
+    axes = dict(devices) if isinstance(devices, Mapping) else {"data": devices}
+    if not axes or not all(isinstance(name, str) for name in axes):
+        raise ValueError(f"`devices` must be a number of GPUs or the size of each named axis, got {devices!r}.")
+    return {name: as_count("devices", size) for name, size in axes.items()}
+
+
+def abstract_mesh(devices: int | Mapping[str, int]) -> AbstractMesh:
+    """The same mesh without devices, to trace in."""
+    axes = mesh_axes(devices)
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def _install_command() -> str:
+    return "pip install " + " ".join(f'"{name}=={jax.__version__}"' for name in _PLUGIN)
+
+
+def _check_plugin() -> None:
+    """Raises unless the compiler plugin is there, in the version of jax: another one crashes or miscompiles."""
+    found = {name: _version(name) for name in _PLUGIN}
+    missing = [name for name, version in found.items() if version is None]
+    if missing:
+        raise RuntimeError(
+            f"compiling for a GPU needs {' and '.join(missing)} (Linux; no GPU, no driver and no CUDA libraries): "
+            f"{_install_command()}"
+        )
+    others = [f"{name} {version}" for name, version in found.items() if version != jax.__version__]
+    if others:
+        raise RuntimeError(
+            f"compiling for a GPU needs a plugin of exactly jax's version {jax.__version__}, got "
+            f"{' and '.join(others)}: {_install_command()}"
+        )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def lower_for_gpu(
+    fn: Callable[..., Any], mesh: Mesh, args: tuple, kwargs: Mapping[str, Any], **jit_options: Any
+) -> jax.stages.Lowered:
+    """Lowers `fn`, or what `jax.jit` made of it, for the GPUs of `mesh`.
+
+    Args:
+      fn: the function. If it is jitted already, its own options hold and `jit_options` must be empty.
+      args, kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s; only shapes and dtypes are read. Where they live
+        does not matter: `in_shardings` (of partition specs over the mesh's axes) says how they are split.
+    """
+    jitted: Any = fn if is_jitted(fn) else jax.jit(fn, **jit_options)
+    args, kwargs = jax.tree.map(_abstract, (args, dict(kwargs)))
+    with jax.set_mesh(mesh):
+        try:
+            lowered = jitted.lower(*args, **kwargs)
+        except RuntimeError as error:
+            if "Unknown backend" not in str(error):
+                raise
+            raise ValueError(
+                "`fn` calls back to Python (jax.debug.print, jax.pure_callback), which cannot be compiled for a GPU "
+                "that is not there; leave the call out for the report."
+            ) from error
+        except ValueError as error:
+            if "device" not in str(error) and "mesh" not in str(error) and "emory kind" not in str(error):
+                raise
+            raise ValueError(
+                f"`fn` names devices or a mesh of this machine, and the {mesh.size} described GPUs are no part of it. "
+                f"Leave the mesh out: write partition specs over the axes {', '.join(map(repr, mesh.axis_names))}, and "
+                f"shard_map without `mesh`; they meet the described mesh when the report is made, and jax.set_mesh's "
+                f"when you run."
+            ) from error
+    return getattr(lowered, "lowered", lowered)  # flax.nnx.jit has its own type around it
+
+
+def program_of(fn: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> ClosedJaxpr | Jaxpr:
+    """The traced program; a function that is jitted knows itself which of its arguments are static."""
+    found = getattr(fn.trace(*args, **kwargs), "jaxpr", None) if is_jitted(fn) else None  # type: ignore[attr-defined]
+    return trace(fn, *args, **kwargs)[0] if found is None else found
+
+
+def is_jitted(fn: Callable[..., Any]) -> bool:
+    return hasattr(fn, "lower") and hasattr(fn, "trace")
+
+
+def _abstract(leaf: Any) -> Any:
+    if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
+    return leaf
+
+
+def compile_for_gpu(
+    fn: Callable[..., Any],
+    *args: Any,
+    gpu: str = "H200",
+    devices: int | Mapping[str, int] = 1,
+    **jit_options: Any,
+) -> jax.stages.Compiled:
+    """Compiles `jax.jit(fn, **jit_options)` for `args`."""
+    return lower_for_gpu(fn, gpu_mesh(devices, gpu), args, {}, **jit_options).compile(compiler_options=COMPILER_OPTIONS)
+
+
+def gpu_module(fn: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """The text of the optimized module; the arguments are those of `compile_for_gpu`."""
+    return module_text(compile_for_gpu(fn, *args, **options))
+
+
+def module_text(compiled: jax.stages.Compiled) -> str:
+    text = compiled.as_text()
+    if text is None:
+        raise RuntimeError(
+            f"jax {jax.__version__} does not tell what it compiled; use the version this was tested with."
+        )
+    return text

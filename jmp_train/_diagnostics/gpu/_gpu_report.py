@@ -1,0 +1,169 @@
+"""`gpu_report`: what a compiler makes of a function for a GPU that need not be there.
+
+Decides what is worth telling about a compiled program. Does not decide how it is printed; see `_report.py`.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from ..._autocast import autocast
+from ..._explain._emitted import LOOPS, emitted_of
+from ..._policy import Policy, get_policy
+from ._compile import COMPILER_OPTIONS, gpu_mesh, is_jitted, lower_for_gpu, mesh_axes, module_text, program_of
+from ._compiled_products import products
+from ._copies import explained_copies, unused_donors
+from ._faults import collective_kernels, narrow_sums, opcode_of
+from ._gpus import get_gpu
+from ._hlo import parse
+from ._kernels import kernels, unknown_loops
+from ._report import Collective, GPUReport, Memory, NarrowSum
+
+_UNUSED = re.compile(r"^Some donated buffers were not usable: (.*)\.$", re.M)
+
+
+def gpu_report(
+    fn: Callable[..., Any],
+    gpu: str = "H200",
+    devices: int | Mapping[str, int] = 1,
+    *,
+    policy: Policy | str | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    in_shardings: Any = None,
+) -> Callable[..., GPUReport]:
+    """Returns a function that compiles `fn` for a GPU and tells what became of it. Nothing is run.
+
+    Report what you train with, the whole step, jitted as it is in training:
+
+        before = gpu_report(jax.jit(float32_step, donate_argnums=0))(state, batch)
+        after = gpu_report(jax.jit(mixed_step, donate_argnums=0))(state, batch)
+        print(before.compare(after))
+
+    The machine needs no GPU, no driver and no CUDA libraries, only `pip install "jmp-train[gpu-report]"` on Linux. The
+    figures are bytes and FLOPs as compiled, the same every time; no kernel is timed and none is tuned, so the choice
+    between cuBLAS, cuDNN and Triton may differ from that of a run on the GPU itself.
+
+    Args:
+      fn: any function of arrays, jitted or not, under `autocast` or not.
+      gpu: `"A100"`, `"H100"`, `"H200"`, or the text of another GPU's target description (XLA's
+        `GpuTargetConfigProto`).
+      devices: how many GPUs, along one mesh axis `"data"`; or `{"data": 4, "model": 2}`. The mesh is set while `fn` is
+        traced: `shard_map` without `mesh` and partition specs in `jit`'s `in_shardings` find it. All figures are those
+        of one GPU.
+      policy: a policy to `autocast` a function that is not jitted with, for a first look; `None` leaves `fn` as it is.
+      donate_argnums, in_shardings: for a function that is not jitted, as for `jax.jit`; shardings are partition specs
+        over the axes of `devices`. By default nothing is donated and the compiler shards as it likes.
+
+    Returns:
+      A function of `fn`'s arguments (arrays or `jax.ShapeDtypeStruct`s) that returns a `GPUReport`.
+
+    Raises:
+      TypeError: `fn` is not callable, or is jitted and given options of `jit` here.
+      ValueError: `gpu` or `devices` name none, or `fn` uses devices of this machine.
+      RuntimeError: the compiler is not installed, or not in jax's version; the error has the command.
+
+    ```python
+    report = gpu_report(lambda w, x: x @ w)(jnp.ones((512, 512)), jnp.ones((64, 512)))
+    report.bytes, report.tensor_core_share, report.memory.peak
+    ```
+
+    >>> gpu_report(3)
+    Traceback (most recent call last):
+      ...
+    TypeError: `fn` must be callable, got 3; pass the function to compile.
+    """
+    if not callable(fn):
+        raise TypeError(f"`fn` must be callable, got {fn!r}; pass the function to compile.")
+    options = {"donate_argnums": donate_argnums, "in_shardings": in_shardings}
+    options = {name: value for name, value in options.items() if value is not None}
+    if is_jitted(fn) and (options or policy is not None):
+        given = [*options, *(["policy"] if policy is not None else [])]
+        raise TypeError(
+            f"`fn` is jitted, so `{given[0]}` belongs inside: jax.jit(fn, donate_argnums=...), "
+            f"jax.jit(autocast(fn, policy)). Pass either a jitted function or options."
+        )
+    described = get_gpu(gpu)
+    mesh_axes(devices)  # complains here rather than at the first report
+    program = fn if policy is None else autocast(fn, policy)
+
+    def report(*args: Any, **kwargs: Any) -> GPUReport:
+        mesh = gpu_mesh(devices, gpu)
+        with warnings.catch_warnings(record=True) as raised:
+            warnings.simplefilter("always")
+            lowered = lower_for_gpu(program, mesh, args, kwargs, **options)
+            compiled = lowered.compile(compiler_options=COMPILER_OPTIONS)
+        text = module_text(compiled)
+        unused = _pass_on(raised)
+        with jax.set_mesh(mesh):
+            carried = _carried_sums(program, args, kwargs)
+        return GPUReport(
+            gpu=described.name,
+            bandwidth=described.bandwidth,
+            rates=described.rates,
+            devices=mesh.size,
+            policy=None if policy is None else str(get_policy(policy)),
+            jax_version=jax.__version__,
+            kernels=tuple(kernels(text)),
+            products=tuple(products(text)),
+            collectives=_collectives(text),
+            sixteen_bit_sums=(*_narrow_sums(text), *carried),
+            copies=explained_copies(text, lowered.out_info),
+            unused_donations=(*unused, *unused_donors(text)),
+            unknown_loops=unknown_loops(text),
+            memory=_memory(compiled),
+        )
+
+    return report
+
+
+def _pass_on(raised: Sequence[warnings.WarningMessage]) -> tuple[str, ...]:
+    """The buffers that JAX says it could not donate; other warnings are warned of again."""
+    unused: list[str] = []
+    for each in raised:
+        if found := _UNUSED.search(str(each.message)):
+            unused += re.findall(r"\w+\[[\d,]*\]", found.group(1))
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    return tuple(unused)
+
+
+def _memory(compiled: jax.stages.Compiled) -> Memory:
+    analysis: Any = compiled.memory_analysis()
+    return Memory(
+        arguments=analysis.argument_size_in_bytes,
+        results=analysis.output_size_in_bytes,
+        donated=analysis.alias_size_in_bytes,
+        temporary=analysis.temp_size_in_bytes,
+    )
+
+
+def _collectives(text: str) -> tuple[Collective, ...]:
+    return tuple(
+        Collective(opcode, kernel.writes, kernel.written, kernel.times, kernel.scope, kernel.source)
+        for opcode, kernel in collective_kernels(text)
+    )
+
+
+def _narrow_sums(text: str) -> tuple[NarrowSum, ...]:
+    module, found = parse(text), []
+    for each, add in narrow_sums(text):
+        # XLA rewrites running sums, and then only the addition inside knows its dtype and its line.
+        _, _, shape = each.result.strip("()").split("{")[0].partition("[")
+        result = f"{add.result.partition('[')[0]}[{shape}"
+        found.append(NarrowSum(opcode_of(each), result, each.scope, module.source_of(each) or module.source_of(add)))
+    return tuple(found)
+
+
+def _carried_sums(fn: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> tuple[NarrowSum, ...]:
+    """Sums that a loop carries from step to step; the compiled module no longer shows them."""
+    emitted = emitted_of(program_of(fn, args, kwargs))
+    return tuple(
+        NarrowSum(f"{each.primitive} carry", each.sums_in, each.scope, each.source)
+        for each in emitted
+        if each.primitive in LOOPS and each.sums_in in ("float16", "bfloat16")
+    )

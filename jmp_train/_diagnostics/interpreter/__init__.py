@@ -1,0 +1,1 @@
+"""Runs a traced program one equation at a time, on concrete values, and shows each equation to a watcher."""

@@ -1,0 +1,94 @@
+"""Where an operation comes from: the line that the user wrote, and the library line below it.
+
+Decides which frame of a traceback is the user's own: the innermost one outside JAX, this package, the libraries that
+models are written with, and Python's own. Best effort, as all tracebacks are.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from typing import NamedTuple
+
+import jax
+
+from ..._autocast import _autocast
+from ..._jaxpr import Node
+from ..._tracebacks import frames_of, is_jax
+from ..interpreter._site import Site
+
+_PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")) + os.sep
+_PYTHON = os.path.dirname(os.__file__) + os.sep
+_JAX = os.path.dirname(jax.__file__)
+_NUMERICS = tuple(os.path.join(_JAX, "_src", part) + os.sep for part in ("numpy", "nn", "ops", "scipy", "lax"))
+_LIBRARIES = ("chex", "equinox", "flax", "haiku", "jaxlib", "optax")
+
+
+class Line(NamedTuple):
+    """A line of code: its file, its number from 1, the function it is in, and its text."""
+
+    file: str
+    number: int
+    function: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number} ({self.function})"
+
+
+def user_line(site: Site) -> Line | None:
+    """The innermost line of the user's own code that recorded an operation; `None` if the tracebacks have none."""
+    for node in (site.node, *site.around):
+        for function, file, number in frames_of(node):
+            if not (is_jax(file) or file.startswith(_PACKAGE) or _is_library(file)):
+                return Line(file, number, function, linecache.getline(file, number).strip())
+    return None
+
+
+def through(site: Site) -> str | None:
+    """What stands between the user's line and the operation: a library's `file:line (function)`, or a rule."""
+    own, frames = user_line(site), list(frames_of(site.node))
+    names = {function for function, _, _ in frames}
+    if any(name.endswith("process_custom_vjp_call") for name in names) and "_flatten_fwd" not in names:
+        return "the backward rule of the custom_vjp called there; JAX keeps no line of it"
+    for function, file, number in frames:
+        if not is_jax(file):
+            return None if own and (file, number) == own[:2] else f"{file}:{number} ({function})"
+    return None
+
+
+def is_in_autocast(site: Site) -> bool:
+    """Whether autocast recorded the operation, so that its rules hold for it."""
+    nodes = (site.node, *site.around)
+    return any(file == _autocast.__file__ for node in nodes for _, file, _ in frames_of(node))
+
+
+def is_finite_check(node: Node) -> bool:
+    """Whether code outside JAX asks here whether a value is finite, as a loss scale does of the gradients.
+
+    `jax.nn.logsumexp` and others ask it for themselves.
+    """
+    if node.name != "is_finite":
+        return False
+    for function, file, _ in frames_of(node):
+        if not is_jax(file):
+            return True
+        if file.startswith(_NUMERICS) and function not in ("isfinite", "is_finite"):
+            return False
+    return False
+
+
+def is_library_function(node: Node, file: str, function: str) -> bool:
+    """Whether `function` of this package's `file` recorded the node, directly or through a function inside it."""
+    path = os.path.join(_PACKAGE, file)
+    return any(found == path and name.split(".")[0] == function for name, found, _ in frames_of(node))
+
+
+def _is_library(file: str) -> bool:
+    if file.startswith(("<frozen", "<string>")):
+        return True
+    if file.startswith(_PYTHON) and "site-packages" not in file:
+        return True
+    roots = (getattr(sys.modules.get(name), "__path__", ()) for name in _LIBRARIES)
+    return any(file.startswith(path + os.sep) for paths in roots for path in paths)

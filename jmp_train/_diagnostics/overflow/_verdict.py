@@ -1,0 +1,172 @@
+"""Why an operation gave a non-finite value, and what cures it.
+
+Decides the verdict and its cure from the operation's own operands, run again in float32, and from a run of the whole
+program in float32. Does not decide which operation is to blame; see `_taint.py` and `_find_overflow.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..._dtypes import FLOAT32, facts
+from ..._tracebacks import is_asked_for
+from ..interpreter._interpreter import Machine
+from ..interpreter._site import Site, Value, Watcher
+from ..interpreter._widening import is_narrow_dtype, wide_params
+from ._source_lines import is_in_autocast, user_line
+from ._taint import is_bad, is_inexact
+
+
+class Verdict(enum.StrEnum):
+    """What is to be done about a non-finite value; the `verdict` of `find_overflow`."""
+
+    LOWER_SCALE = "lower_scale"
+    """The loss scale alone made it: with a smaller one the same program is finite."""
+    KEEP_FLOAT32 = "keep_float32"
+    """16 bits made it: from the same operands, or from operands that were not rounded, float32 is finite."""
+    MODEL = "model"
+    """Non-finite in float32 too: log(0), division by zero, the derivative of a root at 0."""
+    INPUT = "input"
+    """An argument held it."""
+    UNKNOWN = "unknown"
+    """It was made inside an operation that cannot be looked into."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Captured:
+    """An operation as it ran: its site, operands and results."""
+
+    site: Site
+    operands: tuple[Any, ...]
+    results: tuple[Any, ...]
+
+
+class _Stop(Exception):
+    pass
+
+
+class _Capture(Watcher):
+    def __init__(self, number: int):
+        self._left = number
+        self.captured: Captured | None = None
+
+    def watch(self, site: Site, inputs: Sequence[Value], outputs: Sequence[Any]) -> Sequence[Any]:
+        self._left -= 1
+        if not self._left:
+            self.captured = Captured(site, tuple(value.array for value in inputs), tuple(outputs))
+            raise _Stop
+        return super().watch(site, inputs, outputs)
+
+
+def capture(machine: Machine, args: Sequence[Value], number: int) -> Captured | None:
+    """Runs up to the operation of this number, counted from 1, and returns it; `None` if fewer run."""
+    watcher = _Capture(number)
+    try:
+        machine.run(args, watcher)
+    except _Stop:
+        pass
+    return watcher.captured
+
+
+def judge(
+    machine: Machine, args: Sequence[Value], number: int, found: Captured, by_hand: bool, scopes: Iterable[str]
+) -> tuple[Verdict, str, str]:
+    """Returns the verdict on an operation that no loss scale cures, why, and the cure."""
+    if found.site.primitive in machine.not_entered():
+        return Verdict.UNKNOWN, *_opaque(found.site)
+    narrow = next((x.dtype for x in (*found.results, *found.operands) if is_narrow_dtype(_dtype(x))), None)
+    if narrow is not None and (wide := _in_float32(found)) is not None and not any(map(is_bad, wide)):
+        largest = max(float(np.max(np.abs(np.asarray(x)))) for x in wide if is_inexact(x))
+        why = f"{narrow.name} ends at {facts(narrow).max:.6g}; from the same operands float32 reaches {largest:.4g}."
+        return Verdict.KEEP_FLOAT32, why, _keep_wide(found.site, by_hand, scopes)
+    elsewhere = capture(Machine(machine.jaxpr, wide=True), args, number)
+    if elsewhere is not None and _same(elsewhere.site, found.site) and not any(map(is_bad, elsewhere.results)):
+        why = "Its operands were rounded in 16 bits before, to zero or too far; in float32 throughout it is finite."
+        return Verdict.KEEP_FLOAT32, why, _keep_wide(found.site, by_hand, scopes)
+    return Verdict.MODEL, *_fault(found, narrow)
+
+
+def _opaque(site: Site) -> tuple[str, str]:
+    why, cure = f"{site.primitive} runs as one operation.", "Call find_overflow on what is inside."
+    if site.primitive == "shard_map":
+        why = "This shard_map runs as one operation: it holds another one, or a collective that is not known here."
+        cure = (
+            "Call find_overflow on jax.vmap(fn, axis_name=...) of the function inside, on what each device gets, "
+            "stacked; or on the function inside alone."
+        )
+    return why, cure
+
+
+def _dtype(array: Any) -> Any:
+    return getattr(array, "dtype", None)
+
+
+def _same(a: Site, b: Site) -> bool:
+    return a.node.eqn is b.node.eqn and a.loops == b.loops
+
+
+def _in_float32(found: Captured) -> list[Any] | None:
+    """The operation's results from the same operands in float32; `None` if it takes no such operands."""
+    operands = [jnp.asarray(x, FLOAT32) if is_narrow_dtype(_dtype(x)) else x for x in found.operands]
+    try:
+        return found.site.bind(operands, **wide_params(found.site.node))
+    except Exception:  # whatever a primitive says of operands it was not recorded with
+        return None
+
+
+def _keep_wide(site: Site, by_hand: bool, scopes: Iterable[str]) -> str:
+    """The line to paste that keeps an operation in float32."""
+    if site.crosses:
+        return (
+            "Reduce in float32: a policy with reduce_dtype=jnp.float32, or .astype(jnp.float32) before the collective."
+        )
+    line = user_line(site)
+    where = f"{line.file}:{line.number}" if line else "this operation"
+    if by_hand or not is_in_autocast(site):
+        if site.primitive == "convert_element_type" and is_asked_for(site.node):
+            return "Leave out this cast, or divide the value by a constant before it."
+        module = f", or give the Flax module `{site.scope}` dtype=jnp.float32" if site.scope else ""
+        return f"The program itself computes this in 16 bits: widen the operands with .astype(jnp.float32){module}."
+    scope, around = site.scope, ""
+    if not scope or any(other.startswith(scope + "/") for other in scopes):
+        around = f"Put `with jax.named_scope('wide'):` around {where}, and pass "
+        scope = "wide"
+    rules = f'rules=jmp.DEFAULT_RULES.with_scopes({{"{scope}": "float32"}})'
+    return f"{around or 'Pass '}{rules}; or wrap the function of this line: jmp.full_precision(fn)."
+
+
+# What a primitive that is non-finite in float32 too stumbles over, and the way round it.
+_FAULTS = {
+    "log": ("the logarithm of zero or of a negative number", "jnp.log(jnp.maximum(x, 1e-6)), or jax.nn.log_softmax"),
+    "log1p": ("the logarithm of zero or of a negative number", "keep its operand above -1"),
+    "div": ("a division by zero", "divide by jnp.where(d == 0, 1, d) and select afterwards"),
+    "rem": ("a remainder by zero", "divide by jnp.where(d == 0, 1, d) and select afterwards"),
+    "sqrt": ("the root of a negative number", "jnp.sqrt(jnp.maximum(x, 0))"),
+    "rsqrt": ("the reciprocal root of zero or of a negative number", "add an epsilon inside the root"),
+    "pow": ("a power beyond float32, or one of zero or of a negative number", "keep the base positive"),
+    "integer_pow": ("a power beyond float32, or a negative power of zero", "keep the base away from zero"),
+    "exp": ("the exponential of a number above 88", "subtract the maximum first, as jax.nn.softmax does"),
+    "atanh": ("the inverse hyperbolic tangent of 1 or more", "keep its operand inside (-1, 1)"),
+}
+
+
+def _fault(found: Captured, narrow: Any) -> tuple[str, str]:
+    site, operands = found.site, found.operands
+    if any(map(is_bad, operands)):
+        what, cure = "infinities meet here", "a row that is masked everywhere needs a finite mask, such as -1e9"
+        what += ": infinity minus infinity, or infinity times zero, is NaN"
+    else:
+        what, cure = _FAULTS.get(site.primitive, ("the result exceeds float32", "make its operands smaller"))
+    if (site.backward or site.derivative) and site.primitive in ("div", "pow", "rsqrt", "mul", "integer_pow"):
+        what += ", in a derivative: that of a root, a norm or a quotient at 0"
+        cure = "replace the operand first, jnp.where(x == 0, 1, x), and select the result afterwards; or add an epsilon"
+    if narrow is not None and site.primitive in ("div", "log", "rsqrt", "rem"):
+        smallest = facts(narrow).smallest_subnormal / 2
+        cure += f" (a constant of {smallest:.1g} or less is zero in {narrow.name})"
+    return f"Non-finite in float32 too: {what}.", f"It is the model's own: {cure}."
