@@ -21,8 +21,7 @@ from loop_carries import sixteen_bit_carries
 from jmp_train import autocast, get_policy
 from jmp_train._diagnostics.gpu._compile import compile_for_gpu, module_text
 from jmp_train._diagnostics.gpu._compiled_products import convolutions, dots
-from jmp_train._diagnostics.gpu._faults import sixteen_bit_sums
-from jmp_train._diagnostics.gpu._kernels import kernels, traffic
+from jmp_train._diagnostics.gpu._kernels import kernels, sixteen_bit_sums, traffic
 
 Tree = Any
 Leaves = Mapping[str, np.ndarray]

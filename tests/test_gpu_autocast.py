@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 
 from jmp_train import autocast, get_policy
 from jmp_train._diagnostics.gpu._compile import gpu_module
-from jmp_train._diagnostics.gpu._faults import collectives
+from jmp_train._diagnostics.gpu._kernels import collectives
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,7 @@ from loop_carries import sixteen_bit_carries
 
 from jmp_train._diagnostics.gpu._compile import gpu_module
 from jmp_train._diagnostics.gpu._compiled_products import convolutions, dots, wide_convolutions, wide_dots
-from jmp_train._diagnostics.gpu._faults import collectives, copies, sixteen_bit_sums
-from jmp_train._diagnostics.gpu._kernels import kernels, traffic
+from jmp_train._diagnostics.gpu._kernels import collectives, copies, kernels, sixteen_bit_sums, traffic
 
 HALVES = [jnp.float16, jnp.bfloat16]
 

@@ -15,8 +15,7 @@ from flax_models import linen_training, nnx_training
 
 import jmp_train as jmp
 from jmp_train._diagnostics.gpu._compile import gpu_module
-from jmp_train._diagnostics.gpu._faults import copies
-from jmp_train._diagnostics.gpu._kernels import kernels, traffic
+from jmp_train._diagnostics.gpu._kernels import copies, kernels, traffic
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,7 @@ import pytest
 
 from jmp_train import all_finite, get_loss_scale, with_loss_scale, with_master_weights
 from jmp_train._diagnostics.gpu._compile import gpu_module
-from jmp_train._diagnostics.gpu._faults import copies
-from jmp_train._diagnostics.gpu._kernels import kernels, traffic
+from jmp_train._diagnostics.gpu._kernels import copies, kernels, traffic
 
 pytestmark = pytest.mark.slow
 

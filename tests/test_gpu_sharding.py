@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jmp_train as jmp
 from jmp_train._diagnostics.gpu._compile import gpu_mesh
-from jmp_train._diagnostics.gpu._faults import collectives
+from jmp_train._diagnostics.gpu._kernels import collectives
 
 pytestmark = pytest.mark.slow
 

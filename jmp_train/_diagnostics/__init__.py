@@ -10,9 +10,9 @@ from .formats._sensitivity_report import Sensitivity as Sensitivity
 from .formats._suggest_loss_scale import suggest_loss_scale as suggest_loss_scale
 from .formats._underflow_report import UnderflowReport as UnderflowReport
 from .formats._underflow_report import underflow_report as underflow_report
-from .gpu._compare import Comparison as Comparison
-from .gpu._gpu_report import gpu_report as gpu_report
-from .gpu._report import GPUReport as GPUReport
+from .gpu import Comparison as Comparison
+from .gpu import GPUReport as GPUReport
+from .gpu import gpu_report as gpu_report
 from .overflow._find_overflow import find_overflow as find_overflow
 from .overflow._found import ArrayRange as ArrayRange
 from .overflow._found import Found as Found

@@ -1,7 +1,7 @@
 """Compiles a function for an NVIDIA GPU on a machine that has none.
 
-Decides how arguments are placed on GPUs that are described, not present, and what is said when that cannot be. Does not
-decide what is read from the result; see `_gpu_report.py`. No kernel is timed: autotuning, which asks for a GPU, is off.
+Decides how arguments are placed on GPUs that are described, not present, and which error says that they cannot be. Does
+not decide what is read from the compiled module; see `_gpu_report.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ..._values import as_count
 from ._gpus import get_gpu
 
 _PLUGIN = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
+# Autotuning times kernels, for which it needs a GPU.
 COMPILER_OPTIONS: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
 
 
@@ -36,7 +37,7 @@ def gpu_mesh(devices: int | Mapping[str, int] = 1, gpu: str = "H200") -> Mesh:
     _check_plugin()
     try:
         topology = topologies.get_topology_desc("", "cuda", target_config=target, topology=f"1x1x{math.prod(sizes)}")
-    except Exception as error:  # the plugin raises what it likes; it is the cause
+    except Exception as error:  # the plugin's exceptions have no common type
         raise RuntimeError(
             f"the GPU compiler of jax {jax.__version__} does not start for this target description. If it is one of "
             f"the named GPUs, reinstall the plugin: {_install_command()}"
@@ -63,7 +64,7 @@ def _install_command() -> str:
 
 
 def _check_plugin() -> None:
-    """Raises unless the compiler plugin is there, in the version of jax: another one crashes or miscompiles."""
+    """Raises unless the compiler plugin is there, in the version of jax: with another one it crashes or miscompiles."""
     found = {name: _version(name) for name in _PLUGIN}
     missing = [name for name, version in found.items() if version is None]
     if missing:
@@ -120,13 +121,14 @@ def lower_for_gpu(
     return getattr(lowered, "lowered", lowered)  # flax.nnx.jit has its own type around it
 
 
-def program_of(fn: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> ClosedJaxpr | Jaxpr:
-    """The traced program; a function that is jitted knows itself which of its arguments are static."""
+def traced_program(fn: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> ClosedJaxpr | Jaxpr:
+    """The jaxpr of a function, jitted or not; a jitted one knows which of its arguments are static."""
     found = getattr(fn.trace(*args, **kwargs), "jaxpr", None) if is_jitted(fn) else None  # type: ignore[attr-defined]
     return trace(fn, *args, **kwargs)[0] if found is None else found
 
 
 def is_jitted(fn: Callable[..., Any]) -> bool:
+    """Whether `jax.jit` or its like made the function: it has JAX's ahead-of-time methods."""
     return hasattr(fn, "lower") and hasattr(fn, "trace")
 
 

@@ -1,7 +1,8 @@
-"""The matrix products and convolutions of a compiled module: their dtypes, their FLOPs, and what multiplies them.
+"""The dots and convolutions of a compiled module: their dtypes, their FLOPs, and the arithmetic they run in.
 
-Decides which instructions multiply matrices: dots in fusions, and calls of cuBLAS and cuDNN. Does not decide bytes; see
-`_kernels.py`.
+Decides which instructions multiply matrices: dots in fusions, and calls of cuBLAS and cuDNN. Does not decide bytes
+(`_kernels.py`), nor FLOPs of a traced program (`jmp_train/_flops.py`): XLA rewrites products, so these are counted
+from the module's shapes.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from ._gpus import product_unit
 from ._hlo import Instruction, Module, parse, shapes_of
 from ._kernels import launches
 
-_CALLS_A_PRODUCT = re.compile(r'custom_call_target="[^"]*(?:cublas|gemm|matmul)')
-_BACKEND_CONTRACTION = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+_GEMM_CALL = re.compile(r'custom_call_target="[^"]*(?:cublas|gemm|matmul)')
+_CUBLAS_CONTRACTION = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,27 +54,27 @@ def products(text: str) -> list[CompiledProduct]:
     found = []
     for launch in launches(module):
         outer = launch.instruction
-        for each, shapes in _inside(module, outer, launch.shapes):
+        for each, shapes in _with_fusion_body(module, outer, launch.shapes):
             if kind := _kind(each):
                 found.append(_product(module, each, kind, shapes, launch.times, outer.name))
     return found
 
 
-def _inside(
+def _with_fusion_body(
     module: Module, instruction: Instruction, shapes: Mapping[str, str]
 ) -> Iterator[tuple[Instruction, Mapping[str, str]]]:
-    """An instruction, and those of the fusion it may be, each with the shapes around it."""
+    """An instruction and, if it is a fusion, those of its body, each with the shapes of its computation."""
     yield instruction, shapes
     body = module.called(instruction)
     inner = {each.name: each.shape for each in body}
     for each in body:
-        yield from _inside(module, each, inner)
+        yield from _with_fusion_body(module, each, inner)
 
 
 def _kind(instruction: Instruction) -> str | None:
     if instruction.opcode == "convolution" or "__cudnn$conv" in instruction.line:
         return "convolution"
-    if instruction.opcode == "dot" or _CALLS_A_PRODUCT.search(instruction.line):
+    if instruction.opcode == "dot" or _GEMM_CALL.search(instruction.line):
         return "dot"
     return None
 
@@ -105,7 +106,7 @@ def _product(
 
 def _dot_flops(dot: Instruction, left: tuple[int, ...], result: tuple[int, ...]) -> int:
     dimensions = dot.attribute("lhs_contracting_dims")
-    if not dimensions and (found := _BACKEND_CONTRACTION.search(dot.line)):
+    if not dimensions and (found := _CUBLAS_CONTRACTION.search(dot.line)):
         dimensions = found.group(1).replace('"', "")
     return 2 * math.prod(result) * math.prod(left[int(d)] for d in dimensions.split(",") if d)
 
@@ -113,7 +114,7 @@ def _dot_flops(dot: Instruction, left: tuple[int, ...], result: tuple[int, ...])
 def _convolution_flops(
     convolution: Instruction, left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...]
 ) -> int:
-    """FLOPs of the forward convolution: its two gradients have as many, and cuDNN names their dimensions as its own."""
+    """FLOPs of the forward convolution: its two gradients have as many, and cuDNN's calls for them keep its labels."""
     kernel = re.split(r"_|->", convolution.attribute("dim_labels"))[1]
     if "convBackwardInput" in convolution.line:
         left, result = result, left
@@ -122,24 +123,24 @@ def _convolution_flops(
     window = math.prod(size for size, label in zip(right, kernel, strict=False) if label not in "o")
     if "lhs_dilate" not in convolution.line:
         return 2 * math.prod(result) * window
-    # A dilated input: the zeros between its elements are not multiplied.
+    # A dilated input: GPU kernels skip the zeros between its elements, so these are not counted.
     channels = right[kernel.index("o")]
     taps = math.prod(size for size, label in zip(right, kernel, strict=False) if label not in "io")
     return 2 * math.prod(left) * taps * channels // int(convolution.attribute("feature_group_count") or 1)
 
 
-def _named(text: str, kind: str) -> Iterator[tuple[tuple[str, ...], str]]:
+def _dtypes_and_lines(text: str, kind: str) -> Iterator[tuple[tuple[str, ...], str]]:
     return ((each.operands, each.line) for each in products(text) if each.kind == kind)
 
 
 def dots(text: str) -> list[tuple[tuple[str, ...], str]]:
     """`(dtypes of the operands, line)` of every matrix product: cuBLAS calls, dots in Triton and in other kernels."""
-    return list(_named(text, "dot"))
+    return list(_dtypes_and_lines(text, "dot"))
 
 
 def convolutions(text: str) -> list[tuple[tuple[str, ...], str]]:
     """`(dtypes of the operands, line)` of every convolution."""
-    return list(_named(text, "convolution"))
+    return list(_dtypes_and_lines(text, "convolution"))
 
 
 def wide_dots(text: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Why a compiled module copies a buffer.
 
-Decides the likely cause from where the copied value comes from and where it goes. Does not decide which copies count;
-see `_faults.py`.
+Decides the likely cause from the instruction that made the copied value and the result it becomes. Does not decide
+which kernels are copies; see `_kernels.py`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..._paths import leaf_paths
-from ._faults import copies
 from ._hlo import Instruction, Module, parse
-from ._kernels import Kernel
+from ._kernels import Kernel, copies
 
 _LAYOUT = re.compile(r"\]\{([\d,]*)")
-_SAME_BUFFER = ("bitcast",)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,21 +60,21 @@ def _cause(module: Module, kernel: Kernel, outputs: Any) -> str:
     copy = named[kernel.name]
     if not any(each is copy for each in module.computations[module.entry]):
         return "inside a loop or a branch: a carried value is changed while its old one is still read"
-    source = _follow(named, copy.operands[0])
+    source = _through_bitcasts(named, copy.operands[0])
     if source is not None and _layout(source) != _layout(copy):
         return f"another memory layout, for what reads it ({source.opcode} of {source.scope or source.name})"
-    position = _output_of(body, copy)
+    position = _output_position(body, copy)
     if position is not None:
-        return _written_late(module, body, position, _output_name(outputs, position), source)
+        return _result_cause(module, body, position, _output_name(outputs, position), source)
     if source is not None and source.opcode == "parameter":
         return _parameter_cause(module, source, outputs)
     return "the compiler keeps a second copy of an intermediate value"
 
 
-def _follow(named: dict[str, Instruction], name: str) -> Instruction | None:
-    """The instruction whose buffer a name stands for."""
+def _through_bitcasts(named: dict[str, Instruction], name: str) -> Instruction | None:
+    """The instruction whose buffer a name stands for: bitcasts make no buffer of their own."""
     found = named.get(name)
-    while found is not None and found.opcode in _SAME_BUFFER:
+    while found is not None and found.opcode == "bitcast":
         found = named.get(found.operands[0])
     return found
 
@@ -86,11 +84,11 @@ def _layout(instruction: Instruction) -> str:
     return found.group(1) if found else ""
 
 
-def _output_of(body: Sequence[Instruction], copy: Instruction) -> int | None:
+def _output_position(body: Sequence[Instruction], copy: Instruction) -> int | None:
     """Which result a copy is, if it is one, directly or as a bitcast."""
     names = {copy.name}
     for each in body:
-        if each.opcode in _SAME_BUFFER and each.operands[0] in names:
+        if each.opcode == "bitcast" and each.operands[0] in names:
             names.add(each.name)
     root = next(each for each in body if each.line.startswith("ROOT"))
     if root.opcode != "tuple":
@@ -98,9 +96,10 @@ def _output_of(body: Sequence[Instruction], copy: Instruction) -> int | None:
     return next((position for position, name in enumerate(root.operands) if name in names), None)
 
 
-def _written_late(
+def _result_cause(
     module: Module, body: Sequence[Instruction], position: int, output: str, source: Instruction | None
 ) -> str:
+    """Why a result is copied into its buffer."""
     if position in module.aliases:
         argument = _argument(_parameter(body, module.aliases[position]))
         return (
@@ -113,6 +112,7 @@ def _written_late(
 
 
 def _parameter_cause(module: Module, parameter: Instruction, outputs: Any) -> str:
+    """Why an argument is copied."""
     overwritten = [output for output, donated in module.aliases.items() if donated == parameter.parameter]
     argument = _argument(parameter)
     if overwritten:

@@ -1,6 +1,7 @@
 """`gpu_report`: what a compiler makes of a function for a GPU that need not be there.
 
-Decides what is worth telling about a compiled program. Does not decide how it is printed; see `_report.py`.
+Decides what is read from a compiled program and passed on to `GPUReport`. Does not decide how that is summed up and
+printed; see `_report.py`.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ import jax
 from ..._autocast import autocast
 from ..._explain._emitted import LOOPS, emitted_of
 from ..._policy import Policy, get_policy
-from ._compile import COMPILER_OPTIONS, gpu_mesh, is_jitted, lower_for_gpu, mesh_axes, module_text, program_of
+from ._compile import COMPILER_OPTIONS, gpu_mesh, is_jitted, lower_for_gpu, mesh_axes, module_text, traced_program
 from ._compiled_products import products
 from ._copies import explained_copies, unused_donors
-from ._faults import collective_kernels, narrow_sums, opcode_of
 from ._gpus import get_gpu
 from ._hlo import parse
-from ._kernels import kernels, unknown_loops
+from ._kernels import collective_kernels, kernels, narrow_sums, opcode_of, unknown_loops
 from ._report import Collective, GPUReport, Memory, NarrowSum
 
+# The warning of `jax.jit` for donated arguments that fit no result.
 _UNUSED = re.compile(r"^Some donated buffers were not usable: (.*)\.$", re.M)
 
 
@@ -98,7 +99,7 @@ def gpu_report(
             lowered = lower_for_gpu(program, mesh, args, kwargs, **options)
             compiled = lowered.compile(compiler_options=COMPILER_OPTIONS)
         text = module_text(compiled)
-        unused = _pass_on(raised)
+        unused = _unused_donations(raised)
         with jax.set_mesh(mesh):
             carried = _carried_sums(program, args, kwargs)
         return GPUReport(
@@ -121,7 +122,7 @@ def gpu_report(
     return report
 
 
-def _pass_on(raised: Sequence[warnings.WarningMessage]) -> tuple[str, ...]:
+def _unused_donations(raised: Sequence[warnings.WarningMessage]) -> tuple[str, ...]:
     """The buffers that JAX says it could not donate; other warnings are warned of again."""
     unused: list[str] = []
     for each in raised:
@@ -152,7 +153,7 @@ def _collectives(text: str) -> tuple[Collective, ...]:
 def _narrow_sums(text: str) -> tuple[NarrowSum, ...]:
     module, found = parse(text), []
     for each, add in narrow_sums(text):
-        # XLA rewrites running sums, and then only the addition inside knows its dtype and its line.
+        # XLA rewrites running sums as reduce-window in float32; only the addition inside keeps its dtype and line.
         _, _, shape = each.result.strip("()").split("{")[0].partition("[")
         result = f"{add.result.partition('[')[0]}[{shape}"
         found.append(NarrowSum(opcode_of(each), result, each.scope, module.source_of(each) or module.source_of(add)))
@@ -160,8 +161,9 @@ def _narrow_sums(text: str) -> tuple[NarrowSum, ...]:
 
 
 def _carried_sums(fn: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> tuple[NarrowSum, ...]:
-    """Sums that a loop carries from step to step; the compiled module no longer shows them."""
-    emitted = emitted_of(program_of(fn, args, kwargs))
+    """Sums that a loop carries from iteration to iteration. In the compiled module they are additions like any other,
+    hence they are read from the jaxpr."""
+    emitted = emitted_of(traced_program(fn, args, kwargs))
     return tuple(
         NarrowSum(f"{each.primitive} carry", each.sums_in, each.scope, each.source)
         for each in emitted

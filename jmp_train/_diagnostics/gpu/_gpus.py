@@ -1,6 +1,9 @@
 """What is known of each GPU: its description for the compiler, its memory bandwidth and its arithmetic rates.
 
-Decides which GPUs have a name and how fast each arithmetic is at best. Does not compile; see `_compile.py`.
+Decides which GPUs have a name, the peak rate of each arithmetic, and which arithmetic multiplies operands of given
+dtypes. Does not compile; see `_compile.py`.
+
+Reference: NVIDIA's data sheets of the A100, H100 and H200, SXM versions, dense rates.
 """
 
 from __future__ import annotations
@@ -138,7 +141,7 @@ def _described(target: str) -> GPU:
 
 
 def _field(target: str, name: str) -> float:
-    # The version of cuDNN has a `major` too.
+    # dnn_version_info, cuDNN's version, has a `major` too.
     inside = target.partition("cuda_compute_capability")[2] if name == "major" else target
     found = re.search(rf"\b{name}: *([0-9.]+)", inside)
     if not found:
@@ -161,7 +164,7 @@ def product_unit(dtypes: Any, is_strict: bool) -> str:
     """
     bits = max(int(found.group(1)) if (found := re.search(r"(\d+)", name)) else 8 for name in dtypes)
     if any(name.startswith(("c", "complex")) for name in dtypes):
-        bits //= 2  # two floating numbers
+        bits //= 2  # a complex number is two floating ones
     if any(re.match(r"(u?int|[su])\d", name) for name in dtypes) and bits > 8:
         return "float32"  # integers wider than 8 bits have no matrix unit
     if bits >= 64:

@@ -1,7 +1,8 @@
-"""Reads the text of a module that XLA has compiled.
+"""Parses the text of a module that XLA has compiled: HLO instructions, computations, donated buffers, source lines.
 
-Decides what an instruction of it is: name, shape, opcode, operands, and where it comes from. Does not decide what it
-costs; see `_kernels.py`. The text is the one public form of an optimized module; what is unknown in it is skipped.
+Decides what an instruction is: name, shape, opcode, operands, and the source line it comes from. Does not decide what
+it costs; see `_kernels.py`. The text is the one public form of an optimized module, and has no specification: lines
+that do not parse are skipped.
 """
 
 from __future__ import annotations
@@ -50,15 +51,15 @@ class Instruction:
 
     @property
     def result(self) -> str:
-        """The shape of what it makes. That of an operation which only starts lists its operands and a handle too.
+        """The shape of its result. An asynchronous `-start` has a tuple of its operands, its result and a handle.
 
         >>> Instruction("a", "((f16[8], s32[]), f16[2], u32[])", "fusion-start", (), "").result
         'f16[2]'
         """
         if not self.opcode.endswith("-start") or self.opcode == "all-reduce-start" or not self.shape.startswith("("):
             return self.shape
-        parts = _elements(self.shape)
-        return parts[0] if self.opcode == "copy-start" else parts[1]
+        elements = _elements(self.shape)
+        return elements[0] if self.opcode == "copy-start" else elements[1]
 
     @property
     def parameter(self) -> int | None:
@@ -95,12 +96,12 @@ class Module:
             yield from body
 
     def called(self, instruction: Instruction) -> tuple[Instruction, ...]:
-        """What is inside a fusion; nothing for other instructions."""
+        """The body of a fusion; empty for other instructions."""
         return self.computations.get(instruction.attribute("calls").lstrip("%"), ())
 
     def source_of(self, instruction: Instruction) -> str:
         """`file:line (function)` of the user's code that it was made of; empty if XLA does not say."""
-        if instruction.attribute("source_file"):  # from before frames had a table
+        if instruction.attribute("source_file"):  # the form before XLA wrote stack frames as a table
             return f"{instruction.attribute('source_file')}:{instruction.attribute('source_line')}"
         return self.sources.get(instruction.attribute("stack_frame_id"), "")
 
@@ -162,15 +163,15 @@ def _sources(tables: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
 
 
 def _elements(shape: str) -> list[str]:
-    """The parts of the shape of a tuple, which may be tuples."""
-    parts, depth = [""], 0
+    """The shapes of a tuple's elements, which may be tuples."""
+    elements, depth = [""], 0
     for character in shape[1:-1]:
         depth += {"(": 1, "{": 1, "[": 1, ")": -1, "}": -1, "]": -1}.get(character, 0)
         if character == "," and depth == 0:
-            parts.append("")
+            elements.append("")
         else:
-            parts[-1] += character
-    return [part.strip() for part in parts]
+            elements[-1] += character
+    return [element.strip() for element in elements]
 
 
 def shapes_of(shape: str) -> list[tuple[str, tuple[int, ...]]]:

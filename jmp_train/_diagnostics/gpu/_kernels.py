@@ -1,7 +1,8 @@
-"""What a compiled module launches: every kernel with the bytes it moves, loops multiplied out.
+"""The kernels of a compiled module: the bytes each one moves, and which of them copy, sum in 16 bits or cross devices.
 
-Decides what counts as a kernel, how often it runs and which bytes it touches. Does not decide what is wrong with one;
-see `_faults.py`. Bytes are counted without a cache: what a kernel reads, it reads from memory.
+Decides what is a kernel, how often it runs and which bytes it reads and writes. Does not decide why a buffer is copied
+(`_copies.py`) nor which kernels multiply matrices (`_compiled_products.py`). Bytes are counted without a cache: what a
+kernel reads, it reads from memory.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ._hlo import Instruction, Module, dtypes_of, nbytes, parse
 
-_HOLDERS = ("while", "call", "conditional")
+_CONTROL_FLOW = ("while", "call", "conditional")
 _CALLED = re.compile(
     r"(?:body|to_apply|branch_computations=\{|true_computation|false_computation|called_computations=\{)=?%([\w.\-]+)"
 )
@@ -22,7 +23,14 @@ _NOT_A_KERNEL = {
 }  # fmt: skip
 _SLICES = ("dynamic-slice", "slice", "gather")
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
-"""What writes a part of its first operand, and which operand is that part."""
+"""What writes a slice of its first operand, and which operand holds the new values."""
+
+_SIXTEEN_BITS = frozenset({"f16", "bf16"})
+_REDUCTIONS = frozenset({"reduce", "reduce-window", "scatter", "all-reduce", "reduce-scatter"})
+_COLLECTIVES = (
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast",
+    "ragged-all-to-all",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,12 +67,11 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Launch:
-    """An instruction that is run, in the computation it stands in, how often, and whether a loop runs it."""
+    """An instruction that runs, the shapes of its computation by instruction name, and how often it runs."""
 
     instruction: Instruction
     shapes: Mapping[str, str]
     times: int
-    in_loop: bool
 
     def operand_dtypes(self) -> tuple[str, ...]:
         shapes = (self.shapes.get(name, "") for name in self.instruction.operands)
@@ -74,19 +81,19 @@ class Launch:
 def launches(module: Module) -> Iterator[Launch]:
     """Everything that one call runs; both branches of a conditional, and loops of unknown length once."""
 
-    def visit(name: str, times: int, in_loop: bool) -> Iterator[Launch]:
+    def visit(name: str, times: int) -> Iterator[Launch]:
         body = module.computations[name]
         shapes = {instruction.name: instruction.shape for instruction in body}
         for instruction in body:
-            if instruction.opcode in _HOLDERS:
-                is_loop = instruction.opcode == "while"
-                inner = times * (trip_count(instruction) or 1) if is_loop else times
+            if instruction.opcode in _CONTROL_FLOW:
+                runs = (trip_count(instruction) or 1) if instruction.opcode == "while" else 1
                 for called in _called(instruction.line):
-                    yield from visit(called, inner, in_loop or is_loop)
+                    yield from visit(called, times * runs)
+            # The second half of an asynchronous pair waits: what it moves is counted with the first half.
             elif instruction.opcode not in _NOT_A_KERNEL and not instruction.opcode.endswith("-done"):
-                yield Launch(instruction, shapes, times, in_loop)
+                yield Launch(instruction, shapes, times)
 
-    return visit(module.entry, 1, False)
+    return visit(module.entry, 1)
 
 
 def _called(line: str) -> list[str]:
@@ -135,40 +142,87 @@ def traffic(text: str) -> int:
 
 
 def _bytes(module: Module, launch: Launch) -> tuple[int, int]:
-    """Bytes read and written by one run. Of an array that is sliced or updated in place, the part that is touched."""
+    """Bytes read and written by one run. Of an array that is sliced or updated in place, only the slice counts."""
     instruction, shapes = launch.instruction, launch.shapes
-    inside = module.called(instruction)
-    if not inside:
-        # The instruction by itself, as if it were inside a fusion of its own.
+    body = module.called(instruction)
+    if not body:
+        # The instruction by itself, as if it were the body of a fusion.
         inner, names = [instruction], list(instruction.operands)
         sizes = {name: nbytes(shapes.get(name, "")) for name in names} | {instruction.name: nbytes(instruction.result)}
     else:
-        inner, sizes = inside, {each.name: nbytes(each.shape) for each in inside}
-        numbered = {each.parameter: each.name for each in inside if each.parameter is not None}
+        inner, sizes = body, {each.name: nbytes(each.shape) for each in body}
+        numbered = {each.parameter: each.name for each in body if each.parameter is not None}
         names = [numbered[number] for number in sorted(numbered)]
     # An operand given twice is read once.
     operands = dict(zip(instruction.operands, names, strict=False))
-    read = sum(_touched(inner, name, sizes) for name in operands.values())
+    read = sum(_bytes_read(inner, name, sizes) for name in operands.values())
     written = nbytes(instruction.result)
     for each in inner:
-        part = _IN_PLACE.get(each.opcode)
-        if part is not None and each.operands[0] in names and sizes[each.name] <= written:
-            written += min(_part(each, part, sizes), sizes[each.name]) - sizes[each.name]
+        update = _IN_PLACE.get(each.opcode)
+        if update is not None and each.operands[0] in names and sizes[each.name] <= written:
+            written += min(_operand_bytes(each, update, sizes), sizes[each.name]) - sizes[each.name]
     return read, written
 
 
-def _part(instruction: Instruction, operand: int, sizes: Mapping[str, int]) -> int:
-    return sizes.get(instruction.operands[operand], 0) if operand < len(instruction.operands) else 0
+def _operand_bytes(instruction: Instruction, position: int, sizes: Mapping[str, int]) -> int:
+    return sizes.get(instruction.operands[position], 0) if position < len(instruction.operands) else 0
 
 
-def _touched(body: Sequence[Instruction], name: str, sizes: Mapping[str, int]) -> int:
+def _bytes_read(body: Sequence[Instruction], name: str, sizes: Mapping[str, int]) -> int:
+    """Bytes that a computation reads of one operand: only slices of it, if every use takes a slice."""
     total = 0
     for user in (each for each in body if name in each.operands):
-        first = user.operands[0] == name and name not in user.operands[1:]
-        if first and user.opcode in _SLICES:
+        is_first = user.operands[0] == name and name not in user.operands[1:]
+        if is_first and user.opcode in _SLICES:
             total += sizes[user.name]
-        elif first and user.opcode in _IN_PLACE:
-            total += _part(user, 2, sizes) if user.opcode == "scatter" else 0
+        elif is_first and user.opcode in _IN_PLACE:
+            # A scatter adds to what it overwrites; dynamic-update-slice reads nothing of its first operand.
+            total += _operand_bytes(user, 2, sizes) if user.opcode == "scatter" else 0
         else:
             return sizes[name]
     return min(total, sizes[name])
+
+
+def copies(text: str) -> list[Kernel]:
+    """Kernels that only copy a buffer, scalars aside: usually a donated argument that matched no output."""
+    return [kernel for kernel in kernels(text) if kernel.opcode.startswith("copy") and kernel.read > 64]
+
+
+def sixteen_bit_sums(text: str) -> list[str]:
+    """Lines whose running sum is float16 or bfloat16: reduce, reduce-window, scatter, all-reduce, reduce-scatter.
+
+    Maxima and minima are exact and not listed. Sums that a loop carries no longer show in a module.
+    """
+    return [instruction.line for instruction, _ in narrow_sums(text)]
+
+
+def opcode_of(instruction: Instruction | Kernel) -> str:
+    """The opcode, of an asynchronous operation too: XLA splits `all-reduce` into `all-reduce-start` and `-done`."""
+    return instruction.opcode.removesuffix("-start")
+
+
+def narrow_sums(text: str) -> list[tuple[Instruction, Instruction]]:
+    """The instructions whose running sum is float16 or bfloat16, each with the addition that it repeats.
+
+    A `reduce-window` of bfloat16 becomes one of float32 whose addition rounds to bfloat16 every time: what counts is
+    the addition.
+    """
+    module = parse(text)
+    adders = {name: each for name, body in module.computations.items() for each in body if each.opcode == "add"}
+    pairs = [
+        (each, adders.get(each.attribute("to_apply").lstrip("%")))
+        for each in module.instructions()
+        if opcode_of(each) in _REDUCTIONS
+    ]
+    return [(each, add) for each, add in pairs if add is not None and _SIXTEEN_BITS & set(dtypes_of(add.result))]
+
+
+def collective_kernels(text: str) -> list[tuple[str, Kernel]]:
+    """`(operation, kernel)` of what crosses devices."""
+    named = ((opcode_of(kernel), kernel) for kernel in kernels(text))
+    return [(opcode, kernel) for opcode, kernel in named if opcode in _COLLECTIVES]
+
+
+def collectives(text: str) -> list[tuple[str, str, str]]:
+    """`(operation, dtype, line)` of what crosses devices."""
+    return [(opcode, kernel.writes[0], kernel.line) for opcode, kernel in collective_kernels(text)]

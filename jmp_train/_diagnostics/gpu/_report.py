@@ -1,20 +1,26 @@
-"""`GPUReport`: what `gpu_report` returns. Values first, text second.
+"""`GPUReport`: what `gpu_report` returns, as a value, as text, and beside another one.
 
-Decides how a compiled program is summed up. Does not decide what is in it; see `_gpu_report.py`.
+Decides how a compiled program is summed up and what a person reads of it. Does not decide what is in the module; see
+`_gpu_report.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
-from ..._text import as_lists
-from ._compare import Comparison, compare
+from ..._jaxpr import plain_scope
+from ..._text import as_lists, columns, count, megabytes, short_source
 from ._compiled_products import CompiledProduct
 from ._copies import Copy
-from ._gpus import GPU, NARROW_UNITS, flops_by_unit
+from ._gpus import GPU, NARROW_UNITS, UNITS, flops_by_unit
 from ._kernels import Kernel
-from ._text import kernel_table, report_text
+
+# How many rows of a report's longest tables `str` shows.
+_MOST_KERNELS = 8
+_MOST_COPIES = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,6 +64,39 @@ class Collective:
     times: int
     scope: str
     source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What `GPUReport.compare` returns; `str` is a table.
+
+    Attributes:
+      names: what the two reports are called.
+      rows: `(figure, of the first, of the second)`.
+    """
+
+    names: tuple[str, str]
+    rows: tuple[tuple[str, float, float], ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns `{figure: {"first": ..., "second": ...}}` and the names."""
+        figures = {name: {"first": first, "second": second} for name, first, second in self.rows}
+        return {"names": list(self.names), "figures": figures}
+
+    def __str__(self) -> str:
+        rows = [
+            (name, _figure_text(name, first), _figure_text(name, second), f"{second / first:.3f}" if first else "")
+            for name, first, second in self.rows
+        ]
+        return columns(("", *self.names, "second / first"), rows)
+
+
+def _figure_text(name: str, value: float) -> str:
+    if "bytes" in name or "memory" in name:
+        return megabytes(int(value))
+    if "share" in name:
+        return f"{value:.1%}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +181,7 @@ class GPUReport:
         names = ("bytes", "launches", "flops", "unit_flops", "tensor_core_share", "least_seconds")
         values = dataclasses.asdict(self)
         for row in (*values["kernels"], *values["products"]):
-            del row["line"]  # the module's text is no report
+            del row["line"]  # megabytes of the module's text in a large program
         values["rates"] = dict(self.rates)
         values["memory"]["peak"] = self.memory.peak
         return {name: getattr(self, name) for name in names} | as_lists(values)
@@ -160,7 +199,8 @@ class GPUReport:
         if not isinstance(other, GPUReport):
             raise TypeError(f"`other` must be a GPUReport, got {other!r}; pass what gpu_report(fn)(*args) gave.")
         default = (self.policy or "before", other.policy or "after")
-        return compare(names or default, self.figures(), other.figures())
+        first, second = self.figures(), other.figures()
+        return Comparison(names or default, tuple((name, first[name], second[name]) for name in first))
 
     def figures(self) -> dict[str, float]:
         """Returns the numbers that `compare` compares, by name."""
@@ -183,7 +223,107 @@ class GPUReport:
         Args:
           most: how many to list; all by default.
         """
-        return kernel_table(self, most)
+        return _kernel_table(self, most)
 
     def __str__(self) -> str:
-        return report_text(self)
+        return _report_text(self)
+
+
+def _report_text(report: GPUReport) -> str:
+    """The summary, and tables of the products and of the largest kernels."""
+    many = f", {report.devices} devices (figures of one)" if report.devices > 1 else ""
+    policy = f", {report.policy}" if report.policy else ""
+    lines = [f"Compiled for {report.gpu}{many}, jax {report.jax_version}{policy}"]
+    lines += [f"  {name:18s}  {value}" for name, value in _summary(report)]
+    for title, rows in (("16-bit sums", _sums(report)), ("Copies", _copies(report))):
+        lines += ["", f"{title}:", *(f"  {row}" for row in rows)] if rows else []
+    if report.unknown_loops:
+        loops = count(report.unknown_loops, "loop")
+        lines += ["", f"The compiler does not know the length of {loops}, counted as one iteration each."]
+    if report.products:
+        lines += ["", _product_table(report)]
+    return "\n".join([*lines, "", "What moves most:", _kernel_table(report, _MOST_KERNELS)])
+
+
+def _summary(report: GPUReport) -> Iterator[tuple[str, str]]:
+    memory = report.memory
+    launches = "1 launch" if report.launches == 1 else f"{report.launches} launches"
+    yield "memory moved", f"{megabytes(report.bytes)} by {launches}"
+    yield (
+        "peak memory",
+        f"{megabytes(memory.peak)}: arguments {megabytes(memory.arguments)}, results {megabytes(memory.results)} "
+        f"({megabytes(memory.donated)} of them in donated arguments), temporary {megabytes(memory.temporary)}",
+    )
+    shares = [f"{flops / report.flops:.1%} {UNITS[unit]}" for unit, flops in report.unit_flops.items()]
+    yield "dots, convolutions", "; ".join([f"{report.flops / 1e9:.4g} GFLOP", *shares]) if report.flops else "none"
+    yield "least time", f"{report.least_seconds * 1e3:.3g} ms at peak bandwidth and arithmetic; nothing was timed"
+    yield "16-bit sums", str(len(report.sixteen_bit_sums) or "none")
+    yield "copies", count(sum(copy.times for copy in report.copies), "buffer") if report.copies else "none"
+    if report.unused_donations:
+        yield "unused donations", ", ".join(report.unused_donations) + ": no result of that shape and dtype"
+    if report.devices > 1:
+        yield "collectives", _collective_bytes(report)
+
+
+def _collective_bytes(report: GPUReport) -> str:
+    """Bytes by operation and dtype."""
+    found: Counter[str] = Counter()
+    for each in report.collectives:
+        found[f"{each.operation} in {', '.join(dict.fromkeys(each.dtypes))}"] += each.bytes * each.times
+    return "; ".join(f"{name}, {megabytes(number)}" for name, number in found.items()) or "none"
+
+
+def _sums(report: GPUReport) -> list[str]:
+    return [
+        f"{each.kind} {each.result}"
+        + "".join(f", {at}" for at in (_scope_text(each.scope), short_source(each.source)) if at)
+        for each in report.sixteen_bit_sums
+    ]
+
+
+def _copies(report: GPUReport) -> list[str]:
+    rows = [f"{megabytes(copy.bytes)}, {copy.shape}: {copy.cause}" for copy in report.copies[:_MOST_COPIES]]
+    rest = report.copies[_MOST_COPIES:]
+    if rest:
+        rows.append(f"{megabytes(sum(copy.bytes for copy in rest))} in {len(rest)} more")
+    return rows
+
+
+def _product_table(report: GPUReport) -> str:
+    """A line for each kind of product and dtypes, with their number and FLOPs."""
+    found: Counter[tuple[str, str, str, str]] = Counter()
+    number: Counter[tuple[str, str, str, str]] = Counter()
+    for each in report.products:
+        key = (each.kind, " x ".join(each.operands[:2]), each.result, UNITS[each.unit])
+        found[key] += each.flops * each.times
+        number[key] += each.times
+    rows = [
+        (kind, operands, result, str(number[key]), f"{flops / 1e9:.4g}", f"{flops / report.flops:.1%}", unit)
+        for key, flops in found.most_common()
+        for kind, operands, result, unit in [key]
+    ]
+    return columns(("product", "operands", "result", "runs", "GFLOP", "share", "on"), rows)
+
+
+def _scope_text(scope: str) -> str:
+    """The scope path of an operation without transforms and without the jitted function around it."""
+    return plain_scope(scope.partition("/")[2] if scope.startswith("jit(") else scope)
+
+
+def _kernel_table(report: GPUReport, most: int | None) -> str:
+    """A line for each kernel, the largest first."""
+    largest = sorted(report.kernels, key=lambda kernel: -kernel.bytes)[:most]
+    rows = [
+        (
+            kernel.name,
+            megabytes(kernel.read),
+            megabytes(kernel.written),
+            str(kernel.times),
+            f"{kernel.bytes / report.bytes:.1%}" if report.bytes else "",
+            ",".join(kernel.reads) + " -> " + ",".join(kernel.writes),
+            ("bwd " if "transpose(" in kernel.scope else "") + _scope_text(kernel.scope),
+            kernel.source,
+        )
+        for kernel in largest
+    ]
+    return columns(("kernel", "read", "written", "runs", "share", "dtypes", "of", "source"), rows)

@@ -20,7 +20,7 @@ from typing import Any
 from ..._explain._operations import Visit, bodies_of, is_floating_dtype
 from ..._flops import ATTENTION, PRODUCTS
 from ..._jaxpr import Program
-from ..gpu._gpus import GPU, NARROW_UNITS
+from ..gpu import GPU, NARROW_UNITS
 from ._products import Product
 
 # What these hand on is their operand. Casts are no work in float32.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ..._explain._operations import Visit, dtype_name
 from ..._flops import ATTENTION, PRODUCTS, attention_flops, product_flops
 from ..._jaxpr import source_line
-from ..gpu._gpus import GPU, NARROW_UNITS, UNITS, product_unit
+from ..gpu import GPU, NARROW_UNITS, UNITS, product_unit
 from ._matrices import MULTIPLES, Matrix, is_strict, matrix_of, round_up
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..._paths import glob_matches
 from ..._text import as_lists
-from ..gpu._gpus import UNITS, flops_by_unit
+from ..gpu import UNITS, flops_by_unit
 from ._amdahl import Estimate
 from ._products import Padding, Product
 from ._tensor_core_text import product_table, report_text

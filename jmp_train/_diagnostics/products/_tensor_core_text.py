@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..._text import columns, count, short_source
-from ..gpu._gpus import UNITS
+from ..gpu import UNITS
 from ._products import Product
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from ..._autocast._flow import TOP
 from ..._explain._operations import Visit, visits
 from ..._flops import PRODUCTS
 from ..._policy import Policy, get_policy
-from ..gpu._compile import abstract_mesh, program_of
-from ..gpu._gpus import get_gpu
+from ..gpu import abstract_mesh, get_gpu, traced_program
 from ._amdahl import estimate, other_bytes
 from ._products import products_of
 from ._tensor_core_report import TensorCoreReport
@@ -74,7 +73,7 @@ def tensor_core_report(
 
     def report(*args: Any, **kwargs: Any) -> TensorCoreReport:
         with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
-            found = list(visits(program_of(program, args, kwargs), TOP))
+            found = list(visits(traced_program(program, args, kwargs), TOP))
         products = tuple(products_of(found, described))
         others = other_bytes(found)
         return TensorCoreReport(
