@@ -19,6 +19,6 @@ from .overflow._found import Found as Found
 from .overflow._overflow_report import OverflowReport as OverflowReport
 from .overflow._overflow_report import overflow_report as overflow_report
 from .overflow._verdict import Verdict as Verdict
-from .products._matrices import round_up as round_up
-from .products._tensor_core_report import TensorCoreReport as TensorCoreReport
-from .products._tensor_cores import tensor_core_report as tensor_core_report
+from .products import TensorCoreReport as TensorCoreReport
+from .products import round_up as round_up
+from .products import tensor_core_report as tensor_core_report

@@ -4,8 +4,11 @@
 
 f is the share of the time in strict float32 that is spent in products which run on Tensor Cores, s how many times
 faster these run there. Times are not measured but estimated: a product takes the longer of its FLOPs at peak rate and
-its bytes at peak bandwidth; all else is bound by memory. Decides how much memory all else moves in float32: the least,
-as if everything between two products were one kernel. Nothing is gained here from the halved bytes of that part.
+its bytes at peak bandwidth; everything else is bound by memory.
+
+Decides how many bytes everything else moves in float32: the least possible, as if all equations between two products
+were one fusion. Does not credit the halved bytes of these fusions in 16 bits, and does not decide what a product is;
+see `_products.py`.
 
 Reference: Micikevicius et al., Mixed Precision Training, ICLR 2018; Williams et al., Roofline, CACM 2009.
 """
@@ -23,8 +26,8 @@ from ..._jaxpr import Program
 from ..gpu import GPU, NARROW_UNITS
 from ._products import Product
 
-# What these hand on is their operand. Casts are no work in float32.
-_SAME = frozenset({"reshape", "transpose", "squeeze", "convert_element_type", "copy", "name", "optimization_barrier"})
+# Their result is their operand, or fuses with whatever reads it; in float32 there are no casts.
+_FREE = frozenset({"reshape", "transpose", "squeeze", "convert_element_type", "copy", "name", "optimization_barrier"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,32 +83,33 @@ def _bytes_in_float32(product: Product) -> int:
 
 
 def other_bytes(found: Sequence[Visit]) -> int:
-    """Bytes that everything but products moves in float32, at least: what it reads of products' results and of the
-    program's arguments, and what it writes for products to read and as results."""
+    """The least bytes that everything but products moves in float32, in all programs, loops multiplied out."""
     times = {visit.program: visit.times for visit in found}
-    return sum(_passes(program) * number for program, number in times.items())
+    return sum(_bytes_outside_products(program) * number for program, number in times.items())
 
 
-def _passes(program: Program) -> int:
+def _bytes_outside_products(program: Program) -> int:
+    """Bytes of what fusions read from products or as arguments, and of what they write for products or as results."""
     source = list(range(len(program.avals)))
     read: set[int] = set()
     written: set[int] = set()
-    made_here: set[int] = set()
+    computed: set[int] = set()
     for node in program.nodes:
         operands = [source[number] for number in node.ins]
-        if node.name in _SAME and len(node.ins) == 1:
+        if node.name in _FREE and len(node.ins) == 1:
             source[node.outs[0]] = operands[0]
         elif node.name in PRODUCTS or node.name in ATTENTION or bodies_of(node):
-            written |= made_here.intersection(operands)
+            written |= computed.intersection(operands)
         else:
-            read |= set(operands) - made_here
-            made_here |= set(node.outs)
-    written |= made_here.intersection(source[number] for number in program.outputs)
+            read |= set(operands) - computed
+            computed |= set(node.outs)
+    written |= computed.intersection(source[number] for number in program.outputs)
     literals = set(program.known) - program.captured
     return sum(_nbytes(program.avals[number]) for number in (*(read - literals), *written))
 
 
 def _nbytes(aval: Any) -> int:
+    """Of a value in strict float32: a 16-bit one would be twice as large there."""
     dtype = getattr(aval, "dtype", None)
     if dtype is None:
         return 0

@@ -1,22 +1,118 @@
-"""Every dot and convolution of a traced program, with its size, its arithmetic and what keeps it off Tensor Cores.
+"""Every dot and convolution of a traced program: its size as a matrix product, its arithmetic, and why it is slow.
 
-Decides what is said of one product. Does not decide what they come to together; see `_tensor_core_report.py`.
+Decides what M, N and K of a dot or a convolution are, which of them Tensor Cores want padded, and why a product does
+not run on them as fast as it could. Does not decide what the products come to together; see `_tensor_core_report.py`.
+
+Reference: NVIDIA, Matrix Multiplication Background User's Guide, and Convolutional Layers User's Guide.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
 from ..._explain._operations import Visit, dtype_name
 from ..._flops import ATTENTION, PRODUCTS, attention_flops, product_flops
-from ..._jaxpr import source_line
+from ..._jaxpr import Node, source_line
+from ..._values import as_count
 from ..gpu import GPU, NARROW_UNITS, UNITS, product_unit
-from ._matrices import MULTIPLES, Matrix, is_strict, matrix_of, round_up
+
+Shape = Sequence[int]
+
+# What the sizes of a product must be multiples of: 16 bytes.
+_MULTIPLES = {"8 bits": 16, "16 bits": 8}
+
+
+def round_up(n: int, multiple: int = 8) -> int:
+    """Returns the least multiple of `multiple` that is not below `n`: the size to pad a vocabulary or a layer to.
+
+    Tensor Cores want every size of a product to be a multiple of 8 in 16 bits, of 16 in 8 bits; large ones run best at
+    multiples of 64.
+
+    Args:
+      n: a size, at least 0.
+      multiple: at least 1.
+
+    Raises:
+      ValueError: either is no such integer.
+
+    >>> round_up(50257), round_up(50257, 64), round_up(768)
+    (50264, 50304, 768)
+    """
+    n, multiple = as_count("n", n, 0), as_count("multiple", multiple)
+    return -(-n // multiple) * multiple
+
+
+class Matrix(NamedTuple):
+    """A product as `batch` products of `[m, k]` by `[k, n]`.
+
+    `sizes` are those that must be aligned, by name: M, N and K, or the channels of a convolution.
+    """
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    sizes: Mapping[str, int]
+    is_depthwise: bool = False
+
+
+def _matrix_of(node: Node, left: Shape, right: Shape, result: Shape, backward: bool) -> Matrix:
+    """The matrix product that a dot, a ragged dot or a convolution is.
+
+    Args:
+      node: the operation.
+      left, right, result: shapes of its operands and its result.
+      backward: whether it belongs to a backward pass, where a convolution may be the gradient of a kernel.
+    """
+    if node.name == "conv_general_dilated":
+        return _convolution_matrix(node.params, left, right, result, backward)
+    if node.name == "dot_general":
+        contracted, batched = node.params["dimension_numbers"]
+    else:
+        contracted, batched = node.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    batch = math.prod(left[d] for d in batched[0])
+    k = math.prod(left[d] for d in contracted[0])
+    m = math.prod(left) // max(batch * k, 1)
+    columns = set(range(len(right))) - {*batched[1], *contracted[1]}
+    if node.name != "dot_general":
+        # The right operand has one matrix for each group of rows, and a row is multiplied by one of them.
+        columns -= set(node.params["ragged_dot_dimension_numbers"].rhs_group_dimensions)
+    n = math.prod(right[d] for d in columns)
+    return Matrix(batch, m, n, k, {"M": m, "N": n, "K": k})
+
+
+def _convolution_matrix(params: Mapping[str, Any], left: Shape, right: Shape, result: Shape, backward: bool) -> Matrix:
+    numbers = params["dimension_numbers"]
+    groups = max(params["feature_group_count"], params["batch_group_count"])
+    batch, features, *spatial = numbers.out_spec
+    positions = math.prod(result[d] for d in spatial)
+    window = math.prod(right[d] for d in numbers.rhs_spec[2:])
+    inner = right[numbers.rhs_spec[1]]
+    outer = result[features] // groups
+    if backward and window > positions:
+        # The gradient of a kernel, told by a window larger than the result: its result is the kernel, and the sum runs
+        # over examples and positions.
+        inputs = result[batch]
+        return _group_matrix(groups, inputs * positions, outer, inner * window, inputs, outer)
+    return _group_matrix(groups, result[batch] * positions, outer, inner * window, inner, outer)
+
+
+def _group_matrix(groups: int, m: int, n: int, k: int, inputs: int, outputs: int) -> Matrix:
+    sizes = {"input channels": inputs, "output channels": outputs}
+    return Matrix(groups, m, n, k, sizes, is_depthwise=groups > 1 and min(inputs, outputs) == 1)
+
+
+def _is_strict(precision: Any) -> bool:
+    """Whether a product's `precision` forbids rounding float32 operands to TF32."""
+    found = precision if isinstance(precision, tuple | list) else (precision,)
+    names = {getattr(each, "name", str(each)) for each in found if each is not None}
+    return bool(names & {lax.Precision.HIGHEST.name, "F32_F32_F32", "F64_F64_F64"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,31 +191,33 @@ def products_of(found: Iterable[Visit], gpu: GPU) -> Iterator[Product]:
 def _product(visit: Visit, gpu: GPU) -> Product:
     node = visit.node
     backward = visit.place.is_backward(node)
-    left, right, result = (tuple(aval.shape) for aval in _three(visit))
+    left, right, result = (tuple(aval.shape) for aval in _three_avals(visit))
     flops = product_flops(node.name, [tuple(aval.shape) for aval in visit.avals(node.ins)], result, node.params)
-    matrix = matrix_of(node, left, right, result, backward)
-    return _described(visit, gpu, matrix, flops, is_strict(node.params.get("precision")))
+    matrix = _matrix_of(node, left, right, result, backward)
+    return _describe(visit, gpu, matrix, flops, _is_strict(node.params.get("precision")))
 
 
 def _attention(visit: Visit, gpu: GPU) -> Product:
-    query, key, _ = (tuple(aval.shape) for aval in _three(visit))
+    """cuDNN's fused attention, with the size of its product `query @ key`."""
+    query, key, _ = (tuple(aval.shape) for aval in _three_avals(visit))
     flops = attention_flops(visit.node.name, (query, key), visit.node.params)
     length, heads, keys = (2, 1, 2) if visit.node.params.get("layout") else (1, 2, 1)
     size = query[-1]
     matrix = Matrix(query[0] * query[heads], query[length], key[keys], size, {"head size": size})
-    return _described(visit, gpu, matrix, flops, False)
+    return _describe(visit, gpu, matrix, flops, False)
 
 
-def _three(visit: Visit) -> list[Any]:
+def _three_avals(visit: Visit) -> list[Any]:
+    """Of the two operands that are multiplied, and of the result."""
     return [*visit.avals(visit.node.ins[:2]), visit.program.avals[visit.node.outs[0]]]
 
 
-def _described(visit: Visit, gpu: GPU, matrix: Matrix, flops: int, strict: bool) -> Product:
-    three = _three(visit)
-    dtypes = tuple(str(dtype_name(aval.dtype)) for aval in three)
+def _describe(visit: Visit, gpu: GPU, matrix: Matrix, flops: int, strict: bool) -> Product:
+    avals = _three_avals(visit)
+    dtypes = tuple(str(dtype_name(aval.dtype)) for aval in avals)
     unit = product_unit(dtypes[:2], strict)
     padding = _padding(matrix, unit)
-    moved = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in three)
+    moved = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
     reason = _why_not(matrix, dtypes[:2], unit, padding)
     fast = reason is None
     if reason is None:
@@ -132,7 +230,7 @@ def _described(visit: Visit, gpu: GPU, matrix: Matrix, flops: int, strict: bool)
         source=source_line(visit.node),
         backward=visit.place.is_backward(visit.node),
         times=visit.times,
-        shapes=tuple(tuple(aval.shape) for aval in three),
+        shapes=tuple(tuple(aval.shape) for aval in avals),
         dtypes=dtypes,
         batch=matrix.batch,
         m=matrix.m,
@@ -149,10 +247,10 @@ def _described(visit: Visit, gpu: GPU, matrix: Matrix, flops: int, strict: bool)
 
 
 def _padding(matrix: Matrix, unit: str) -> tuple[Padding, ...]:
-    """What to pad. A size of 1 is a vector, which padding makes no matrix of."""
+    """What to pad. A size of 1 makes a vector, and padding a vector only multiplies zeros."""
     if unit not in NARROW_UNITS or matrix.is_depthwise:
         return ()
-    multiple = MULTIPLES[unit]
+    multiple = _MULTIPLES[unit]
     sizes = ((what, size) for what, size in matrix.sizes.items() if size > 1 and size % multiple)
     return tuple(Padding(what, size, round_up(size, multiple)) for what, size in sizes)
 
@@ -169,7 +267,7 @@ def _why_not(matrix: Matrix, dtypes: Sequence[str], unit: str, padding: tuple[Pa
         return "a matrix times a vector: it reads all of the matrix for one row; give it more rows at a time"
     if padding:
         pads = ", ".join(f"{each.what} {each.size} -> {each.padded}" for each in padding)
-        return f"no multiple of {MULTIPLES[unit]}: pad {pads}"
+        return f"no multiple of {_MULTIPLES[unit]}: pad {pads}"
     return None
 
 

@@ -1,20 +1,34 @@
-"""`TensorCoreReport`: what `tensor_core_report` returns. Values first, text second.
+"""`tensor_core_report`: which products of a program Tensor Cores run, without compiling or running it.
 
-Decides how products are summed up. Does not decide what is said of one; see `_products.py`.
+Decides which equations are looked at, how the products are summed up and what a person reads of them. Does not decide
+what is said of one product (`_products.py`), nor how much faster the program can become (`_amdahl.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
+from ..._autocast import autocast
+from ..._autocast._flow import TOP
+from ..._explain._operations import Visit, visits
+from ..._flops import PRODUCTS
 from ..._paths import glob_matches
-from ..._text import as_lists
-from ..gpu import UNITS, flops_by_unit
-from ._amdahl import Estimate
-from ._products import Padding, Product
-from ._tensor_core_text import product_table, report_text
+from ..._policy import Policy, get_policy
+from ..._text import as_lists, columns, count, short_source
+from ..gpu import UNITS, abstract_mesh, flops_by_unit, get_gpu, traced_program
+from ._amdahl import Estimate, estimate, other_bytes
+from ._products import Padding, Product, products_of
+
+# These may multiply matrices, which a jaxpr does not show.
+_OPAQUE = frozenset(
+    {"pallas_call", "ffi_call", "pure_callback", "io_callback", "scaled_matmul_wrapper", "cudnn_fusion"}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +101,148 @@ class TensorCoreReport:
         Args:
           scope: a glob over scope paths; only products that it matches are listed.
         """
-        return product_table(self, [each for each in self.products if scope is None or glob_matches(scope, each.scope)])
+        return _product_table(
+            self, [each for each in self.products if scope is None or glob_matches(scope, each.scope)]
+        )
 
     def __str__(self) -> str:
-        return report_text(self)
+        return _report_text(self)
+
+
+def tensor_core_report(
+    fn: Callable[..., Any],
+    policy: Policy | str | None = None,
+    gpu: str = "H200",
+    devices: int | Mapping[str, int] | None = None,
+) -> Callable[..., TensorCoreReport]:
+    """Returns a function that lists every dot and convolution of `fn` and tells whether Tensor Cores run it well.
+
+    `fn` is traced, not run, and no GPU is needed. Report what you train with, gradient included, so that the products
+    of the backward pass are seen:
+
+        tensor_core_report(jmp.value_and_grad(loss_fn, policy))(params, batch, loss_scale=scale)
+        tensor_core_report(jax.grad(loss_fn), policy)(params, batch)
+
+    What the compiler makes of it, bytes and kernels included, is in `gpu_report`.
+
+    Args:
+      fn: any function of arrays: plain, jitted, under `autocast`, or what `value_and_grad` returned.
+      policy: a policy to `autocast` `fn` with first; `None` takes `fn` as it is.
+      gpu: whose rates to reckon with: `"A100"`, `"H100"`, `"H200"`, or the text of a target description.
+      devices: a mesh to trace `fn` in, for `shard_map` without one, as for `gpu_report`; `None` for that of the caller.
+
+    Returns:
+      A function of `fn`'s arguments (arrays or `jax.ShapeDtypeStruct`s) that returns a `TensorCoreReport`.
+
+    Raises:
+      TypeError: `fn` is not callable, or `gpu` is no text.
+      ValueError: `gpu` or `policy` is unknown, or `devices` are none.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def loss(w, x):
+    ...     return jnp.mean(x @ w)
+    >>> report = tensor_core_report(jax.grad(loss), "mixed_float16")(jnp.ones((512, 50257)), jnp.ones((64, 512)))
+    >>> print(report.products[0].reason)
+    no multiple of 8: pad N 50257 -> 50264
+    """
+    if not callable(fn):
+        raise TypeError(f"`fn` must be callable, got {fn!r}; pass the function whose products are to be listed.")
+    described = get_gpu(gpu)
+    program = fn if policy is None else autocast(fn, policy)
+    mesh = None if devices is None else abstract_mesh(devices)
+
+    def report(*args: Any, **kwargs: Any) -> TensorCoreReport:
+        with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
+            found = list(visits(traced_program(program, args, kwargs), TOP))
+        products = tuple(products_of(found, described))
+        others = other_bytes(found)
+        return TensorCoreReport(
+            gpu=described.name,
+            policy=None if policy is None else str(get_policy(policy)),
+            products=products,
+            estimate=estimate(products, others, described, repaired=False),
+            repaired=estimate(products, others, described, repaired=True),
+            opaque=tuple(dict.fromkeys(visit.node.name for visit in found if visit.node.name in _OPAQUE)),
+            uncounted_loops=_uncounted_loops(found),
+        )
+
+    return report
+
+
+def _uncounted_loops(found: Sequence[Visit]) -> int:
+    """How many `while` loops hold a product: their length is not in the program."""
+    bodies = (visit.node.params["body_jaxpr"] for visit in found if visit.node.name == "while")
+    return sum(any(visit.node.name in PRODUCTS for visit in visits(body, TOP)) for body in bodies)
+
+
+def _report_text(report: TensorCoreReport) -> str:
+    """The shares, what to pad, Amdahl's estimate, and what is slow by its reason."""
+    policy = f", {report.policy}" if report.policy else ""
+    if not report.products:
+        return f"No dot and no convolution for the Tensor Cores of {report.gpu}{policy}"
+    total = f"{report.flops / 1e9:.4g} GFLOP"
+    lines = [f"{count(len(report.products), 'product')}, dots and convolutions, {total}, {report.gpu}{policy}"]
+    lines += [f"  {_share(flops, report)}  {UNITS[unit]}" for unit, flops in report.unit_flops.items()]
+    lines.append(f"  {report.tensor_core_share:6.1%}  on Tensor Cores in 16 or 8 bits with all sizes aligned")
+    memory = sum(each.flops * each.times for each in report.products if each.is_memory_bound)
+    lines.append(f"  {_share(memory, report)}  in products bound by memory, which Tensor Cores do not speed up further")
+    if report.padding:
+        pads = [f"  {each.size} -> {each.padded}  in {share:.1%} of the FLOPs" for each, share in report.padding]
+        lines += ["", "Sizes to pad:", *pads]
+    lines += ["", *_estimates(report), *_notes(report)]
+    slow = list(_slow(report))
+    if slow:
+        lines += ["", "Not as fast as they could be:", columns(("share", "number", "reason", "first of them"), slow)]
+    return "\n".join(lines)
+
+
+def _share(flops: int, report: TensorCoreReport) -> str:
+    return f"{flops / report.flops:6.1%}" if report.flops else "  0.0%"
+
+
+def _estimates(report: TensorCoreReport) -> Iterator[str]:
+    yield "Speed-up over strict float32 by Amdahl's law, 1 / ((1 - f) + f / s), estimated and not timed:"
+    for name, each in (("as it is", report.estimate), ("if all were in 16 bits and aligned", report.repaired)):
+        yield f"  {each.speedup:5.2f}  {name} (f = {each.f:.3f}, s = {each.s:.2f})"
+    yield "  f: share of the float32 time in products that Tensor Cores take; s: how much faster these run there."
+
+
+def _notes(report: TensorCoreReport) -> Iterator[str]:
+    if report.opaque:
+        yield f"Not looked into: {', '.join(report.opaque)}"
+    if report.uncounted_loops:
+        yield f"Counted as one iteration: {count(report.uncounted_loops, 'while loop')} of unknown length"
+
+
+def _slow(report: TensorCoreReport) -> Iterator[tuple[str, str, str, str]]:
+    """A row for each reason, the largest share of the FLOPs first."""
+    grouped: dict[str, list[Product]] = {}
+    for product in report.products:
+        if not product.on_tensor_cores:
+            grouped.setdefault(product.reason, []).append(product)
+    flops = {reason: sum(each.flops * each.times for each in found) for reason, found in grouped.items()}
+    for reason in sorted(grouped, key=lambda reason: -flops[reason]):
+        first = grouped[reason][0]
+        where = " ".join(filter(None, (first.scope, short_source(first.source))))
+        yield _share(flops[reason], report).strip(), str(len(grouped[reason])), reason, where
+
+
+def _product_table(report: TensorCoreReport, chosen: Sequence[Product]) -> str:
+    """A line for every product, those with the most FLOPs first."""
+    header = ("", "primitive", "batch x M x N x K", "dtypes", "runs", "share", "FLOP/B", "scope", "source", "reason")
+    rows = [
+        (
+            "bwd" if each.backward else "fwd",
+            each.primitive,
+            f"{each.batch} x {each.m} x {each.n} x {each.k}",
+            f"{each.dtypes[0]}, {each.dtypes[1]} -> {each.dtypes[2]}",
+            str(each.times),
+            _share(each.flops * each.times, report).strip(),
+            f"{each.intensity:.0f}",
+            each.scope,
+            short_source(each.source),
+            each.reason,
+        )
+        for each in sorted(chosen, key=lambda each: -each.flops * each.times)
+    ]
+    return columns(header, rows)
