@@ -49,6 +49,24 @@ def as_count(argument: str, value: Any, least: int = 1) -> int:
     return count
 
 
+def check_readable(caller: str, what: str, leaf: Any) -> None:
+    """Raises if there are no numbers in an array: it is a shape only, or was donated.
+
+    Raises:
+      TypeError: `leaf` is a `jax.ShapeDtypeStruct`.
+      ValueError: `leaf` was deleted.
+    """
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise TypeError(f"{what} is a shape without numbers, {leaf}: {caller} needs numbers; pass arrays.")
+    if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array):
+        return
+    if leaf.is_deleted():
+        raise ValueError(
+            f"{what} was deleted, by donating it to an earlier call; keep a copy of the arguments, or call {caller} "
+            "with fresh ones."
+        )
+
+
 def as_leaf(argument: str, value: Any, dtype: type, check: Callable[..., float]) -> ArrayLike:
     """A NumPy scalar, which starts no backend; for a traced value, which cannot be checked, a tracer."""
     return jnp.asarray(value, dtype) if isinstance(value, Tracer) else dtype(check(argument, value))

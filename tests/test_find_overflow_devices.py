@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jmp_train as jmp
-from jmp_train._diagnostics.interpreter._interpreter import Machine
+from jmp_train._diagnostics.interpreter._interpreter import Interpreter
 from jmp_train._diagnostics.interpreter._site import Value, Watcher
 from jmp_train._jaxpr import trace
 from jmp_train.diagnostics import Verdict, find_overflow
@@ -97,10 +97,10 @@ SLOW = ("two axes", "keys", "a gradient")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in PROGRAMS])
 def test_devices_one_by_one_give_the_programs_results(name):
     fn, args = PROGRAMS[name]
-    machine = Machine(trace(fn, *args)[0])
-    results = [value.array for value in machine.run(list(map(Value, args)), Watcher())]
+    interpreter = Interpreter(trace(fn, *args)[0])
+    results = [value.array for value in interpreter.run(list(map(Value, args)), Watcher())]
     expected = jax.tree.leaves(jax.jit(fn)(*args))
-    assert not machine.not_entered() and len(results) == len(expected)
+    assert not interpreter.not_entered() and len(results) == len(expected)
     for result, right in zip(results, expected, strict=True):
         assert (result.dtype, result.shape) == (right.dtype, right.shape)
         if jnp.issubdtype(right.dtype, jax.dtypes.prng_key):
@@ -116,8 +116,8 @@ def test_ppermute_numbers_devices_as_the_mesh_does():
     # A later JAX refuses axes in another order than the mesh's, unless it is told not to.
     allowed = getattr(jax, "raise_on_ppermute_sort_diff", lambda _: contextlib.nullcontext())
     with allowed(False):
-        machine = Machine(trace(fn, X)[0])
-        (result,) = machine.run([Value(X)], Watcher())
+        interpreter = Interpreter(trace(fn, X)[0])
+        (result,) = interpreter.run([Value(X)], Watcher())
         try:
             expected = jax.jit(fn)(X)
         except RuntimeError as error:  # JAX 0.12 refuses it even so
@@ -132,7 +132,7 @@ def test_groups_of_devices_that_take_different_branches():
         first = lax.axis_index("data") == 0
         return lax.cond(first, lambda x: lax.pmax(x, "model"), lambda x: lax.psum(2 * x, "model"), x)
 
-    (result,) = Machine(trace(fn, X)[0]).run([Value(X)], Watcher())
+    (result,) = Interpreter(trace(fn, X)[0]).run([Value(X)], Watcher())
     np.testing.assert_allclose(result.array, jax.jit(fn)(X), rtol=1e-6)
 
 

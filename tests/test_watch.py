@@ -13,8 +13,7 @@ from jax import lax
 
 import jmp_train as jmp
 from jmp_train._autocast._flow import TOP
-from jmp_train._diagnostics.interpreter._derivatives import kept_for_backward
-from jmp_train._diagnostics.interpreter._interpreter import Machine
+from jmp_train._diagnostics.interpreter._interpreter import Interpreter, backward_only
 from jmp_train._diagnostics.interpreter._site import Value, Watcher
 from jmp_train._jaxpr import flatten, trace
 
@@ -38,8 +37,8 @@ class Recorder(Watcher):
 
 
 def run(fn, *args, wide=False, watcher=None):
-    machine = Machine(trace(fn, *args)[0], wide)
-    values = machine.run([Value(leaf) for leaf in jax.tree.leaves(args)], watcher or Recorder())
+    interpreter = Interpreter(trace(fn, *args)[0], wide)
+    values = interpreter.run([Value(leaf) for leaf in jax.tree.leaves(args)], watcher or Recorder())
     return [value.array for value in values]
 
 
@@ -205,7 +204,7 @@ def test_what_only_the_backward_pass_reads():
     scanned = jax.grad(lambda x: jnp.sum(lax.scan(lambda c, row: (jnp.sin(c) + row, None), x[0], x)[0]))
     assert derivative_primitives(scanned, X) == ["cos"] * 3
     program = flatten(trace(jnp.sin, X)[0])
-    assert kept_for_backward(program, TOP, frozenset({0})).nodes == {0}
+    assert backward_only(program, TOP, frozenset({0})).nodes == {0}
 
 
 def test_a_watcher_may_change_the_operands():

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 
 from ..._autocast._table import TABLE, Rule
 from ..._dtypes import is_floating
-from ..interpreter._call import traced_call
-from ..interpreter._site import Site, Value, Watcher
+from ..interpreter import Site, Value, Watcher, traced_call
 from ._exponent_histogram import ExponentHistogram, exponent_histogram
 
 
@@ -55,7 +54,7 @@ def backward_histogram(fn: Callable[..., Any]) -> Callable[..., ExponentHistogra
     def count(*args: Any, **kwargs: Any) -> ExponentHistogram:
         call = traced_call("backward_histogram", fn, args, kwargs)
         counter = _Counter()
-        call.machine.run(call.args, counter)
+        call.interpreter.run(call.args, counter)
         if not counter.histograms:
             raise ValueError("`fn` has no backward pass; pass a function that differentiates: jax.grad(loss_fn).")
         found = counter.histograms.values()

@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from ..._dtypes import BFLOAT16, FLOAT32, FLOAT64, Format, facts
 from ..._finite import is_gradient
 from ..._paths import leaf_paths
+from ..._values import check_readable
 from ._counts import MOST_VALUES
 
 
@@ -90,24 +90,6 @@ def floating_leaves(tree: Any, caller: str) -> list[Leaf]:
             array = _as_array(leaf, path, caller)
             found.append(Leaf(path, array, DOUBLE if array.dtype in (FLOAT64, np.complex128) else SINGLE))
     return found
-
-
-def check_readable(caller: str, what: str, leaf: Any) -> None:
-    """Raises if there are no numbers in an array: it is a shape only, or was donated.
-
-    Raises:
-      TypeError: `leaf` is a `jax.ShapeDtypeStruct`.
-      ValueError: `leaf` was deleted.
-    """
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        raise TypeError(f"{what} is a shape without numbers, {leaf}: {caller} needs numbers; pass arrays.")
-    if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array):
-        return
-    if leaf.is_deleted():
-        raise ValueError(
-            f"{what} was deleted, by donating it to an earlier call; keep a copy of the arguments, or call {caller} "
-            "with fresh ones."
-        )
 
 
 def _as_array(leaf: Any, path: str, caller: str) -> jax.Array:

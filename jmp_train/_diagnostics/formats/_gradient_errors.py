@@ -22,7 +22,7 @@ from ..._loss_scale import LossScale, NoOpLossScale
 from ..._paths import leaf_paths
 from ..._policy import Policy, get_policy
 from ..._static import hide_static, reveal_static
-from ._bits import check_readable
+from ..._values import check_readable
 
 _STRICT = get_policy("float32")
 # What a policy is explained on: a precision that was set for all products would keep all of them in float32.

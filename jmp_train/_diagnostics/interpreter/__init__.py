@@ -1,1 +1,11 @@
 """Runs a traced program one equation at a time, on concrete values, and shows each equation to a watcher."""
+
+from ._interpreter import Call as Call
+from ._interpreter import Interpreter as Interpreter
+from ._interpreter import traced_call as traced_call
+from ._site import Loop as Loop
+from ._site import Site as Site
+from ._site import Value as Value
+from ._site import Watcher as Watcher
+from ._site import is_narrow_dtype as is_narrow_dtype
+from ._site import wide_params as wide_params

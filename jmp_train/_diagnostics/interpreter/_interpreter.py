@@ -1,36 +1,49 @@
-"""Runs a traced program one operation at a time, on concrete values, and shows each operation to a watcher.
+"""Runs a traced program one equation at a time, on concrete values, and shows each equation to a watcher.
 
-Decides the order of operations, and which of them are taken apart. Does not decide what is looked for; see `_taint.py`
-and `_backward_histogram.py`.
+Decides the order of equations, which of them are entered, and what is accepted as an argument. Does not decide how one
+equation runs (`_site.py`), how devices take turns (`_shard_map.py`), nor what is looked for (`_taint.py` in `overflow`,
+`_exponent_histogram.py` in `formats`).
 
-Every operation runs by itself, as outside `jit`: the numbers are those of the recorded program, without a compiler's
-freedom to keep intermediate 16-bit results in 32 bits. Calls, loops, branches, rematerialised parts and functions with
+Every equation runs by itself, as outside `jit`: the numbers are those of the recorded program, without a compiler's
+freedom to keep intermediate 16-bit results in 32 bits. Calls, loops, branches, rematerialized parts and functions with
 derivative rules of their own are entered, and so is `shard_map`, in which every device's program runs by itself until
 it meets the others in a collective. What cannot be entered (kernels, callbacks, linear solvers, nested `shard_map`s)
-runs as recorded, as one operation. A value is dropped after its last reader.
+runs as recorded, as one equation. A value is dropped after its last use.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from ..._autocast._flow import TOP, Place
-from ..._jaxpr import ClosedJaxpr, Jaxpr, Node, Program, context, flatten, scan_counts, sub_jaxprs
-from ._derivatives import Kept, kept_for_backward
-from ._lanes import Request, Steps, finished, together
-from ._shard_map import Device, can_enter, devices_of, shards, stack, whole
-from ._site import Loop, Site, Value, Watcher
-from ._widening import bind_wide, widened
+from ..._jaxpr import ClosedJaxpr, Jaxpr, Node, Program, context, flatten, scan_counts, sub_jaxprs, trace
+from ..._paths import leaf_paths
+from ..._static import hide_static, reveal_static
+from ..._values import check_readable
+from ._shard_map import (
+    Coroutine,
+    Request,
+    assemble,
+    can_enter,
+    devices_of,
+    run_devices,
+    run_program,
+    shards_of,
+    stack,
+)
+from ._site import Device, Loop, Site, Value, Watcher, widened
 
-# Where the body of a call is that changes no value; the derivative rules beside it have been used or are not needed.
-_BODY = {
+# The parameter that holds the body of a call. Its derivative rules have been applied already, or are not needed: what
+# runs here is not differentiated any more.
+_CALL_BODIES = {
     "jit": "jaxpr",
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
@@ -39,11 +52,11 @@ _BODY = {
     "custom_vjp_call": "call_jaxpr",
     "custom_vmap_call": "call",
 }
-_ENTERED = frozenset({*_BODY, "scan", "while", "cond"})
+_ENTERED = frozenset({*_CALL_BODIES, "scan", "while", "cond"})
 
 
-class Machine:
-    """A program ready to be run, more than once, under the eyes of a watcher.
+class Interpreter:
+    """A program ready to be run, more than once, each time with a watcher.
 
     Args:
       jaxpr: the program.
@@ -54,7 +67,7 @@ class Machine:
     def __init__(self, jaxpr: ClosedJaxpr | Jaxpr, wide: bool = False):
         self.jaxpr, self.wide = jaxpr, wide
         self._prepared: dict[int, tuple[Any, Program, list[list[int]]]] = {}
-        self._kept: dict[tuple[int, Place, frozenset[int]], Kept] = {}
+        self._backward_only: dict[tuple[int, Place, frozenset[int]], BackwardOnly] = {}
         self._can_enter: dict[int, bool] = {}
 
     @property
@@ -62,29 +75,30 @@ class Machine:
         return self.prepared(self.jaxpr)[0]
 
     def prepared(self, jaxpr: ClosedJaxpr | Jaxpr) -> tuple[Program, list[list[int]]]:
-        """The flattened program and, for each of its nodes, the values that nothing reads afterwards."""
+        """The flattened program and, for each of its equations, the values that nothing uses afterwards."""
         if id(jaxpr) not in self._prepared:
             program = flatten(jaxpr)
-            self._prepared[id(jaxpr)] = (jaxpr, program, _last_reads(program))
+            # The jaxpr is stored too: were it freed, another one could get its id.
+            self._prepared[id(jaxpr)] = (jaxpr, program, _last_uses(program))
         return self._prepared[id(jaxpr)][1:]
 
-    def kept(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, outputs: frozenset[int]) -> Kept:
-        """What of the program only serves the backward pass, if only that reads these outputs."""
+    def backward_only(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, outputs: frozenset[int]) -> BackwardOnly:
+        """What of the program only the backward pass uses, if only that uses these outputs."""
         key = (id(jaxpr), place, outputs)
-        if key not in self._kept:
-            self._kept[key] = kept_for_backward(self.prepared(jaxpr)[0], place, outputs)
-        return self._kept[key]
+        if key not in self._backward_only:
+            self._backward_only[key] = backward_only(self.prepared(jaxpr)[0], place, outputs)
+        return self._backward_only[key]
 
     def run(self, args: Sequence[Value], watcher: Watcher) -> list[Value]:
         """Returns the results for `args`, as many as the program's inputs."""
         run = _Run(self, watcher)
-        return finished(run.program(self.jaxpr, [self.widened(arg) for arg in args], _Where()), run.execute)
+        return run_program(run.program(self.jaxpr, [self.widened(arg) for arg in args], _Context()), run.execute)
 
     def widened(self, value: Value) -> Value:
         return value._replace(array=widened(value.array)) if self.wide else value
 
     def enters(self, node: Node) -> bool:
-        """Whether an operation is taken apart."""
+        """Whether an equation is entered: its body runs equation by equation."""
         if node.name != "shard_map":
             return node.name in _ENTERED
         if id(node) not in self._can_enter:
@@ -92,72 +106,73 @@ class Machine:
         return self._can_enter[id(node)]
 
     def not_entered(self) -> list[str]:
-        """The primitives that hold programs but run as one operation."""
+        """The primitives that hold programs but run as one equation."""
         return list(dict.fromkeys(_not_entered(self, self.jaxpr)))
 
 
-class _Where(NamedTuple):
-    """Where a program runs, which of its outputs only the backward pass reads, and on which device of a `shard_map`."""
+class _Context(NamedTuple):
+    """Where a program runs, which of its outputs only the backward pass uses, and on which device of a `shard_map`."""
 
     place: Place = TOP
     loops: tuple[Loop, ...] = ()
     around: tuple[Node, ...] = ()
-    kept: frozenset[int] = frozenset()
+    backward_only: frozenset[int] = frozenset()
     device: Device = ()
 
-    def inside(self, node: Node, kept: frozenset[int]) -> _Where:
-        return self._replace(place=self.place.inside(node), around=(node, *self.around), kept=kept)
+    def inside(self, node: Node, backward_only: frozenset[int]) -> _Context:
+        return self._replace(place=self.place.inside(node), around=(node, *self.around), backward_only=backward_only)
 
-    def iteration(self, *loop: Any) -> _Where:
+    def iteration(self, *loop: Any) -> _Context:
         return self._replace(loops=(*self.loops, Loop(*loop)))
 
 
-_NONE: frozenset[int] = frozenset()
+_NO_OUTPUTS: frozenset[int] = frozenset()
+# One device's shard has another shape than the array, and an equation under the caller's mesh would reject it.
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 class _Run:
-    """One run of a machine. A program hands out one operation after another, and is handed their results."""
+    """One run of an interpreter. A program yields one equation after another, and is sent their results."""
 
-    def __init__(self, machine: Machine, watcher: Watcher):
-        self._machine, self._watcher = machine, watcher
+    def __init__(self, interpreter: Interpreter, watcher: Watcher):
+        self._interpreter, self._watcher = interpreter, watcher
 
-    def program(self, jaxpr: ClosedJaxpr | Jaxpr, args: Sequence[Value], where: _Where) -> Steps:
-        program, dying = self._machine.prepared(jaxpr)
+    def program(self, jaxpr: ClosedJaxpr | Jaxpr, args: Sequence[Value], where: _Context) -> Coroutine:
+        program, last_uses = self._interpreter.prepared(jaxpr)
         values = dict(zip(program.inputs, args, strict=True))
 
         def read(number: int) -> Value:
             if number in values:
                 return values[number]
-            return self._machine.widened(Value(_concrete(program.known[number], program.avals[number])))
+            return self._interpreter.widened(Value(_concrete(program.known[number], program.avals[number])))
 
-        kept = self._machine.kept(jaxpr, where.place, where.kept)
-        for position, (node, dead) in enumerate(zip(program.nodes, dying, strict=True)):
-            inside = where.inside(node, kept.results.get(position, _NONE))
-            site = Site(node, where.place, where.loops, where.around, position in kept.nodes, where.device)
+        only_backward = self._interpreter.backward_only(jaxpr, where.place, where.backward_only)
+        for position, (node, last_used) in enumerate(zip(program.nodes, last_uses, strict=True)):
+            inside = where.inside(node, only_backward.results.get(position, _NO_OUTPUTS))
+            site = Site(node, where.place, where.loops, where.around, position in only_backward.nodes, where.device)
             outputs = yield from self._node(site, [read(number) for number in node.ins], inside)
             values.update(zip(node.outs, outputs, strict=True))
-            for number in dead:
+            for number in last_used:
                 values.pop(number, None)
         return [read(number) for number in program.outputs]
 
     def execute(self, sites: Sequence[Site], inputs: list[Value]) -> list[list[Value]]:
-        """Runs an operation, shows it, and returns the results for each site: one, or all devices of a collective."""
+        """Runs an equation, shows it, and returns the results for each site: one, or all devices of a collective."""
         site, inputs = sites[0], self._watcher.before(sites[0], inputs)
         arrays = [value.array for value in inputs]
         mesh = jax.sharding.use_abstract_mesh(_NO_MESH) if site.device else contextlib.nullcontext()
         with context(site.node), mesh:
-            outputs = bind_wide(site, arrays) if self._machine.wide else site.bind(arrays)
-        rows = [[output[i] for output in outputs] for i in range(len(sites))] if site.crosses else [outputs]
+            outputs = site.bind_wide(arrays) if self._interpreter.wide else site.bind(arrays)
+        rows = [[output[i] for output in outputs] for i in range(len(sites))] if site.collective_axes else [outputs]
         return [self._shown(each, inputs, row) for each, row in zip(sites, rows, strict=True)]
 
     def _shown(self, site: Site, inputs: Sequence[Value], outputs: Sequence[Any]) -> list[Value]:
         tags = self._watcher.watch(site, inputs, outputs)
         return [Value(output, tag) for output, tag in zip(outputs, tags, strict=True)]
 
-    def _node(self, site: Site, inputs: list[Value], inside: _Where) -> Steps:
+    def _node(self, site: Site, inputs: list[Value], inside: _Context) -> Coroutine:
         node = site.node
-        if not self._machine.enters(node):
+        if not self._interpreter.enters(node):
             return (yield Request(site, inputs))
         if node.name == "scan":
             return (yield from self._scan(node, inputs, inside))
@@ -167,62 +182,64 @@ class _Run:
             return self._shard_map(node, inputs, inside)
         if node.name == "cond":
             branches = node.params["branches"]
-            chosen = min(max(int(inputs[0].array), 0), len(branches) - 1)
+            chosen = min(max(int(inputs[0].array), 0), len(branches) - 1)  # lax.switch clamps its index too
             return (yield from self.program(branches[chosen], inputs[1:], inside))
-        return (yield from self.program(node.params[_BODY[node.name]], inputs, inside))
+        return (yield from self.program(node.params[_CALL_BODIES[node.name]], inputs, inside))
 
-    def _shard_map(self, node: Node, inputs: list[Value], inside: _Where) -> list[Value]:
+    def _shard_map(self, node: Node, inputs: list[Value], inside: _Context) -> list[Value]:
         params, devices = node.params, devices_of(node.eqn)
         specs = zip(inputs, params["in_specs"], strict=True)
-        columns = [[Value(x, value.tag) for x in shards(value.array, spec, devices)] for value, spec in specs]
+        columns = [[Value(x, value.tag) for x in shards_of(value.array, spec, devices)] for value, spec in specs]
         programs = {
             device: self.program(params["jaxpr"], list(args), inside._replace(device=device))
             for device, *args in zip(devices, *columns, strict=True)
         }
-        results = zip(*together(programs, self.execute, self._watcher.join), strict=True)
+        results = zip(*run_devices(programs, self.execute, self._watcher.join), strict=True)
         return [
-            Value(whole([piece.array for piece in pieces], spec, devices), self._watcher.join(pieces))
+            Value(assemble([piece.array for piece in pieces], spec, devices), self._watcher.join(pieces))
             for pieces, spec in zip(results, params["out_specs"], strict=True)
         ]
 
-    def _scan(self, node: Node, inputs: list[Value], inside: _Where) -> Steps:
-        consts, count = scan_counts(node.eqn)
+    def _scan(self, node: Node, inputs: list[Value], inside: _Context) -> Coroutine:
+        consts, carries = scan_counts(node.eqn)
         length, reverse = node.params["length"], node.params["reverse"]
-        carry, xs = inputs[consts : consts + count], inputs[consts + count :]
-        inside = inside._replace(kept=inside.kept - set(range(count)))  # the next iteration reads the carry
+        carry, xs = inputs[consts : consts + carries], inputs[consts + carries :]
+        inside = inside._replace(
+            backward_only=inside.backward_only - set(range(carries))
+        )  # the next iteration uses a carry
         rows: list[list[Value]] = []
         for i in reversed(range(length)) if reverse else range(length):
             row = [Value(_row(x.array, np.int32(i)), x.tag) for x in xs]
             at = inside.iteration("scan", i, length)
             outs = yield from self.program(node.params["jaxpr"], [*inputs[:consts], *carry, *row], at)
-            carry = outs[:count]
-            rows.append(outs[count:])
+            carry = outs[:carries]
+            rows.append(outs[carries:])
         if not rows:
-            avals: list[Any] = [var.aval for var in node.eqn.outvars[count:]]
+            avals: list[Any] = [var.aval for var in node.eqn.outvars[carries:]]
             empty = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
             return [*carry, *map(Value, empty)]
         columns = zip(*(reversed(rows) if reverse else rows), strict=True)
         return [*carry, *(Value(stack([v.array for v in col]), self._watcher.join(col)) for col in columns)]
 
-    def _while(self, node: Node, inputs: list[Value], inside: _Where) -> Steps:
+    def _while(self, node: Node, inputs: list[Value], inside: _Context) -> Coroutine:
         params, skip = node.params, node.params["cond_nconsts"]
         consts = skip + params["body_nconsts"]
-        carry, i, inside = inputs[consts:], 0, inside._replace(kept=_NONE)
+        carry, i, inside = inputs[consts:], 0, inside._replace(backward_only=_NO_OUTPUTS)
         while True:
             at = inside.iteration("while", i, None)
             (more,) = yield from self.program(params["cond_jaxpr"], [*inputs[:skip], *carry], at)
             if not np.any(more.array):
                 return carry
             new = yield from self.program(params["body_jaxpr"], [*inputs[skip:consts], *carry], at)
-            carry = [_kept(more.array, *pair) for pair in zip(new, carry, strict=True)]
+            carry = [_carry_where(more.array, *pair) for pair in zip(new, carry, strict=True)]
             i += 1
 
 
 _row = jax.jit(lambda x, i: lax.dynamic_index_in_dim(x, i, keepdims=False))
 
 
-def _kept(more: Any, new: Value, old: Value) -> Value:
-    """The new carry; under `vmap` the condition has a value for each example, and those that are done stay."""
+def _carry_where(more: Any, new: Value, old: Value) -> Value:
+    """The new carry; under `vmap` the condition has a value for each example, and finished examples keep theirs."""
     if np.all(more):
         return new
     more = np.asarray(more).reshape(np.shape(more) + (1,) * (np.ndim(new.array) - np.ndim(more)))
@@ -234,25 +251,90 @@ def _concrete(value: Any, aval: Any) -> Any:
     return value if isinstance(value, jax.Array) or not hasattr(aval, "shape") else np.asarray(value, aval.dtype)
 
 
-def _not_entered(machine: Machine, jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[str]:
-    for node in machine.prepared(jaxpr)[0].nodes:
-        if machine.enters(node):
+def _not_entered(interpreter: Interpreter, jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[str]:
+    for node in interpreter.prepared(jaxpr)[0].nodes:
+        if interpreter.enters(node):
             for body in sub_jaxprs(node.params):
-                yield from _not_entered(machine, body)
-        elif any(map(_has_many, sub_jaxprs(node.params))):
+                yield from _not_entered(interpreter, body)
+        elif any(map(_computes_arrays, sub_jaxprs(node.params))):
             yield node.name
 
 
-def _has_many(body: ClosedJaxpr | Jaxpr) -> bool:
+def _computes_arrays(body: ClosedJaxpr | Jaxpr) -> bool:
     """Whether a program is more than the combining function of a reduction or of a scatter."""
     return any(getattr(aval, "shape", ()) for aval in flatten(body).avals)
 
 
-def _last_reads(program: Program) -> list[list[int]]:
-    """For each node the values that nothing reads afterwards."""
-    alive, dying = set(program.outputs), []
+def _last_uses(program: Program) -> list[list[int]]:
+    """For each equation the values that nothing uses afterwards."""
+    live, last_uses = set(program.outputs), []
     for node in reversed(program.nodes):
-        reads = {*node.ins, *node.outs}
-        dying.append(list(reads - alive))
-        alive |= reads
-    return dying[::-1]
+        touched = {*node.ins, *node.outs}
+        last_uses.append(list(touched - live))
+        live |= touched
+    return last_uses[::-1]
+
+
+class BackwardOnly(NamedTuple):
+    """What of a program only the backward pass uses.
+
+    JAX computes the factor 1 / (2 sqrt(x)) of a root's derivative in the forward pass and saves it as a residual; by
+    its name stack it is an ordinary forward equation, and only who uses it tells the difference.
+
+    Attributes:
+      nodes: positions of the forward equations of which nothing else uses any result.
+      results: by position of an equation, the positions of its results that nothing else uses.
+    """
+
+    nodes: frozenset[int]
+    results: dict[int, frozenset[int]]
+
+
+def backward_only(program: Program, place: Place, backward_outputs: frozenset[int]) -> BackwardOnly:
+    """Walks backwards through a program of which some outputs, by position, are only used by the backward pass."""
+    outputs = list(enumerate(program.outputs))
+    forward_uses = {number for position, number in outputs if position not in backward_outputs}
+    backward_uses = {number for position, number in outputs if position in backward_outputs}
+    nodes: set[int] = set()
+    results: dict[int, frozenset[int]] = {}
+    for position, node in reversed(list(enumerate(program.nodes))):
+        if place.is_backward(node):
+            backward_uses.update(node.ins)
+            continue
+        only = frozenset(i for i, n in enumerate(node.outs) if n in backward_uses and n not in forward_uses)
+        if only:
+            results[position] = only
+        if only and forward_uses.isdisjoint(node.outs):
+            nodes.add(position)
+            backward_uses.update(node.ins)
+        else:
+            forward_uses.update(node.ins)
+    return BackwardOnly(frozenset(nodes), results)
+
+
+class Call(NamedTuple):
+    """A traced call, to be run equation by equation: the program, its arguments, the paths of arguments and results."""
+
+    interpreter: Interpreter
+    args: list[Value]
+    in_paths: list[str]
+    out_paths: list[str]
+
+
+def traced_call(caller: str, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Call:
+    """Traces `fn` on concrete arguments, those that are no arrays left as they are; errors name the `caller`."""
+    hidden = hide_static((args, kwargs))
+    leaves = jax.tree.leaves(hidden)
+    in_paths = [path.partition("/")[2] for path in leaf_paths(hidden)]  # without the 0 of `args`, the 1 of `kwargs`
+    for path, leaf in zip(in_paths, leaves, strict=True):
+        check_readable(caller, f"the argument '{path}'", leaf)
+        if isinstance(leaf, Tracer):
+            raise TypeError(f"the argument '{path}' is traced: {caller} needs numbers; call it outside jit, on arrays.")
+
+    def program(hidden: Any) -> Any:
+        args, kwargs = reveal_static(hidden)
+        return hide_static(fn(*args, **kwargs))
+
+    jaxpr, shape = trace(program, hidden)
+    arrays = [jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf for leaf in leaves]
+    return Call(Interpreter(jaxpr), list(map(Value, arrays)), in_paths, leaf_paths(shape))

@@ -1,72 +1,53 @@
-"""`shard_map` without its devices: the shards of arrays, and collectives on stacked shards.
+"""`shard_map` on one device: the shards of arrays, and the programs of all devices side by side.
 
-Decides which `shard_map`s can be taken apart, what each device gets, and what a collective makes of what all devices
-hand it. Does not decide in which order devices run; see `_lanes.py`.
+Decides which `shard_map`s can be entered, what each device gets, whose turn it is, and when devices meet in a
+collective. Does not decide what a collective computes; see `Site.bind` in `_site.py`.
+
+Devices take turns, one equation each, so that equations run in the program's order whatever the device. Branches and
+loops may differ from device to device; a device that reaches a collective waits for the others along its axes.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jaxpr import ClosedJaxpr, Jaxpr, JaxprEqn, bind, open_jaxpr, sub_jaxprs
+from ..._jaxpr import ClosedJaxpr, Jaxpr, JaxprEqn, open_jaxpr, sub_jaxprs
+from ._site import IDENTITIES, Device, Site, Value, collective_axes
 
-Device = tuple[tuple[str, int], ...]
-"""A device by its position on each axis of a mesh."""
-
-# These say where a value is or how it varies, and leave it as it is.
-UNCHANGING = frozenset("pvary pcast sharding_constraint reshard mesh_cast".split())
-_ALONE = UNCHANGING | {"axis_index"}
 _COLLECTIVES = frozenset(
     "psum psum_invariant pmax pmin all_gather all_gather_invariant reduce_scatter ppermute all_to_all".split()
 )
-_TOGETHER = "devices"  # the one axis that stands for those a collective runs along
-
-
-def crossed(eqn: JaxprEqn, axes: Sequence[str]) -> tuple[str, ...]:
-    """The mesh axes along which an operation needs other devices, in the order in which it numbers them.
-
-    Args:
-      eqn: the operation.
-      axes: all axes in question, in the mesh's order.
-    """
-    if eqn.primitive.name in _ALONE:
-        return ()
-    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    named = named if isinstance(named, tuple | list) else (named,)
-    if eqn.primitive.name == "ppermute":  # numbers devices as the mesh does, whatever the order of the names
-        return tuple(axis for axis in axes if axis in named)
-    return tuple(axis for axis in named if axis in axes)
 
 
 def devices_of(eqn: JaxprEqn) -> list[Device]:
     """The devices of a `shard_map`, along the axes that it divides arrays over."""
-    sizes = {axis: size for axis, size in eqn.params["mesh"].shape.items() if axis in manual_axes(eqn)}
+    sizes = {axis: size for axis, size in eqn.params["mesh"].shape.items() if axis in _manual_axes(eqn)}
     return [tuple(zip(sizes, each, strict=True)) for each in itertools.product(*map(range, sizes.values()))]
 
 
-def manual_axes(eqn: JaxprEqn) -> frozenset[str]:
+def _manual_axes(eqn: JaxprEqn) -> frozenset[str]:
     return eqn.params["newly_manual_axes"]
 
 
 def can_enter(eqn: JaxprEqn, is_entered: Callable[[str], bool]) -> bool:
-    """Whether a `shard_map` can be taken apart: every collective in it is known, and is where it can be reached.
+    """Whether a `shard_map` can be entered: every collective in it is known, and in no equation that runs as a whole.
 
     Args:
       eqn: the `shard_map`.
-      is_entered: whether operations of a name are taken apart themselves.
+      is_entered: whether equations of a primitive are entered themselves.
     """
 
     def fits(jaxpr: ClosedJaxpr | Jaxpr, reached: bool) -> bool:
         for inner in open_jaxpr(jaxpr).eqns:
             if inner.primitive.name == "shard_map":
                 return False
-            if crossed(inner, tuple(manual_axes(eqn))) and not (reached and _is_known(inner)):
+            if collective_axes(inner, tuple(_manual_axes(eqn))) and not (reached and _is_known(inner)):
                 return False
             if not all(fits(body, reached and is_entered(inner.primitive.name)) for body in sub_jaxprs(inner.params)):
                 return False
@@ -80,24 +61,10 @@ def _is_known(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _COLLECTIVES and eqn.params.get("axis_index_groups") is None
 
 
-def bind_across(eqn: JaxprEqn, axes: tuple[str, ...], arrays: Sequence[Any], **changed: Any) -> list[Any]:
-    """Runs a collective on what all devices along `axes` hand it.
-
-    Args:
-      eqn: the collective.
-      axes: the axes it runs along, as `crossed` gives them.
-      arrays: `[devices, ...]` for each operand.
-      **changed: parameters in place of those recorded.
-
-    Returns:
-      `[devices, ...]` for each result.
-    """
-    key = "axes" if "axes" in eqn.params else "axis_name"
-    changed[key] = (_TOGETHER,) if isinstance(eqn.params[key], tuple) else _TOGETHER
-    return list(jax.vmap(lambda *each: bind(eqn, each, **changed), axis_name=_TOGETHER)(*arrays))
+# Arrays and their shards
 
 
-def part(names: Any, device: Device, last: Device) -> tuple[int, int]:
+def position_along(names: Any, device: Device, last: Device) -> tuple[int, int]:
     """The number of a device among those along some axes, of which the last counts fastest, and how many there are.
 
     Args:
@@ -106,51 +73,151 @@ def part(names: Any, device: Device, last: Device) -> tuple[int, int]:
       last: the device with the highest position on every axis.
     """
     at, sizes = dict(device), {axis: position + 1 for axis, position in last}
-    number, count = 0, 1
+    number, total = 0, 1
     for name in () if names is None else names if isinstance(names, tuple) else (names,):
-        number, count = number * sizes[name] + at[name], count * sizes[name]
-    return number, count
+        number, total = number * sizes[name] + at[name], total * sizes[name]
+    return number, total
 
 
-def shards(array: Any, spec: Any, devices: Sequence[Device]) -> Iterator[Any]:
+def shards_of(array: Any, spec: Any, devices: Sequence[Device]) -> Iterator[Any]:
     """What each device gets of an array; devices that get the same share one array."""
-    data, made = _numbers(array), {}
+    data, made = _to_host(array), {}
     for device in devices:
-        where = tuple(part(names, device, devices[-1]) for names in spec)
+        where = tuple(position_along(names, device, devices[-1]) for names in spec)
         index = tuple(slice(i * data.shape[k] // n, (i + 1) * data.shape[k] // n) for k, (i, n) in enumerate(where))
         if where not in made:
-            made[where] = _like(array, data[index])
+            made[where] = _from_host(data[index], array)
         yield made[where]
 
 
-def whole(pieces: Sequence[Any], spec: Any, devices: Sequence[Device]) -> Any:
-    """The array of which each device has a piece; of equal pieces the first device's counts."""
+def assemble(shards: Sequence[Any], spec: Any, devices: Sequence[Device]) -> Any:
+    """The array of which each device has a shard; of shards at one place the first device's is taken."""
     placed: dict[tuple[tuple[int, int], ...], Any] = {}
-    for piece, device in zip(pieces, devices, strict=True):
-        placed.setdefault(tuple(part(names, device, devices[-1]) for names in spec), _numbers(piece))
-    first = _numbers(pieces[0])
-    counts = [n for _, n in next(iter(placed))]
-    sizes = [size * n for size, n in itertools.zip_longest(first.shape, counts, fillvalue=1)]
+    for shard, device in zip(shards, devices, strict=True):
+        placed.setdefault(tuple(position_along(names, device, devices[-1]) for names in spec), _to_host(shard))
+    first = _to_host(shards[0])
+    splits = [n for _, n in next(iter(placed))]
+    sizes = [size * n for size, n in itertools.zip_longest(first.shape, splits, fillvalue=1)]
     data = np.empty(sizes, first.dtype)
-    for where, piece in placed.items():
-        data[tuple(slice(i * size, (i + 1) * size) for (i, _), size in zip(where, first.shape, strict=False))] = piece
-    return _like(pieces[0], data)
+    for where, shard in placed.items():
+        data[tuple(slice(i * size, (i + 1) * size) for (i, _), size in zip(where, first.shape, strict=False))] = shard
+    return _from_host(data, shards[0])
 
 
 def stack(arrays: Sequence[Any]) -> Any:
     """Arrays of one shape along a new first axis."""
-    # On the host: a concatenation of a thousand operands would be compiled for a minute.
-    return _like(arrays[0], np.stack(list(map(_numbers, arrays))))
+    # On the host: XLA takes a minute to compile a concatenation of a thousand operands.
+    return _from_host(np.stack(list(map(_to_host, arrays))), arrays[0])
 
 
-def _numbers(array: Any) -> np.ndarray:
+def _to_host(array: Any) -> np.ndarray:
     """An array on the host, keys as the integers they are made of."""
     is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(array) if is_key else array)
 
 
-def _like(array: Any, data: np.ndarray) -> Any:
-    """What `_numbers` gave as an array again, of the kind of `array`."""
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(array))
+def _from_host(data: np.ndarray, like: Any) -> Any:
+    """What `_to_host` gave as an array again, of the kind of `like`."""
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(like))
     return data if data.dtype == jax.dtypes.float0 else jnp.asarray(data)
+
+
+# Programs and their turns
+
+
+class Request(NamedTuple):
+    """An equation that a program is about to run, with its operands."""
+
+    site: Site
+    inputs: list[Value]
+
+
+Coroutine = Generator[Request, list[Value], list[Value]]
+"""A running program: yields one equation after another, is sent the results of each, and returns its own."""
+
+
+Run = Callable[[Sequence[Site], list[Value]], list[list[Value]]]
+"""Runs an equation: of a collective with the sites of all its devices; returns the results for each site."""
+
+
+def run_program(program: Coroutine, run: Run) -> list[Value]:
+    """The results of a program outside `shard_map`."""
+    reply: Any = None
+    while True:
+        try:
+            site, inputs = program.send(reply)
+        except StopIteration as stop:
+            return stop.value
+        (reply,) = run([site], inputs)
+
+
+def run_devices(
+    programs: Mapping[Device, Coroutine], run: Run, join: Callable[[Sequence[Value]], Any]
+) -> list[list[Value]]:
+    """The results of every device's program, in the order of `programs`, of which the last device is the last.
+
+    Args:
+      programs: by device.
+      run: runs an equation.
+      join: gives what to remember of stacked operands.
+
+    Raises:
+      ValueError: devices wait in different collectives, or for one that has ended; real ones would hang.
+    """
+    last = list(programs)[-1]
+    waiting: dict[Device, Request] = {}
+    results: dict[Device, list[Value]] = {}
+
+    def resume(device: Device, reply: Any) -> None:
+        try:
+            waiting[device] = programs[device].send(reply)
+        except StopIteration as stop:
+            waiting.pop(device, None)
+            results[device] = stop.value
+
+    for device in programs:
+        resume(device, None)
+    while waiting:
+        local = [device for device, request in waiting.items() if not request.site.collective_axes]
+        for device in local:
+            resume(device, _run_local(waiting[device], device, last, run))
+        if local:
+            continue
+        group = next(filter(None, (_complete_group(device, waiting, programs) for device in waiting)), None)
+        if group is None:
+            raise ValueError(_DEADLOCK.format(", ".join(sorted({each.site.primitive for each in waiting.values()}))))
+        columns = list(zip(*(waiting[device].inputs for device in group), strict=True))
+        inputs = [Value(stack([value.array for value in column]), join(column)) for column in columns]
+        replies = run([waiting[device].site for device in group], inputs)
+        for device, reply in zip(group, replies, strict=True):
+            resume(device, reply)
+    return [results[device] for device in programs]
+
+
+_DEADLOCK = (
+    "the devices of a shard_map wait for each other in collectives that they do not all reach ({}), and would hang; "
+    "every device must take the branches and iterations that lead to one, along all of its axes."
+)
+
+
+def _run_local(request: Request, device: Device, last: Device, run: Run) -> list[Value]:
+    """Runs an equation that needs no other device."""
+    site, inputs = request
+    if site.primitive in IDENTITIES:
+        return inputs
+    if site.primitive == "axis_index":
+        return [Value(np.int32(position_along(site.node.params["axis_name"], device, last)[0]))]
+    return run([site], inputs)[0]
+
+
+def _complete_group(
+    device: Device, waiting: Mapping[Device, Request], programs: Mapping[Device, Coroutine]
+) -> list[Device] | None:
+    """The devices that a collective joins, in its order, if all of them have reached it."""
+    site = waiting[device].site
+    others = [(axis, at) for axis, at in device if axis not in site.collective_axes]
+    members = [other for other in programs if all(each in other for each in others)]
+    if any(other not in waiting or waiting[other].site.node.eqn is not site.node.eqn for other in members):
+        return None
+    return sorted(members, key=lambda other: [dict(other)[axis] for axis in site.collective_axes])

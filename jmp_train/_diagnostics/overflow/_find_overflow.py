@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..interpreter._call import Call, traced_call
-from ..interpreter._site import Value
+from ..interpreter import Call, Value, traced_call
 from ._found import Found, describe
 from ._taint import CLEAN, Taint, Tracker, input_tag
 from ._verdict import Verdict, capture, judge
@@ -58,7 +57,7 @@ def find_overflow(fn: Callable[..., Any]) -> Callable[..., Found]:
         call = call._replace(args=[Value(x, input_tag(i, x)) for i, (x, _) in enumerate(call.args)])
         tracker, fault = _faulty(call)
         if fault is None:
-            return Found(operations=tracker.count, not_entered=tuple(call.machine.not_entered()))
+            return Found(operations=tracker.count, not_entered=tuple(call.interpreter.not_entered()))
         return _judged(call, tracker, fault)
 
     return find
@@ -75,8 +74,8 @@ class _Fault(NamedTuple):
 def _faulty(call: Call, scale: float | None = None) -> tuple[Tracker, _Fault | None]:
     """Runs the call, with another loss scale if one is given, and looks for what is to blame."""
     tracker = Tracker(scale)
-    results = call.machine.run(call.args, tracker)
-    program = call.machine.program
+    results = call.interpreter.run(call.args, tracker)
+    program = call.interpreter.program
     sinks: list[tuple[str, Taint]] = []
     for path, number, value in zip(call.out_paths, program.outputs, results, strict=True):
         if value.tag is not None and value.tag.bad and number not in program.inputs:
@@ -117,7 +116,7 @@ def _reached(sinks: Sequence[tuple[str, Taint]], origins: Any, kind: int) -> tup
 
 def _judged(call: Call, tracker: Tracker, fault: _Fault) -> Found:
     scale, number = tracker.loss_scale, fault.number
-    found = capture(call.machine, call.args, number)
+    found = capture(call.interpreter, call.args, number)
     assert found is not None, "a program runs the same operations twice"
     fitting = None
     if fault.inputs:
@@ -132,7 +131,7 @@ def _judged(call: Call, tracker: Tracker, fault: _Fault) -> Found:
         cure = f"Use a loss scale of {fitting:.10g} or less; DynamicLossScale finds it by itself, skipping steps."
     else:
         by_hand = tracker.notes[number].by_hand
-        verdict, why, cure = judge(call.machine, call.args, number, found, by_hand, tracker.scopes)
+        verdict, why, cure = judge(call.interpreter, call.args, number, found, by_hand, tracker.scopes)
         if scale > 1:
             why += " No loss scale cures it."
     return describe(
@@ -144,7 +143,7 @@ def _judged(call: Call, tracker: Tracker, fault: _Fault) -> Found:
         fitting_loss_scale=fitting,
         reached=fault.reached,
         operations=tracker.count,
-        not_entered=tuple(call.machine.not_entered()),
+        not_entered=tuple(call.interpreter.not_entered()),
     )
 
 

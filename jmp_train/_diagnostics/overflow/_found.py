@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..._text import count
-from ..interpreter._site import Loop
+from ..interpreter import Loop
 from ._source_lines import through, user_line
 from ._taint import is_inexact
 from ._verdict import Captured, Verdict

@@ -16,7 +16,7 @@ import jax
 from ..._autocast import _autocast
 from ..._jaxpr import Node
 from ..._tracebacks import frames_of, is_jax
-from ..interpreter._site import Site
+from ..interpreter import Site
 
 _PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")) + os.sep
 _PYTHON = os.path.dirname(os.__file__) + os.sep

@@ -20,8 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._tracebacks import is_asked_for
-from ..interpreter._site import Site, Value, Watcher
-from ..interpreter._widening import is_narrow_dtype
+from ..interpreter import Site, Value, Watcher, is_narrow_dtype
 from ._source_lines import is_finite_check, is_library_function
 
 _REMEMBERED = 8  # the first makers of a value; the culprit is the first of them
@@ -102,7 +101,7 @@ class Tracker(Watcher):
 
     def _multiplies_by_scale(self, site: Site) -> bool:
         node = site.node
-        if id(node) not in self._scalings:  # nodes live as long as their machine, and so longer than this
+        if id(node) not in self._scalings:  # nodes live as long as their interpreter, and so longer than this
             self._scalings[id(node)] = node.name == "mul" and is_library_function(node, "_scaling.py", "multiply")
             self.scopes.add(site.scope)
         return self._scalings[id(node)]

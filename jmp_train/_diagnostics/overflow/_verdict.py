@@ -16,9 +16,7 @@ import numpy as np
 
 from ..._dtypes import FLOAT32, facts
 from ..._tracebacks import is_asked_for
-from ..interpreter._interpreter import Machine
-from ..interpreter._site import Site, Value, Watcher
-from ..interpreter._widening import is_narrow_dtype, wide_params
+from ..interpreter import Interpreter, Site, Value, Watcher, is_narrow_dtype, wide_params
 from ._source_lines import is_in_autocast, user_line
 from ._taint import is_bad, is_inexact
 
@@ -64,28 +62,28 @@ class _Capture(Watcher):
         return super().watch(site, inputs, outputs)
 
 
-def capture(machine: Machine, args: Sequence[Value], number: int) -> Captured | None:
+def capture(interpreter: Interpreter, args: Sequence[Value], number: int) -> Captured | None:
     """Runs up to the operation of this number, counted from 1, and returns it; `None` if fewer run."""
     watcher = _Capture(number)
     try:
-        machine.run(args, watcher)
+        interpreter.run(args, watcher)
     except _Stop:
         pass
     return watcher.captured
 
 
 def judge(
-    machine: Machine, args: Sequence[Value], number: int, found: Captured, by_hand: bool, scopes: Iterable[str]
+    interpreter: Interpreter, args: Sequence[Value], number: int, found: Captured, by_hand: bool, scopes: Iterable[str]
 ) -> tuple[Verdict, str, str]:
     """Returns the verdict on an operation that no loss scale cures, why, and the cure."""
-    if found.site.primitive in machine.not_entered():
+    if found.site.primitive in interpreter.not_entered():
         return Verdict.UNKNOWN, *_opaque(found.site)
     narrow = next((x.dtype for x in (*found.results, *found.operands) if is_narrow_dtype(_dtype(x))), None)
     if narrow is not None and (wide := _in_float32(found)) is not None and not any(map(is_bad, wide)):
         largest = max(float(np.max(np.abs(np.asarray(x)))) for x in wide if is_inexact(x))
         why = f"{narrow.name} ends at {facts(narrow).max:.6g}; from the same operands float32 reaches {largest:.4g}."
         return Verdict.KEEP_FLOAT32, why, _keep_wide(found.site, by_hand, scopes)
-    elsewhere = capture(Machine(machine.jaxpr, wide=True), args, number)
+    elsewhere = capture(Interpreter(interpreter.jaxpr, wide=True), args, number)
     if elsewhere is not None and _same(elsewhere.site, found.site) and not any(map(is_bad, elsewhere.results)):
         why = "Its operands were rounded in 16 bits before, to zero or too far; in float32 throughout it is finite."
         return Verdict.KEEP_FLOAT32, why, _keep_wide(found.site, by_hand, scopes)
@@ -122,7 +120,7 @@ def _in_float32(found: Captured) -> list[Any] | None:
 
 def _keep_wide(site: Site, by_hand: bool, scopes: Iterable[str]) -> str:
     """The line to paste that keeps an operation in float32."""
-    if site.crosses:
+    if site.collective_axes:
         return (
             "Reduce in float32: a policy with reduce_dtype=jnp.float32, or .astype(jnp.float32) before the collective."
         )
