@@ -1,21 +1,144 @@
-"""`find_overflow`: which operation made a call's results infinite or NaN, and what to do about it.
+"""`find_overflow`: which equation made a call's results infinite or NaN, and what to do about it.
 
-Decides which of the operations that made non-finite values is the culprit: the first whose value reached a result.
-Does not decide how values are followed (`_taint.py`) nor what cures the culprit (`_verdict.py`).
+Decides which of the equations that made non-finite values is to blame, the first whose value reached a result, and how
+it and its operands are described. Does not decide how values are followed (`_taint.py`), what cures it (`_verdict.py`),
+nor which line is the user's (`_source_lines.py`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..interpreter import Call, Value, traced_call
-from ._found import Found, describe
-from ._taint import CLEAN, Taint, Tracker, input_tag
-from ._verdict import Verdict, capture, judge
+from ..._text import as_lists, count
+from ..interpreter import Call, Loop, Value, traced_call
+from ._source_lines import between_user_and_jax, user_line
+from ._taint import UNTAINTED, Taint, TaintTracker, argument_tag, is_inexact
+from ._verdict import Captured, Verdict, capture, diagnose
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArrayRange:
+    """The values of an operand or a result.
+
+    Attributes:
+      shape, dtype: of the array.
+      min, max, abs_max: of its finite elements (of complex ones the real parts, and the modulus); `None` without any.
+      infs, nans: how many elements are infinite, and NaN.
+      zeros: how many are zero.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    min: float | None
+    max: float | None
+    abs_max: float | None
+    infs: int
+    nans: int
+    zeros: int
+
+    def __str__(self) -> str:
+        text = f"{self.dtype}{list(self.shape)}"
+        if self.min is not None:
+            text += f" {self.min:.4g}" if self.min == self.max else f" from {self.min:.4g} to {self.max:.4g}"
+        counts = {"infinite": self.infs, "NaN": self.nans, "zero": self.zeros}
+        return ", ".join([text, *(f"{number} {name}" for name, number in counts.items() if number)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What `find_overflow` found: a value to read, to test and to print. False if nothing was to blame.
+
+    Attributes:
+      operations: how many operations ran.
+      not_entered: primitives that hold programs but ran as one operation.
+      primitive: the name of the one to blame, `None` (as all that follows is, or empty) if nothing was to blame.
+      file, line, function, text: the user's own line that recorded it.
+      through: what stands between that line and the operation: the library's own `file:line (function)`, or a rule.
+      scope: its `jax.named_scope` path.
+      backward: whether it belongs to a backward pass, or computes a derivative that only the backward pass reads.
+      loops: the iterations of the loops around it, outermost first: `(primitive, iteration from 0, length or None)`.
+      device: inside `shard_map` and `pmap`, the device that it ran on: `(axis, position)` for each axis of the mesh.
+      operands, results: what it read and made; of a collective the operands of all devices along a new first axis.
+      verdict: a `Verdict`.
+      why, cure: the reason for it, and the line to paste.
+      loss_scale: the loss scale of the call, if it had one above 1.
+      fitting_loss_scale: the largest power of two under which the call is finite, for `Verdict.LOWER_SCALE`.
+      reached: paths of the results that became non-finite.
+    """
+
+    operations: int
+    not_entered: tuple[str, ...] = ()
+    primitive: str | None = None
+    file: str | None = None
+    line: int | None = None
+    function: str | None = None
+    text: str = ""
+    through: str | None = None
+    scope: str = ""
+    backward: bool = False
+    loops: tuple[Loop, ...] = ()
+    device: tuple[tuple[str, int], ...] = ()
+    operands: tuple[ArrayRange, ...] = ()
+    results: tuple[ArrayRange, ...] = ()
+    verdict: Verdict | None = None
+    why: str = ""
+    cure: str = ""
+    loss_scale: float | None = None
+    fitting_loss_scale: float | None = None
+    reached: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.primitive is not None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns everything as dictionaries, lists, strings and numbers, none of them infinite."""
+        values = dataclasses.asdict(self)
+        values["device"] = {str(axis): position for axis, position in self.device}
+        values["loops"] = [loop._asdict() for loop in self.loops]
+        values["verdict"] = None if self.verdict is None else str(self.verdict)
+        return as_lists(values)
+
+    def __str__(self) -> str:
+        not_entered = [f"Not looked into: {', '.join(self.not_entered)}"] if self.not_entered else []
+        if not self:
+            return "\n".join([f"No operation of {self.operations} is to blame for an infinity or NaN.", *not_entered])
+        infs, nans = sum(x.infs for x in self.results), sum(x.nans for x in self.results)
+        lines = [
+            f"{self.primitive} made {count(infs, 'infinity').replace('infinitys', 'infinities')} and {nans} NaN",
+            f"  at      {self.file}:{self.line} ({self.function})",
+            f"          {self.text}",
+            f"  in      {self._place()}",
+            *(f"  operand {operand}" for operand in self.operands),
+            *(f"  result  {result}" for result in self.results),
+            f"  reached {', '.join(self.reached[:4])}{', ...' if len(self.reached) > 4 else ''}",
+            f"Verdict: {_TITLES[self.verdict]}. {self.why}" if self.verdict else "",
+            f"Cure: {self.cure}",
+        ]
+        if self.through:
+            lines.insert(3, f"  through {self.through}")
+        return "\n".join([*lines, *not_entered])
+
+    def _place(self) -> str:
+        parts = ["the backward pass" if self.backward else "the forward pass", self.scope]
+        parts += [f"device {position} of {axis}" for axis, position in self.device]
+        for loop in self.loops:
+            of = "" if loop.length is None else f" of {loop.length}"
+            parts.append(f"{loop.primitive} iteration {loop.iteration}{of}")
+        return ", ".join(filter(None, parts))
+
+
+_TITLES = {
+    Verdict.LOWER_SCALE: "lower the loss scale",
+    Verdict.KEEP_FLOAT32: "keep this operation in float32",
+    Verdict.MODEL: "a fault of the model",
+    Verdict.INPUT: "a fault of the data",
+    Verdict.UNKNOWN: "unknown",
+}
 
 
 def find_overflow(fn: Callable[..., Any]) -> Callable[..., Found]:
@@ -24,7 +147,7 @@ def find_overflow(fn: Callable[..., Any]) -> Callable[..., Found]:
     It is for the call that failed: the same arguments, and as `fn` the loss, its gradient, what
     `jmp_train.value_and_grad` returned, or the whole training step. Of all operations whose finite operands gave an
     infinity or NaN, it names the first that reached a result (or, in a step that skips, the check of the gradients).
-    What is masked away is no culprit, nor is an infinity that was written into the program or given to it, unless it
+    What is masked away is not to blame, nor is an infinity that was written into the program or given to it, unless it
     turned into NaN.
 
     Operations run one by one, without a compiler's freedom to keep intermediate 16-bit results in 32 bits: thousands
@@ -54,53 +177,56 @@ def find_overflow(fn: Callable[..., Any]) -> Callable[..., Found]:
 
     def find(*args: Any, **kwargs: Any) -> Found:
         call = traced_call("find_overflow", fn, args, kwargs)
-        call = call._replace(args=[Value(x, input_tag(i, x)) for i, (x, _) in enumerate(call.args)])
-        tracker, fault = _faulty(call)
-        if fault is None:
-            return Found(operations=tracker.count, not_entered=tuple(call.interpreter.not_entered()))
-        return _judged(call, tracker, fault)
+        call = call._replace(args=[Value(x, argument_tag(i, x)) for i, (x, _) in enumerate(call.args)])
+        tracker, blamed = _run(call)
+        if blamed is None:
+            return Found(operations=tracker.ran, not_entered=tuple(call.interpreter.not_entered()))
+        return _report(call, tracker, blamed)
 
     return find
 
 
-class _Fault(NamedTuple):
-    """The number of the operation to blame, the arguments to blame instead, and the results that it reached."""
+class _Blamed(NamedTuple):
+    """The number of the equation to blame, the arguments to blame instead, and the results that were reached."""
 
     number: int
-    inputs: frozenset[int]
+    arguments: frozenset[int]
     reached: tuple[str, ...]
 
 
-def _faulty(call: Call, scale: float | None = None) -> tuple[Tracker, _Fault | None]:
+def _run(call: Call, scale: float | None = None) -> tuple[TaintTracker, _Blamed | None]:
     """Runs the call, with another loss scale if one is given, and looks for what is to blame."""
-    tracker = Tracker(scale)
+    tracker = TaintTracker(scale)
     results = call.interpreter.run(call.args, tracker)
     program = call.interpreter.program
-    sinks: list[tuple[str, Taint]] = []
+    tainted: list[tuple[str, Taint]] = []
     for path, number, value in zip(call.out_paths, program.outputs, results, strict=True):
-        if value.tag is not None and value.tag.bad and number not in program.inputs:
-            sinks.append((path or "the result", value.tag.taint))
-    fault = _culprit(call, tracker, sinks)
-    if fault is None:
-        fault = _culprit(call, tracker, [("the check of the gradients", taint) for taint in tracker.checked])
-    return tracker, fault
+        if value.tag is not None and value.tag.nonfinite and number not in program.inputs:
+            tainted.append((path or "the result", value.tag.taint))
+    blamed = _blame(call, tracker, tainted)
+    if blamed is None:
+        # A step that skips returns finite values only: the non-finite gradients end in the loss scale's check.
+        blamed = _blame(call, tracker, [("the check of the gradients", taint) for taint in tracker.checked])
+    return tracker, blamed
 
 
-def _culprit(call: Call, tracker: Tracker, sinks: Sequence[tuple[str, Taint]]) -> _Fault | None:
-    total = CLEAN
-    for _, taint in sinks:
-        total = total.with_that_of(taint)
-    loud = frozenset(i for i in total.inputs if not _is_mask(call.args[i].array))
-    if loud:
-        readers = [tracker.readers[i] for i in loud]
-        return _Fault(min(total.mixers, default=min(readers)), loud, _reached(sinks, loud, 2))
-    if total.makers:
-        # JAX computes the derivative of a line just before the line itself, whose own fault says more.
-        first = min(total.makers, key=lambda number: (tracker.notes[number].derivative, number))
-        return _Fault(first, frozenset(), _reached(sinks, {first}, 0))
-    if total.mixers:
-        first = min(total.mixers)
-        return _Fault(first, total.inputs, _reached(sinks, {first}, 1))
+def _blame(call: Call, tracker: TaintTracker, tainted: Sequence[tuple[str, Taint]]) -> _Blamed | None:
+    """What is to blame for the taints of some results, by path; arguments before equations."""
+    total = UNTAINTED
+    for _, taint in tainted:
+        total = total.union(taint)
+    arguments = frozenset(i for i in total.arguments if not _is_mask(call.args[i].array))
+    if arguments:
+        first_uses = [tracker.first_uses[i] for i in arguments]
+        number = min(total.nan_origins, default=min(first_uses))
+        return _Blamed(number, arguments, _reached(tainted, "arguments", arguments))
+    if total.origins:
+        # JAX computes the derivative of a line just before the line itself, whose own failure says more.
+        first = min(total.origins, key=lambda number: (tracker.origins[number].derivative, number))
+        return _Blamed(first, frozenset(), _reached(tainted, "origins", {first}))
+    if total.nan_origins:
+        first = min(total.nan_origins)
+        return _Blamed(first, total.arguments, _reached(tainted, "nan_origins", {first}))
     return None
 
 
@@ -110,52 +236,91 @@ def _is_mask(array: Any) -> bool:
     return not np.iscomplexobj(numbers) and not np.any(np.isnan(numbers) | (numbers == np.inf))
 
 
-def _reached(sinks: Sequence[tuple[str, Taint]], origins: Any, kind: int) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(path for path, taint in sinks if not taint[kind].isdisjoint(origins)))
+def _reached(tainted: Sequence[tuple[str, Taint]], field: str, blamed: Iterable[int]) -> tuple[str, ...]:
+    """The paths of the results that have one of `blamed` in this field of their taint."""
+    return tuple(dict.fromkeys(path for path, taint in tainted if not getattr(taint, field).isdisjoint(blamed)))
 
 
-def _judged(call: Call, tracker: Tracker, fault: _Fault) -> Found:
-    scale, number = tracker.loss_scale, fault.number
+def _report(call: Call, tracker: TaintTracker, blamed: _Blamed) -> Found:
+    scale, number = tracker.loss_scale, blamed.number
     found = capture(call.interpreter, call.args, number)
     assert found is not None, "a program runs the same operations twice"
     fitting = None
-    if fault.inputs:
-        paths = ", ".join(f"'{call.in_paths[i]}'" for i in sorted(fault.inputs))
+    if blamed.arguments:
+        paths = ", ".join(f"'{call.in_paths[i]}'" for i in sorted(blamed.arguments))
         verdict, why = Verdict.INPUT, f"The argument {paths} holds infinities or NaN."
         cure = "Look at the data; for a mask, use a finite number such as -1e9 where whole rows are masked."
-    elif scale > 1 and (fitting := _fitting_scale(call, scale)) is not None:
+    elif scale > 1 and (fitting := _largest_finite_scale(call, scale)) is not None:
         verdict, why = (
             Verdict.LOWER_SCALE,
             f"Only the loss scale of {scale:.10g} makes it: at {fitting:.10g} all is finite.",
         )
         cure = f"Use a loss scale of {fitting:.10g} or less; DynamicLossScale finds it by itself, skipping steps."
     else:
-        by_hand = tracker.notes[number].by_hand
-        verdict, why, cure = judge(call.interpreter, call.args, number, found, by_hand, tracker.scopes)
+        by_user = tracker.origins[number].narrowed_by_user
+        verdict, why, cure = diagnose(call.interpreter, call.args, number, found, by_user, tracker.scopes)
         if scale > 1:
             why += " No loss scale cures it."
-    return describe(
+    return _describe(
         found,
         verdict=verdict,
         why=why,
         cure=cure,
         loss_scale=scale if scale > 1 else None,
         fitting_loss_scale=fitting,
-        reached=fault.reached,
-        operations=tracker.count,
+        reached=blamed.reached,
+        operations=tracker.ran,
         not_entered=tuple(call.interpreter.not_entered()),
     )
 
 
-def _fitting_scale(call: Call, scale: float) -> float | None:
+def _largest_finite_scale(call: Call, scale: float) -> float | None:
     """The largest power of two below `scale` under which nothing is to blame; `None` if 1 is too large already."""
-    if _faulty(call, 1.0)[1] is not None:
+    if _run(call, 1.0)[1] is not None:
         return None
     fits, fails = 0, math.ceil(math.log2(scale))
     while fails - fits > 1:
         middle = (fits + fails) // 2
-        if _faulty(call, 2.0**middle)[1] is None:
+        if _run(call, 2.0**middle)[1] is None:
             fits = middle
         else:
             fails = middle
     return 2.0**fits
+
+
+def _describe(found: Captured, **others: Any) -> Found:
+    """The report on an equation as it ran."""
+    own = user_line(found.site)
+    return Found(
+        primitive=found.site.primitive,
+        file=own.file if own else None,
+        line=own.number if own else None,
+        function=own.function if own else None,
+        text=own.text if own else "",
+        through=between_user_and_jax(found.site),
+        scope=found.site.scope,
+        backward=found.site.backward or found.site.derivative,
+        loops=found.site.loops,
+        device=found.site.device,
+        operands=_ranges(found.operands),
+        results=_ranges(found.results),
+        **others,
+    )
+
+
+def _ranges(arrays: Sequence[Any]) -> tuple[ArrayRange, ...]:
+    return tuple(_range(array) for array in arrays if hasattr(array, "dtype"))
+
+
+def _range(array: Any) -> ArrayRange:
+    shape, name = tuple(array.shape), getattr(array.dtype, "name", str(array.dtype))
+    if not is_inexact(array):
+        return ArrayRange(shape, name, None, None, None, 0, 0, 0)
+    numbers = np.asarray(array)
+    finite = numbers[np.isfinite(numbers)]
+    real = np.real(finite).astype(np.float64)
+    low, high, largest = None, None, None
+    if finite.size:
+        low, high, largest = float(real.min()), float(real.max()), float(np.abs(finite).max())
+    infs, nans, zeros = (int(np.sum(of)) for of in (np.isinf(numbers), np.isnan(numbers), numbers == 0))
+    return ArrayRange(shape, name, low, high, largest, infs, nans, zeros)

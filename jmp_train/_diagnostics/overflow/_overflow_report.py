@@ -1,7 +1,7 @@
 """`overflow_report`: which parameters' gradients overflowed, read from the optimizer's state after the fact.
 
-Decides how the record that `with_loss_scale` keeps is named, sorted and told. Does not look for the operation that
-overflowed; `find_overflow` runs the step again for that.
+Decides how the record in `LossScaleState` is named, sorted and printed. Does not look for the equation that overflowed;
+`_find_overflow.py` runs the step again for that.
 """
 
 from __future__ import annotations
@@ -87,7 +87,12 @@ class OverflowReport:
         skipped = f"{count(self.skipped_steps, 'step')} skipped, {self.consecutive_skips} since the last one applied"
         blamed = f"{len(self.parameters)} of {count(self.gradients, 'gradient')} overflowed"
         rows = [
-            (row.path, f"{row.skipped_steps}/{self.skipped_steps}", "yes" if row.at_last_skip else "no", _kind(row))
+            (
+                row.path,
+                f"{row.skipped_steps}/{self.skipped_steps}",
+                "yes" if row.at_last_skip else "no",
+                _array(row),
+            )
             for row in self.parameters
         ]
         table = columns(("parameter", "skipped steps", "at the last", "array"), rows)
@@ -95,7 +100,7 @@ class OverflowReport:
         return "\n".join(filter(None, [first, advice, table]))
 
 
-def _kind(row: OverflowedParameter) -> str:
+def _array(row: OverflowedParameter) -> str:
     return f"{row.dtype}[{','.join(map(str, row.shape))}]"
 
 
@@ -132,19 +137,19 @@ def overflow_report(opt_state: Any, params: Any) -> OverflowReport:
     state = find_state(opt_state)
     _check_readable(state)
     leaves, paths = jax.tree.leaves(params), leaf_paths(params)
-    last, counts = np.asarray(state.last_overflow), np.asarray(state.overflow_counts)
-    if len(paths) != len(counts):
+    last, skips = np.asarray(state.last_overflow), np.asarray(state.overflow_counts)
+    if len(paths) != len(skips):
         raise ValueError(
             f"`params` has {count(len(paths), 'leaf').replace('leafs', 'leaves')}, and with_loss_scale saw gradients "
-            f"with {len(counts)}. Pass the parameters that it was initialised with, those frozen by a mask as None."
+            f"with {len(skips)}. Pass the parameters that it was initialised with, those frozen by a mask as None."
         )
     rows = [
-        OverflowedParameter(path, tuple(np.shape(leaf)), str(getattr(leaf, "dtype", type(leaf).__name__)), *blame)
-        for path, leaf, *blame in zip(paths, leaves, last.tolist(), counts.tolist(), strict=True)
+        OverflowedParameter(path, tuple(np.shape(leaf)), str(getattr(leaf, "dtype", type(leaf).__name__)), *flags)
+        for path, leaf, *flags in zip(paths, leaves, last.tolist(), skips.tolist(), strict=True)
     ]
     metrics = step_metrics(opt_state)
     return OverflowReport(
-        parameters=tuple(sorted((row for row in rows if row.skipped_steps), key=_innocence)),
+        parameters=tuple(sorted((row for row in rows if row.skipped_steps), key=_sort_key)),
         gradients=len(rows),
         skipped_steps=int(metrics["skipped_steps"]),
         consecutive_skips=int(metrics["consecutive_skips"]),
@@ -153,7 +158,7 @@ def overflow_report(opt_state: Any, params: Any) -> OverflowReport:
     )
 
 
-def _innocence(row: OverflowedParameter) -> tuple[int, bool]:
+def _sort_key(row: OverflowedParameter) -> tuple[int, bool]:
     return -row.skipped_steps, not row.at_last_skip
 
 

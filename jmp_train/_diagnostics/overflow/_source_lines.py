@@ -1,7 +1,8 @@
-"""Where an operation comes from: the line that the user wrote, and the library line below it.
+"""Where an equation comes from: the line that the user wrote, and the library line between it and JAX.
 
 Decides which frame of a traceback is the user's own: the innermost one outside JAX, this package, the libraries that
-models are written with, and Python's own. Best effort, as all tracebacks are.
+models are written with, and Python's own. Does not decide whether a cast was asked for; see `jmp_train/_tracebacks.py`.
+Best effort: JAX cuts tracebacks where `jit` begins, and its frames have other names in other versions.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from typing import NamedTuple
 
 import jax
 
-from ..._autocast import _autocast
+from ..._autocast import autocast
 from ..._jaxpr import Node
 from ..._tracebacks import frames_of, is_jax
 from ..interpreter import Site
 
+_AUTOCAST = autocast.__code__.co_filename
 _PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")) + os.sep
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _JAX = os.path.dirname(jax.__file__)
-_NUMERICS = tuple(os.path.join(_JAX, "_src", part) + os.sep for part in ("numpy", "nn", "ops", "scipy", "lax"))
+# The functions of JAX that users call; its other files are machinery around them.
+_NUMERICS = tuple(os.path.join(_JAX, "_src", folder) + os.sep for folder in ("numpy", "nn", "ops", "scipy", "lax"))
 _LIBRARIES = ("chex", "equinox", "flax", "haiku", "jaxlib", "optax")
 
 
@@ -38,7 +41,7 @@ class Line(NamedTuple):
 
 
 def user_line(site: Site) -> Line | None:
-    """The innermost line of the user's own code that recorded an operation; `None` if the tracebacks have none."""
+    """The innermost line of the user's own code that recorded an equation; `None` if the tracebacks have none."""
     for node in (site.node, *site.around):
         for function, file, number in frames_of(node):
             if not (is_jax(file) or file.startswith(_PACKAGE) or _is_library(file)):
@@ -46,8 +49,8 @@ def user_line(site: Site) -> Line | None:
     return None
 
 
-def through(site: Site) -> str | None:
-    """What stands between the user's line and the operation: a library's `file:line (function)`, or a rule."""
+def between_user_and_jax(site: Site) -> str | None:
+    """What stands between the user's line and the equation: a library's `file:line (function)`, or a rule."""
     own, frames = user_line(site), list(frames_of(site.node))
     names = {function for function, _, _ in frames}
     if any(name.endswith("process_custom_vjp_call") for name in names) and "_flatten_fwd" not in names:
@@ -59,15 +62,15 @@ def through(site: Site) -> str | None:
 
 
 def is_in_autocast(site: Site) -> bool:
-    """Whether autocast recorded the operation, so that its rules hold for it."""
+    """Whether autocast recorded the equation, so that its rules hold for it."""
     nodes = (site.node, *site.around)
-    return any(file == _autocast.__file__ for node in nodes for _, file, _ in frames_of(node))
+    return any(file == _AUTOCAST for node in nodes for _, file, _ in frames_of(node))
 
 
 def is_finite_check(node: Node) -> bool:
     """Whether code outside JAX asks here whether a value is finite, as a loss scale does of the gradients.
 
-    `jax.nn.logsumexp` and others ask it for themselves.
+    `jax.nn.logsumexp` and others call `isfinite` for their own needs, which checks no gradient.
     """
     if node.name != "is_finite":
         return False

@@ -1,7 +1,7 @@
-"""Why an operation gave a non-finite value, and what cures it.
+"""Why an equation gave a non-finite value, and what cures it.
 
-Decides the verdict and its cure from the operation's own operands, run again in float32, and from a run of the whole
-program in float32. Does not decide which operation is to blame; see `_taint.py` and `_find_overflow.py`.
+Decides the verdict and its cure from the equation's own operands, run again in float32, and from a run of the whole
+program in float32. Does not decide which equation is to blame; see `_taint.py` and `_find_overflow.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..._dtypes import FLOAT32, facts
 from ..._tracebacks import is_asked_for
 from ..interpreter import Interpreter, Site, Value, Watcher, is_narrow_dtype, wide_params
 from ._source_lines import is_in_autocast, user_line
-from ._taint import is_bad, is_inexact
+from ._taint import has_nonfinite, is_inexact
 
 
 class Verdict(enum.StrEnum):
@@ -38,7 +38,7 @@ class Verdict(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Captured:
-    """An operation as it ran: its site, operands and results."""
+    """An equation as it ran: its site, operands and results."""
 
     site: Site
     operands: tuple[Any, ...]
@@ -46,7 +46,7 @@ class Captured:
 
 
 class _Stop(Exception):
-    pass
+    """Ends a run once the equation in question has run."""
 
 
 class _Capture(Watcher):
@@ -63,7 +63,7 @@ class _Capture(Watcher):
 
 
 def capture(interpreter: Interpreter, args: Sequence[Value], number: int) -> Captured | None:
-    """Runs up to the operation of this number, counted from 1, and returns it; `None` if fewer run."""
+    """Runs up to the equation of this number, counted from 1, and returns it; `None` if fewer run."""
     watcher = _Capture(number)
     try:
         interpreter.run(args, watcher)
@@ -72,25 +72,38 @@ def capture(interpreter: Interpreter, args: Sequence[Value], number: int) -> Cap
     return watcher.captured
 
 
-def judge(
-    interpreter: Interpreter, args: Sequence[Value], number: int, found: Captured, by_hand: bool, scopes: Iterable[str]
+def diagnose(
+    interpreter: Interpreter,
+    args: Sequence[Value],
+    number: int,
+    found: Captured,
+    narrowed_by_user: bool,
+    scopes: Iterable[str],
 ) -> tuple[Verdict, str, str]:
-    """Returns the verdict on an operation that no loss scale cures, why, and the cure."""
+    """Returns the verdict on an equation that no loss scale cures, why, and the cure.
+
+    Args:
+      interpreter, args: the run.
+      number: of the equation, counted from 1.
+      found: the same equation, as it ran.
+      narrowed_by_user: whether the program itself, rather than autocast, computes it in 16 bits.
+      scopes: of all equations.
+    """
     if found.site.primitive in interpreter.not_entered():
-        return Verdict.UNKNOWN, *_opaque(found.site)
+        return Verdict.UNKNOWN, *_not_entered(found.site)
     narrow = next((x.dtype for x in (*found.results, *found.operands) if is_narrow_dtype(_dtype(x))), None)
-    if narrow is not None and (wide := _in_float32(found)) is not None and not any(map(is_bad, wide)):
+    if narrow is not None and (wide := _in_float32(found)) is not None and not any(map(has_nonfinite, wide)):
         largest = max(float(np.max(np.abs(np.asarray(x)))) for x in wide if is_inexact(x))
         why = f"{narrow.name} ends at {facts(narrow).max:.6g}; from the same operands float32 reaches {largest:.4g}."
-        return Verdict.KEEP_FLOAT32, why, _keep_wide(found.site, by_hand, scopes)
-    elsewhere = capture(Interpreter(interpreter.jaxpr, wide=True), args, number)
-    if elsewhere is not None and _same(elsewhere.site, found.site) and not any(map(is_bad, elsewhere.results)):
+        return Verdict.KEEP_FLOAT32, why, _cure_in_float32(found.site, narrowed_by_user, scopes)
+    wide_run = capture(Interpreter(interpreter.jaxpr, wide=True), args, number)
+    if wide_run is not None and _is_same(wide_run.site, found.site) and not any(map(has_nonfinite, wide_run.results)):
         why = "Its operands were rounded in 16 bits before, to zero or too far; in float32 throughout it is finite."
-        return Verdict.KEEP_FLOAT32, why, _keep_wide(found.site, by_hand, scopes)
-    return Verdict.MODEL, *_fault(found, narrow)
+        return Verdict.KEEP_FLOAT32, why, _cure_in_float32(found.site, narrowed_by_user, scopes)
+    return Verdict.MODEL, *_cause_in_model(found, narrow)
 
 
-def _opaque(site: Site) -> tuple[str, str]:
+def _not_entered(site: Site) -> tuple[str, str]:
     why, cure = f"{site.primitive} runs as one operation.", "Call find_overflow on what is inside."
     if site.primitive == "shard_map":
         why = "This shard_map runs as one operation: it holds another one, or a collective that is not known here."
@@ -105,28 +118,28 @@ def _dtype(array: Any) -> Any:
     return getattr(array, "dtype", None)
 
 
-def _same(a: Site, b: Site) -> bool:
+def _is_same(a: Site, b: Site) -> bool:
     return a.node.eqn is b.node.eqn and a.loops == b.loops
 
 
 def _in_float32(found: Captured) -> list[Any] | None:
-    """The operation's results from the same operands in float32; `None` if it takes no such operands."""
+    """The equation's results from the same operands in float32; `None` if it takes no such operands."""
     operands = [jnp.asarray(x, FLOAT32) if is_narrow_dtype(_dtype(x)) else x for x in found.operands]
     try:
         return found.site.bind(operands, **wide_params(found.site.node))
-    except Exception:  # whatever a primitive says of operands it was not recorded with
+    except Exception:  # primitives reject dtypes they were not recorded with by exceptions of any type
         return None
 
 
-def _keep_wide(site: Site, by_hand: bool, scopes: Iterable[str]) -> str:
-    """The line to paste that keeps an operation in float32."""
+def _cure_in_float32(site: Site, narrowed_by_user: bool, scopes: Iterable[str]) -> str:
+    """The line to paste that keeps an equation in float32."""
     if site.collective_axes:
         return (
             "Reduce in float32: a policy with reduce_dtype=jnp.float32, or .astype(jnp.float32) before the collective."
         )
     line = user_line(site)
     where = f"{line.file}:{line.number}" if line else "this operation"
-    if by_hand or not is_in_autocast(site):
+    if narrowed_by_user or not is_in_autocast(site):
         if site.primitive == "convert_element_type" and is_asked_for(site.node):
             return "Leave out this cast, or divide the value by a constant before it."
         module = f", or give the Flax module `{site.scope}` dtype=jnp.float32" if site.scope else ""
@@ -139,8 +152,8 @@ def _keep_wide(site: Site, by_hand: bool, scopes: Iterable[str]) -> str:
     return f"{around or 'Pass '}{rules}; or wrap the function of this line: jmp.full_precision(fn)."
 
 
-# What a primitive that is non-finite in float32 too stumbles over, and the way round it.
-_FAULTS = {
+# By primitive: why it is non-finite in float32 too, and the cure.
+_CAUSES = {
     "log": ("the logarithm of zero or of a negative number", "jnp.log(jnp.maximum(x, 1e-6)), or jax.nn.log_softmax"),
     "log1p": ("the logarithm of zero or of a negative number", "keep its operand above -1"),
     "div": ("a division by zero", "divide by jnp.where(d == 0, 1, d) and select afterwards"),
@@ -154,13 +167,13 @@ _FAULTS = {
 }
 
 
-def _fault(found: Captured, narrow: Any) -> tuple[str, str]:
+def _cause_in_model(found: Captured, narrow: Any) -> tuple[str, str]:
     site, operands = found.site, found.operands
-    if any(map(is_bad, operands)):
+    if any(map(has_nonfinite, operands)):
         what, cure = "infinities meet here", "a row that is masked everywhere needs a finite mask, such as -1e9"
         what += ": infinity minus infinity, or infinity times zero, is NaN"
     else:
-        what, cure = _FAULTS.get(site.primitive, ("the result exceeds float32", "make its operands smaller"))
+        what, cure = _CAUSES.get(site.primitive, ("the result exceeds float32", "make its operands smaller"))
     if (site.backward or site.derivative) and site.primitive in ("div", "pow", "rsqrt", "mul", "integer_pow"):
         what += ", in a derivative: that of a root, a norm or a quotient at 0"
         cure = "replace the operand first, jnp.where(x == 0, 1, x), and select the result afterwards; or add an epsilon"
