@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jmp_train as jmp
 from jmp_train import diagnostics
-from jmp_train._diagnostics.formats._counts import add_counts, count_each, to_integers
+from jmp_train._diagnostics.formats._bits import bincount, sum_uint64, to_int64
 
 
 def check(histogram, values, leaf=0):
@@ -173,13 +173,13 @@ def test_counts_beyond_32_bits():
 @given(st.lists(st.integers(0, 2**48), min_size=1, max_size=20))
 def test_the_sum_of_counts(numbers):
     counts = np.array([[n % 2**32, n >> 32] for n in numbers], np.uint32)
-    assert to_integers(add_counts(jnp.asarray(counts), 0)) == sum(numbers)
+    assert to_int64(sum_uint64(jnp.asarray(counts), 0)) == sum(numbers)
 
 
 def test_large_arrays_are_counted_in_rows():
     index = np.random.default_rng(0).integers(0, 7, (300, 50, 10))
     expected = np.bincount(index.ravel(), minlength=9)
-    np.testing.assert_array_equal(to_integers(count_each(jnp.asarray(index, jnp.int32), 9)), expected)
+    np.testing.assert_array_equal(to_int64(bincount(jnp.asarray(index, jnp.int32), 9)), expected)
 
 
 def test_what_cannot_be_added():

@@ -1,15 +1,15 @@
 """Diagnostics: why the scale collapsed, what underflows, which line overflowed, are Tensor Cores used."""
 
-from .formats._backward_histogram import backward_histogram as backward_histogram
-from .formats._exponent_histogram import ExponentHistogram as ExponentHistogram
-from .formats._exponent_histogram import exponent_histogram as exponent_histogram
-from .formats._plots import plot_exponents as plot_exponents
-from .formats._plots import plot_loss_scale as plot_loss_scale
-from .formats._sensitivity import sensitivity as sensitivity
-from .formats._sensitivity_report import Sensitivity as Sensitivity
-from .formats._suggest_loss_scale import suggest_loss_scale as suggest_loss_scale
-from .formats._underflow_report import UnderflowReport as UnderflowReport
-from .formats._underflow_report import underflow_report as underflow_report
+from .formats import ExponentHistogram as ExponentHistogram
+from .formats import Sensitivity as Sensitivity
+from .formats import UnderflowReport as UnderflowReport
+from .formats import backward_histogram as backward_histogram
+from .formats import exponent_histogram as exponent_histogram
+from .formats import plot_exponents as plot_exponents
+from .formats import plot_loss_scale as plot_loss_scale
+from .formats import sensitivity as sensitivity
+from .formats import suggest_loss_scale as suggest_loss_scale
+from .formats import underflow_report as underflow_report
 from .gpu import Comparison as Comparison
 from .gpu import GPUReport as GPUReport
 from .gpu import gpu_report as gpu_report

@@ -1,16 +1,21 @@
-"""Floating numbers as integers: magnitudes that no processor flushes to zero.
+"""Floating numbers as integers, and exact counts of them: what exponents and underflow are read from.
 
-Decides how a leaf of any floating format becomes bits that order and count like its absolute values. Does not decide
-what is counted; see `_exponent_histogram.py` and `_underflow_report.py`.
+Decides how a leaf of any floating format becomes bits that order like its absolute values, and how many of something
+are counted beyond 32 bits. Does not decide what is counted; see `_exponent_histogram.py` and `_underflow_report.py`.
 
 XLA computes with subnormal float32 numbers as if they were zero, on CPUs and GPUs alike, in comparisons too. Their bits
 are safe: for x >= 0 the bits of an IEEE format, read as an integer, grow with x.
+
+A count is a uint64 as two uint32, low and high, in the last axis: JAX has no 64-bit types unless they are enabled. The
+counts of one step would fit an int32 nearly always, their sum over a training run would not: a billion parameters pass
+2^31 in the third step.
 
 Reference: IEEE 754-2019, section 3.4.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +28,6 @@ from ..._dtypes import BFLOAT16, FLOAT32, FLOAT64, Format, facts
 from ..._finite import is_gradient
 from ..._paths import leaf_paths
 from ..._values import check_readable
-from ._counts import MOST_VALUES
 
 
 class Wide(NamedTuple):
@@ -61,6 +65,14 @@ class Wide(NamedTuple):
 
 SINGLE = Wide(np.dtype(np.int32), 23, 127)
 DOUBLE = Wide(np.dtype(np.int64), 52, 1023)
+
+# GPU threads that add to one address wait for each other, so that a large array is counted in many rows, which are
+# summed at the end: 2^8 rows of 280 counters are 0.3 MB, less than a GPU's cache.
+_MOST_ROWS = 2**8
+_VALUES_PER_ROW = 2**12
+
+# What one call of `bincount` can count without an overflow.
+_MOST_VALUES = 2**32 - 1
 
 
 class Leaf(NamedTuple):
@@ -101,10 +113,10 @@ def _as_array(leaf: Any, path: str, caller: str) -> jax.Array:
             "bits; call jax.config.update('jax_enable_x64', True) first, or cast it yourself."
         )
     array = jnp.asarray(leaf)
-    parts = 2 if jnp.iscomplexobj(array) else 1
-    if parts * array.size > MOST_VALUES:
+    values = array.size * (2 if jnp.iscomplexobj(array) else 1)
+    if values > _MOST_VALUES:
         raise ValueError(
-            f"`{caller}`: the leaf {path!r} has {parts * array.size} values, and one leaf may have 2**32 - 1; "
+            f"`{caller}`: the leaf {path!r} has {values} values, and one leaf may have 2**32 - 1; "
             "pass it in pieces, as a list."
         )
     return array
@@ -115,12 +127,12 @@ def magnitudes(array: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(array):
         return jnp.stack([magnitudes(lax.real(array)), magnitudes(lax.imag(array))])
     if array.dtype == jnp.float8_e8m0fnu:
-        # Powers of two without a sign: the exponent of a float32, of which the smallest is subnormal there.
+        # Powers of two without a sign: the exponent of a float32. The smallest, 2^-127, is subnormal there.
         code = lax.bitcast_convert_type(array, np.uint8).astype(np.int32)
         bits = jnp.where(code == 0, np.int32(1 << 22), code << 23)
         return jnp.where(code == 255, np.int32(SINGLE.infinity + 1), bits)
     if array.dtype == BFLOAT16:
-        # The upper half of a float32, whose subnormal numbers a conversion might flush.
+        # The upper half of a float32. By bits, for a conversion might flush subnormal numbers to zero.
         return (lax.bitcast_convert_type(array, np.uint16).astype(np.int32) & np.int32(0x7FFF)) << 16
     if array.dtype == FLOAT64:
         return lax.bitcast_convert_type(array, np.int64) & np.int64(2**63 - 1)
@@ -135,7 +147,7 @@ def from_bits(bits: jax.Array, wide: Wide) -> jax.Array:
 
 
 def leading_bit(bits: jax.Array, wide: Wide) -> jax.Array:
-    """The place of the highest bit, int32: 0 for 1, 3 for 8, and -1 for 0."""
+    """The position of the highest bit that is set, int32: 0 for 1, 3 for 8, and -1 for 0."""
     return wide.bits - 1 - lax.clz(bits).astype(np.int32)
 
 
@@ -172,3 +184,57 @@ def target_format(dtype: DTypeLike) -> Format:
             f"'float8_e5m2', got {found.name}."
         )
     return found
+
+
+def bincount(index: jax.Array, length: int) -> jax.Array:
+    """How often each of `0 ... length - 1` occurs, uint32 `[length, 2]`; one pass, integers only, nothing sorted.
+
+    Args:
+      index: int32, of any shape, at most 2^32 - 1 elements, all in range.
+      length: how many numbers are counted.
+
+    >>> to_int64(bincount(jnp.array([[0, 2], [2, 2]]), 3))
+    array([1, 0, 3])
+    """
+    rows = min(_MOST_ROWS, max(1, index.size // _VALUES_PER_ROW))
+    # The sum of the indices of all axes, not the flat index: a reshape might gather an array that is sharded.
+    steps = [lax.broadcasted_iota(np.int32, index.shape, axis) for axis in range(index.ndim)]
+    row = sum(steps, jnp.zeros(index.shape, np.int32)) % rows
+    counted = jnp.zeros((rows, length), np.uint32).at[row, index].add(np.uint32(1), mode="promise_in_bounds")
+    low = jnp.sum(counted, axis=0, dtype=np.uint32)
+    return jnp.stack([low, jnp.zeros_like(low)], axis=-1)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def sum_uint64(counts: jax.Array, axis: int) -> jax.Array:
+    """Sums counts, uint32 `[..., 2]`, over one axis (the last but one is -1) of at most 2^16 of them.
+
+    >>> most = jnp.array([[2**32 - 1, 0], [1, 0]], np.uint32)
+    >>> sum_uint64(most, 0)
+    Array([0, 1], dtype=uint32)
+    """
+    first, second, high = (jnp.sum(each, axis=axis, dtype=np.uint32) for each in _halves(counts))
+    return _from_sums(first, second, high)
+
+
+def psum_uint64(counts: jax.Array, axis_name: Any) -> jax.Array:
+    """Sums counts, uint32 `[..., 2]`, over the devices of a mesh axis, 2^16 of them at most."""
+    return _from_sums(*lax.psum(_halves(counts), axis_name))
+
+
+def _halves(counts: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The lower and the upper 16 bits of the low uint32, of which 2^16 add up without overflow, and the high one."""
+    return counts[..., 0] & np.uint32(0xFFFF), counts[..., 0] >> 16, counts[..., 1]
+
+
+def _from_sums(first: jax.Array, second: jax.Array, high: jax.Array) -> jax.Array:
+    """A uint64 from sums of what `_halves` gives: carries go from the lower 16 bits up."""
+    second = second + (first >> 16)
+    low = (second << 16) | (first & np.uint32(0xFFFF))
+    return jnp.stack([low, high + (second >> 16)], axis=-1)
+
+
+def to_int64(counts: jax.Array) -> np.ndarray:
+    """The counts as int64, one axis fewer, on the host."""
+    low, high = np.moveaxis(np.asarray(counts).astype(np.int64), -1, 0)
+    return low + (high << 32)

@@ -1,25 +1,39 @@
-"""`exponent_histogram`: how many numbers of a tree lie between which powers of two.
+"""`exponent_histogram` and `backward_histogram`: how many numbers lie between which powers of two.
 
-Decides what is counted and how histograms add up. Does not decide what becomes of the numbers in another format; see
-`_underflow_report.py`.
+Decides what is counted, of a tree or of a backward pass, and how histograms add up. Does not decide what becomes of the
+numbers in another format; see `_underflow_report.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._autocast import DEFAULT_RULES, Rule
+from ..._dtypes import is_floating
 from ..._text import columns
 from ..._values import register
-from ._bits import DOUBLE, SINGLE, Wide, exponent_bins, floating_leaves, magnitudes
-from ._counts import add_counts, count_each, psum_counts, to_integers
+from ..interpreter import Site, Value, Watcher, traced_call
+from ._bits import (
+    DOUBLE,
+    SINGLE,
+    Wide,
+    bincount,
+    exponent_bins,
+    floating_leaves,
+    magnitudes,
+    psum_uint64,
+    sum_uint64,
+    to_int64,
+)
 
-# What comes after the exponents in `ExponentHistogram.counts`.
+# The bins after those of the exponents in `ExponentHistogram.counts`.
 _ZERO, _INFINITE, _NAN = range(3)
 _SPECIAL = 3
 _TOTAL = "total"
@@ -58,7 +72,7 @@ class ExponentHistogram:
     @property
     def values(self) -> np.ndarray:
         """How many values are in each bin, int64 `[n, bins]`."""
-        return to_integers(self.counts)[..., : self.wide.bins]
+        return to_int64(self.counts)[..., : self.wide.bins]
 
     @property
     def zeros(self) -> np.ndarray:
@@ -76,21 +90,21 @@ class ExponentHistogram:
         return self._special(_NAN)
 
     def _special(self, which: int) -> np.ndarray:
-        return to_integers(self.counts)[..., self.wide.bins + which]
+        return to_int64(self.counts)[..., self.wide.bins + which]
 
     def total(self) -> ExponentHistogram:
         """The histogram of all leaves together, with one path, "total"; works inside `jit`."""
-        return ExponentHistogram(jnp.expand_dims(add_counts(jnp.asarray(self.counts), -2), -3), (_TOTAL,), self.lowest)
+        return ExponentHistogram(jnp.expand_dims(sum_uint64(jnp.asarray(self.counts), -2), -3), (_TOTAL,), self.lowest)
 
     def psum(self, axis_name: Any) -> ExponentHistogram:
         """The histogram of what all devices along a mesh axis have, inside `shard_map` or `pmap`.
 
-        There each device counts its own part of an array. A plain `jax.lax.psum` of the tree would lose the carry.
+        There each device counts its own shard of an array. A plain `jax.lax.psum` of the tree would lose the carry.
 
         Args:
           axis_name: the axis, or a tuple of axes, over which the arrays are sharded; every copy counts.
         """
-        return ExponentHistogram(psum_counts(self.counts, axis_name), self.paths, self.lowest)
+        return ExponentHistogram(psum_uint64(self.counts, axis_name), self.paths, self.lowest)
 
     def __add__(self, other: Any) -> ExponentHistogram:
         if not isinstance(other, ExponentHistogram):
@@ -102,7 +116,7 @@ class ExponentHistogram:
                 "add what total() returns, or cast float64 leaves."
             )
         both = jnp.stack([jnp.asarray(self.counts), jnp.asarray(other.counts)])
-        return ExponentHistogram(add_counts(both, 0), self.paths, self.lowest)
+        return ExponentHistogram(sum_uint64(both, 0), self.paths, self.lowest)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns dictionaries, lists, strings and numbers, ready for JSON; exponents are keys, empty bins left out.
@@ -198,4 +212,71 @@ def _count(array: jax.Array, own: Wide, wide: Wide) -> jax.Array:
     special = wide.bins + jnp.where(bits == 0, _ZERO, jnp.where(bits == own.infinity, _INFINITE, _NAN))
     ordinary = (bits > 0) & (bits < own.infinity)
     bins = exponent_bins(bits, own) + np.int32(own.lowest - wide.lowest)
-    return count_each(jnp.where(ordinary, bins, special), wide.bins + _SPECIAL)
+    return bincount(jnp.where(ordinary, bins, special), wide.bins + _SPECIAL)
+
+
+def backward_histogram(fn: Callable[..., Any]) -> Callable[..., ExponentHistogram]:
+    """Returns a function that runs `fn` operation by operation and counts the values of its backward pass.
+
+    The gradients of parameters are sums over a batch; those of activations, which a backward pass hands from layer to
+    layer, are smaller by its size, and are what float16 loses first. They appear in no result, hence this. Run the
+    gradient in float32, and ask of what it returns how much float16 would lose, and which loss scale prevents it:
+    `underflow_report(histogram, "float16")`, `suggest_loss_scale(histogram)`, `plot_exponents(histogram)`.
+
+    Counted are the floating results of all operations that differentiation has transposed, loops included, but for
+    those that only rearrange values. Under `jmp_train.value_and_grad` they are scaled by the loss scale, and rounded.
+
+    Args:
+      fn: a function that differentiates, such as `jax.grad(loss_fn)`, jitted or not.
+
+    Returns:
+      A function of `fn`'s arguments that returns an `ExponentHistogram` with a row for each scope and primitive.
+
+    Raises:
+      TypeError: `fn` is not callable, or it is called inside `jit`.
+      ValueError: `fn` has no backward pass.
+
+    Reference: Micikevicius et al., "Mixed Precision Training", ICLR 2018, figure 3.
+
+    >>> import jax
+    >>> def loss(w, x):
+    ...     with jax.named_scope("Layer"):
+    ...         return jnp.mean(jnp.sin(w * x))
+    >>> histogram = backward_histogram(jax.grad(loss))(jnp.ones(4), jnp.full(4, 2.0**-10))
+    >>> [(path, int(row.sum())) for path, row in zip(histogram.paths, histogram.values)]
+    [('Layer/div', 1), ('Layer/mul', 8)]
+    """
+    if not callable(fn):
+        raise TypeError(f"`fn` must be callable, got {fn!r}; pass a function that differentiates: jax.grad(loss_fn).")
+
+    def count(*args: Any, **kwargs: Any) -> ExponentHistogram:
+        call = traced_call("backward_histogram", fn, args, kwargs)
+        counter = _Counter()
+        call.interpreter.run(call.args, counter)
+        if not counter.histograms:
+            raise ValueError("`fn` has no backward pass; pass a function that differentiates: jax.grad(loss_fn).")
+        found = counter.histograms.values()
+        return ExponentHistogram(
+            jnp.concatenate([histogram.counts for histogram in found]),
+            tuple(path for histogram in found for path in histogram.paths),
+            next(iter(found)).lowest,
+        )
+
+    return count
+
+
+class _Counter(Watcher):
+    """Adds up the histograms of a backward pass by scope and primitive."""
+
+    def __init__(self) -> None:
+        self.histograms: dict[str, ExponentHistogram] = {}
+
+    def watch(self, site: Site, inputs: Sequence[Value], outputs: Sequence[Any]) -> Sequence[Any]:
+        if site.backward and DEFAULT_RULES.entry(site.primitive).rule is not Rule.SHAPE:
+            path = "/".join(filter(None, (site.scope, site.primitive)))
+            # In the widest format there is, so that the histograms of one program have the same bins and add up.
+            counted = [exponent_histogram({path: jnp.asarray(x, float)}) for x in outputs if is_floating(x)]
+            for histogram in counted:
+                known = self.histograms.get(path)
+                self.histograms[path] = histogram if known is None else known + histogram
+        return super().watch(site, inputs, outputs)

@@ -20,8 +20,7 @@ from ..._dtypes import Format
 from ..._text import count
 from ._bits import target_format
 from ._exponent_histogram import ExponentHistogram, exponent_histogram
-from ._rounding import as_scale
-from ._underflow_report import underflow_report
+from ._underflow_report import as_scale, underflow_report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,8 +20,7 @@ from ..._loss_scale import DynamicLossScale
 from ..._values import as_number
 from ._bits import SINGLE, Wide, exponent_bins, floating_leaves, leading_bit, magnitudes, target_format
 from ._exponent_histogram import ExponentHistogram
-from ._rounding import floor_log2
-from ._underflow_report import largest_bits, largest_in_bins
+from ._underflow_report import floor_log2, largest_bits, largest_in_bins
 
 
 def suggest_loss_scale(tree_or_histogram: Any, dtype: DTypeLike = "float16", margin: float = 2.0) -> jax.Array:
@@ -66,12 +65,12 @@ def suggest_loss_scale(tree_or_histogram: Any, dtype: DTypeLike = "float16", mar
         tree_or_histogram.check_single()
         return _from_bins(jnp.asarray(tree_or_histogram.counts), tree_or_histogram.wide, limit)
     leaves = floating_leaves(tree_or_histogram, "suggest_loss_scale")
-    seen = [_look(leaf.array, leaf.wide) for leaf in leaves]
+    seen = [_largest_and_nonfinite(leaf.array, leaf.wide) for leaf in leaves]
     return _from_largest(seen, tuple(leaf.wide for leaf in leaves), limit)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _look(array: jax.Array, wide: Wide) -> tuple[jax.Array, jax.Array]:
+def _largest_and_nonfinite(array: jax.Array, wide: Wide) -> tuple[jax.Array, jax.Array]:
     """The bits of the largest finite magnitude, and whether anything is not finite."""
     bits = magnitudes(array)
     return largest_bits(bits, wide), jnp.any(bits >= wide.infinity)
@@ -80,8 +79,8 @@ def _look(array: jax.Array, wide: Wide) -> tuple[jax.Array, jax.Array]:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _from_bins(counts: jax.Array, wide: Wide, limit: Fraction) -> jax.Array:
     """The scale for the bins of a histogram, uint32 `[..., bins + 3, 2]`."""
-    broken = jnp.any(counts[..., wide.bins + 1 :, :] > 0)
-    return _from_largest([(largest_in_bins(counts, wide), broken)], (wide,), limit)
+    nonfinite = jnp.any(counts[..., wide.bins + 1 :, :] > 0)
+    return _from_largest([(largest_in_bins(counts, wide), nonfinite)], (wide,), limit)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -90,12 +89,12 @@ def _from_largest(seen: list[tuple[jax.Array, jax.Array]], wides: tuple[Wide, ..
     scale = DynamicLossScale()
     low, high = (round(math.log2(bound)) for bound in (scale.min_loss_scale, scale.max_loss_scale))
     # Leaves without a finite value limit nothing as soon as another has one.
-    powers, used, broken = [jnp.full(1, high, np.int32)], jnp.bool_(False), jnp.bool_(False)
+    powers, used, nonfinite = [jnp.full(1, high, np.int32)], jnp.bool_(False), jnp.bool_(False)
     for (bits, not_finite), wide in zip(seen, wides, strict=True):
         powers.append(jnp.where(bits == 0, high, _power_below(bits, wide, limit)).ravel())
-        used, broken = used | jnp.any(bits != 0), broken | not_finite
+        used, nonfinite = used | jnp.any(bits != 0), nonfinite | not_finite
     power = jnp.min(jnp.concatenate(powers))
-    return _power_of_two(jnp.where(used | ~broken, jnp.maximum(power, low), low))
+    return _power_of_two(jnp.where(used | ~nonfinite, jnp.maximum(power, low), low))
 
 
 def _power_below(bits: jax.Array, wide: Wide, limit: Fraction) -> jax.Array:
