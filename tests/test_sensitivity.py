@@ -14,8 +14,7 @@ from flax import nnx
 
 import jmp_train as jmp
 from jmp_train import DEFAULT_RULES, StaticLossScale
-from jmp_train._diagnostics.formats._candidates import Part
-from jmp_train._diagnostics.formats._sensitivity import _Measured, _Search, _shares
+from jmp_train._diagnostics.formats._sensitivity_search import Candidate, Measured, Search, shares_of
 from jmp_train.diagnostics import sensitivity
 
 RNG = np.random.default_rng(0)
@@ -263,9 +262,9 @@ class MadeUp:
 
 
 def proposed(error_of, names, tolerance):
-    parts = tuple(Part(name, 1) for name in names)
-    search: Any = _Search(MadeUp(error_of), DEFAULT_RULES, parts, error_of(""))  # pyright: ignore[reportArgumentType]
-    return "".join(part.name for part in search.propose(tolerance)), [row.part.name for row in search.ranking()]
+    candidates = tuple(Candidate(name, 1) for name in names)
+    search: Any = Search(MadeUp(error_of), DEFAULT_RULES, candidates, error_of(""))  # pyright: ignore[reportArgumentType]
+    return "".join(each.name for each in search.propose(tolerance)), [row.candidate.name for row in search.ranking()]
 
 
 def test_errors_that_add_up_in_quadrature():
@@ -287,9 +286,9 @@ def test_near_the_least_error_is_enough_where_the_tolerance_is_out_of_reach():
 
 def test_what_only_alone_shows_has_a_share():
     errors = {"": 1.0, "A": 1.0, "B": 1.0, "C": 1.0, "AB": 0.001, "AC": 0.9, "BC": 0.9, "ABC": 0.0}
-    parts = tuple(Part(name, 1) for name in "CAB")
-    search: Any = _Search(MadeUp(errors.__getitem__), DEFAULT_RULES, parts, 1.0)  # pyright: ignore[reportArgumentType]
-    shares = {row.part.name: row.share for row in search.ranking()}
+    candidates = tuple(Candidate(name, 1) for name in "CAB")
+    search: Any = Search(MadeUp(errors.__getitem__), DEFAULT_RULES, candidates, 1.0)  # pyright: ignore[reportArgumentType]
+    shares = {row.candidate.name: row.share for row in search.ranking()}
     assert shares == pytest.approx({"A": 0.81, "B": 0.81, "C": 1e-6})
     assert {part.name for part in search.propose(0.01)} == {"A", "B"}
 
@@ -410,5 +409,5 @@ def test_bad_input(call, error, message):
     ],
 )
 def test_a_parts_share_leaves_out_the_error_that_is_there_anyway(alone, without, shares):
-    row = _Measured(Part("part", 1), alone, without)
-    assert _shares(row, error=0.5, floor=0.3, noise=0.0) == pytest.approx(shares)
+    row = Measured(Candidate("part", 1), alone, without)
+    assert shares_of(row, error=0.5, floor=0.3, noise=0.0) == pytest.approx(shares)

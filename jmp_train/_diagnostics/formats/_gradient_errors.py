@@ -1,6 +1,7 @@
 """The relative error of a gradient under different rules, for one batch.
 
-Decides against what a gradient is compared, and how. Does not decide under which rules; see `_sensitivity.py`.
+Decides which gradient counts as exact and the norm of the difference. Does not decide under which rules gradients are
+taken; see `_sensitivity_search.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..._static import hide_static, reveal_static
 from ..._values import check_readable
 
 _STRICT = get_policy("float32")
-# What a policy is explained on: a precision that was set for all products would keep all of them in float32.
+# The policy under which `plan` records the program: a matmul precision would keep all products in float32.
 _AS_RECORDED = _STRICT.replace(matmul_precision=None)
 
 
@@ -109,7 +110,8 @@ def _largest(tree: Any) -> jax.Array:
 
 @jax.jit
 def _relative_error(tree: Any, truth: Any) -> jax.Array:
-    """`|tree - truth| / |truth|`, `[]`, scaled so that no square overflows or vanishes."""
+    """`|tree - truth| / |truth|`, `[]`."""
+    # Both norms in units of the largest magnitude: the square of a number below 1e-19 is zero in float32.
     size = _largest(truth)
 
     def square(leaf: jax.Array) -> jax.Array:

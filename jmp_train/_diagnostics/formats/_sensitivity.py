@@ -1,12 +1,13 @@
 """`sensitivity`: which parts of a model cost the accuracy of its gradient, and the smallest set to keep in float32.
 
-Decides what is measured, how parts are ranked and which are proposed. Does not decide what a part is (`_candidates.py`)
-nor how the result is told (`_sensitivity_report.py`).
+Decides what is accepted as an argument, what is returned and how it is printed. Does not decide how parts are found,
+ranked and proposed (`_sensitivity_search.py`), nor how an error is measured (`_gradient_errors.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -18,27 +19,131 @@ from ..._explain import Explanation
 from ..._grad_inputs import check_argnums, check_policy
 from ..._loss_scale import LossScale
 from ..._policy import Policy
-from ._candidates import (
-    Part,
-    at_most,
-    first_level,
-    joined,
-    keep_wide,
-    primitive_parts,
-    rounding_operations,
-    scope_parts,
-)
+from ..._text import columns, count
 from ._gradient_errors import GradientErrors
-from ._sensitivity_report import Contribution, Sensitivity
+from ._sensitivity_search import (
+    Candidate,
+    Measured,
+    Search,
+    at_most,
+    divide_outermost,
+    keep_float32,
+    primitive_candidates,
+    rounding_operations,
+    scope_candidates,
+)
 
 # The usual error of a model in which nothing goes wrong is one to three of its format's epsilon.
 _EPSILONS = 8
-# Parts with less of the squared error than this are not looked into.
-_WORTH_OPENING = 0.05
-# Shares that differ by less are alike.
-_ALIKE = 0.9
-# A tolerance that is out of reach is replaced by the least error there is, and this much more.
-_NEAR = 1.1
+
+_OVERFLOW = (
+    "The gradient overflows under the policy: it holds infinities or NaN. Lower the loss scale; if that does not help, "
+    "find_overflow(fn)(*args), with the step's gradient function and its arguments, finds the operation."
+)
+_OUT_OF_REACH = (
+    "Rules cannot reach the tolerance. What remains comes from low_precision regions, from code that casts by hand or "
+    "from the loss scale."
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one part of the program does to the gradient. Errors are relative, and infinite for overflow.
+
+    Attributes:
+      scope: a glob over scope paths, or primitives with commas between them.
+      operations: how many operations in it round to 16 bits.
+      alone: the error with only this part in 16 bits.
+      without: the error with only this part kept in float32.
+      share: how much of the squared error is due to it, from 0 to 1; see `sensitivity`.
+      finer: of how many finer scopes it consists that were not looked into.
+    """
+
+    scope: str
+    operations: int
+    alone: float
+    without: float
+    share: float
+    finer: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sensitivity:
+    """Which parts of a program cost the accuracy of its gradient, and which to keep in float32.
+
+    Errors are relative, |g - g32| / |g32| over all gradients together, and infinite where one of them is not finite.
+
+    Attributes:
+      policy: the policy, as text.
+      by: "scope" or "primitive".
+      tolerance: the error that is asked for.
+      error: the error under the policy.
+      floor: the error with every part kept in float32, the least that rules can reach.
+      rows: a `Contribution` for each part, the worst first. No operation is in two of them.
+      base: the rules that were measured.
+      kept: what to keep in float32: globs, or names of primitives.
+      proposal: the rules to use, `base` with these edits.
+      proposal_error: the error under `proposal`, measured.
+      gradients: how many gradients were compiled.
+    """
+
+    policy: str
+    by: str
+    tolerance: float
+    error: float
+    floor: float
+    rows: tuple[Contribution, ...]
+    base: Rules
+    kept: tuple[str, ...]
+    proposal: Rules
+    proposal_error: float
+    gradients: int
+
+    @property
+    def met(self) -> bool:
+        """Whether the proposal meets the tolerance."""
+        return self.proposal_error <= self.tolerance
+
+    @property
+    def line(self) -> str:
+        """The argument to give to `value_and_grad`, as Python; `rules` in it are those that `sensitivity` was given."""
+        start = "rules=" + ("jmp.DEFAULT_RULES" if self.base == DEFAULT_RULES else "rules")
+        method, value = (".with_scopes", "float32") if self.by == "scope" else (".replace", "recorded")
+        return start + (f"{method}({json.dumps(dict.fromkeys(self.kept, value))})" if self.kept else "")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns dictionaries, lists, strings and numbers, ready for JSON; `None` for an infinite error."""
+        names = ("policy", "by", "tolerance", "error", "floor", "met", "proposal_error", "gradients", "line")
+        values = {name: _finite(getattr(self, name)) for name in names} | {"kept": list(self.kept)}
+        rows = [dataclasses.asdict(row) for row in self.rows]
+        return values | {"rows": [{name: _finite(value) for name, value in row.items()} for row in rows]}
+
+    def __str__(self) -> str:
+        lines = [
+            f"The gradient's relative error is {_text(self.error)}, the tolerance {_text(self.tolerance)} "
+            f"({self.policy})."
+        ]
+        if math.isinf(self.error):
+            lines.append(_OVERFLOW)
+        if self.rows:
+            named = "scope" if self.by == "scope" else "primitives"
+            cells = [
+                (row.scope, str(row.operations), _text(row.alone), _text(row.without), f"{row.share:.0%}")
+                for row in self.rows
+            ]
+            lines.append(columns((named, "operations", "alone", "without it", "share"), cells))
+        return "\n".join([*lines, *self._advice()])
+
+    def _advice(self) -> list[str]:
+        lines = []
+        if self.floor > self.tolerance:
+            lines.append(f"{_OUT_OF_REACH} The least is {_text(self.floor)}.")
+        if self.kept:
+            what = count(len(self.kept), "scope" if self.by == "scope" else "primitive")
+            lines.append(f"Keep {what} in float32 for an error of {_text(self.proposal_error)}:\n  {self.line}")
+        elif self.met:
+            lines.append("Nothing has to be kept in float32.")
+        return lines
 
 
 def sensitivity(
@@ -109,20 +214,20 @@ def sensitivity(
     def measure(*args: Any, loss_scale: LossScale | None = None, **kwargs: Any) -> Sensitivity:
         gradients = GradientErrors(loss_fn, policy, argnums, has_aux, loss_scale, args, kwargs)
         error = gradients.error(base)
-        how, parts = _parts(gradients.plan(base), by, max_scopes)
-        search = _Search(gradients, base, parts, error)
+        how, candidates = _candidates(gradients.plan(base), by, max_scopes)
+        search = Search(gradients, base, candidates, error)
         search.refine(max_scopes)
-        kept = search.propose(tolerance)
-        proposal = keep_wide(base, kept)
+        chosen = search.propose(tolerance)
+        proposal = keep_float32(base, chosen)
         return Sensitivity(
             policy=str(policy),
             by=how,
             tolerance=tolerance,
             error=error,
             floor=search.floor,
-            rows=tuple(row.contribution() for row in search.ranking()),
+            rows=tuple(map(_contribution, search.ranking())),
             base=base,
-            kept=tuple(name for part in kept for name in part.primitives or (part.name,)),
+            kept=tuple(name for each in chosen for name in each.primitives or (each.name,)),
             proposal=proposal,
             proposal_error=gradients.error(proposal),
             gradients=gradients.compiled,
@@ -160,7 +265,8 @@ def _check_max_scopes(max_scopes: Any) -> int:
     return number
 
 
-def _parts(plan: Explanation, by: str | None, max_scopes: int) -> tuple[str, tuple[Part, ...]]:
+def _candidates(plan: Explanation, by: str | None, max_scopes: int) -> tuple[str, tuple[Candidate, ...]]:
+    """Whether candidates are scopes or primitives, and the outermost of them."""
     operations = rounding_operations(plan)
     scoped = sum(bool(op.scope) for op in operations)
     if by == "scope" and operations and not scoped:
@@ -169,105 +275,25 @@ def _parts(plan: Explanation, by: str | None, max_scopes: int) -> tuple[str, tup
             "the parts of the model with jax.named_scope."
         )
     if by == "primitive" or (by is None and 2 * scoped < len(operations)):
-        return "primitive", primitive_parts(operations)
-    parts = first_level(scope_parts(operations))
-    fitting = at_most(max_scopes, parts)
+        return "primitive", primitive_candidates(operations)
+    outermost = divide_outermost(scope_candidates(operations))
+    fitting = at_most(max_scopes, outermost)
     if fitting is None:
         raise ValueError(
-            f"`max_scopes` is {max_scopes}, but the outermost level has {len(parts)} scopes; raise it, or use "
+            f"`max_scopes` is {max_scopes}, but the outermost level has {len(outermost)} scopes; raise it, or use "
             f"by='primitive'."
         )
     return "scope", fitting
 
 
-@dataclasses.dataclass(slots=True)
-class _Measured:
-    """A part and its errors; what it causes and its share are set when all parts are known."""
-
-    part: Part
-    alone: float
-    without: float
-    caused: float = 0.0
-    share: float = 0.0
-
-    def contribution(self) -> Contribution:
-        part = self.part
-        return Contribution(part.name, part.operations, self.alone, self.without, self.share, len(part.finer))
+def _contribution(row: Measured) -> Contribution:
+    each = row.candidate
+    return Contribution(each.name, each.operations, row.alone, row.without, row.share, len(each.children))
 
 
-class _Search:
-    """The parts under study, which together are the whole program, and what was measured of them."""
-
-    def __init__(self, gradients: GradientErrors, base: Rules, parts: tuple[Part, ...], error: float):
-        self.gradients, self.base, self.outermost, self.parts, self.error = gradients, base, parts, list(parts), error
-        self.floor = gradients.error(keep_wide(base, parts))
-        self.measured: dict[Part, _Measured] = {}
-
-    def ranking(self) -> list[_Measured]:
-        """The parts under study, the worst first; of those alike, one at fault when alone, or else the last."""
-        rows = [self._measure(part) for part in self.parts]
-        noise = max((row.without**2 - self.error**2 for row in rows if row.without < math.inf), default=0.0)
-        for row in rows:
-            row.caused, row.share = _shares(row, self.error, self.floor, max(0.0, noise))
-        ranked: list[_Measured] = []
-        while worst := max((row.share for row in rows), default=0.0):
-            alike = [row for row in rows if row.share >= _ALIKE * worst]
-            ranked.append(next(row for row in alike if row.caused >= row.share / 2 or row is alike[-1]))
-            rows.remove(ranked[-1])
-        return ranked + sorted(rows, key=lambda row: -row.alone)
-
-    def _measure(self, part: Part) -> _Measured:
-        if part not in self.measured:
-            others = [other for other in self.parts if other != part]
-            alone = self.gradients.error(keep_wide(self.base, others))
-            self.measured[part] = _Measured(part, alone, self.gradients.error(keep_wide(self.base, [part])))
-        return self.measured[part]
-
-    def refine(self, limit: int) -> None:
-        """Opens the worst part, again and again, as long as no more than `limit` parts are measured."""
-        while True:
-            for row in self.ranking():
-                finer = at_most(limit - len(self.measured), row.part.finer)
-                if finer and row.share >= _WORTH_OPENING:
-                    break
-            else:
-                return
-            place = self.parts.index(row.part)
-            self.parts[place : place + 1] = finer
-
-    def propose(self, tolerance: float) -> list[Part]:
-        """The fewest parts, of the highest rank, whose error in float32 is the tolerance, or else near the least."""
-        ranked = [row.part for row in self.ranking()]
-        least = min(self.floor, self.error)
-        target = tolerance if least <= tolerance else least * _NEAR
-
-        def enough(chosen: Sequence[Part]) -> bool:
-            return self.gradients.error(keep_wide(self.base, chosen)) <= target
-
-        # One part was measured already, so that the first two questions cost nothing; then by bisection.
-        few, many = 0, len(ranked)
-        for number in (0, 1):
-            if number < many and enough(ranked[:number]):
-                many = number
-            elif number < many:
-                few = number
-        while few + 1 < many:
-            middle = (few + many) // 2
-            few, many = (few, middle) if enough(ranked[:middle]) else (middle, many)
-        chosen = ranked[:many]
-        for part in reversed(chosen[:-1]):
-            fewer = [other for other in chosen if other != part]
-            chosen = fewer if enough(fewer) else chosen
-        return joined(chosen, self.outermost)
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and math.isinf(value) else value
 
 
-def _shares(row: _Measured, error: float, floor: float, noise: float) -> tuple[float, float]:
-    """What a part causes alone, and the larger of that and what it removes, as shares of the squared error."""
-    if error == 0:
-        return 0.0, 0.0
-    if error == math.inf:
-        caused, removed = float(row.alone == math.inf), float(row.without < math.inf)
-    else:
-        caused, removed = max(0.0, row.alone**2 - floor**2), error**2 - row.without**2
-        caused, removed = min(1.0, caused / error**2), (removed if removed > noise else 0.0) / error**2
-    return caused, max(caused, removed)
+def _text(error: float) -> str:
+    return "infinite" if math.isinf(error) else f"{error:.3g}"
