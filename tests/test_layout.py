@@ -4,6 +4,7 @@ Read with `ast`, so that an import inside a function counts too.
 """
 
 import ast
+import graphlib
 import inspect
 from pathlib import Path
 
@@ -27,6 +28,10 @@ LEVELS = (
     {"__init__", "__main__"},
 )
 LEVEL_OF = {module: level for level, modules in enumerate(LEVELS) for module in modules}
+
+# The same for the folders of `_diagnostics`.
+FOLDERS = ({"gpu", "interpreter"}, {"products", "overflow", "formats"}, {"__init__"})
+FOLDER_LEVEL_OF = {folder: level for level, folders in enumerate(FOLDERS) for folder in folders}
 
 # Who may import a package whose interface moves, or that not every user has.
 ONLY = {
@@ -150,6 +155,38 @@ def test_imports_point_to_lower_levels():
     assert [found for path in FILES for found in upward_imports(path)] == []
 
 
+def dotted(path):
+    """'jmp_train._diagnostics.gpu' for jmp_train/_diagnostics/gpu/__init__.py."""
+    return ".".join(("jmp_train", *module_of(path))).removesuffix(".__init__")
+
+
+def diagnostics_imports(path):
+    """The files of `_diagnostics` that a file imports, dotted, with the line; a folder stands for its `__init__`."""
+    files = {dotted(each) for each in FILES}
+    for name, line in imports_of(path):
+        imported = name if name in files else name.rpartition(".")[0]
+        if inside(imported, "jmp_train._diagnostics"):
+            yield imported, line
+
+
+def test_folders_of_diagnostics_import_lower_ones():
+    found = []
+    for path in (PACKAGE / "_diagnostics").rglob("*.py"):
+        own = module_of(path)[1]
+        for name, line in diagnostics_imports(path):
+            imported = name.split(".")[2]
+            if imported != own and FOLDER_LEVEL_OF[imported] >= FOLDER_LEVEL_OF[own]:
+                found.append(f"{path.name}:{line} imports {name}")
+    assert found == []
+
+
+def test_diagnostics_have_no_import_circle():
+    """What is imported for type checkers only counts too: two files that need each other are one."""
+    files = (PACKAGE / "_diagnostics").rglob("*.py")
+    graph = {dotted(path): {name for name, _ in diagnostics_imports(path)} for path in files}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
 def test_reserved_packages_are_imported_where_they_may_be():
     found = [
         f"{path.name}:{line} imports {name}"
@@ -171,9 +208,12 @@ def test_public_names():
         assert public_names(module) == names | ({"checks", "diagnostics"} if module is jmp_train else set())
 
 
-@pytest.mark.parametrize("name", ["__init__", "diagnostics", "checks"])
-def test_public_modules_are_tables_of_contents(name):
-    docstring, *rest = ast.parse((PACKAGE / f"{name}.py").read_text()).body
+PUBLIC_FILES = [PACKAGE / f"{name}.py" for name in ("__init__", "diagnostics", "checks")]
+
+
+@pytest.mark.parametrize("path", [*PUBLIC_FILES, *sorted((PACKAGE / "_diagnostics").rglob("__init__.py"))], ids=dotted)
+def test_public_modules_are_tables_of_contents(path):
+    docstring, *rest = ast.parse(path.read_text()).body
     assert isinstance(docstring, ast.Expr)
     assert {type(node) for node in rest} == {ast.ImportFrom}
 
