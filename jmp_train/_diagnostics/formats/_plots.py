@@ -119,6 +119,7 @@ def _limits(used: np.ndarray, shift: float, target: Format) -> tuple[float, floa
 
 
 def _draw_regions(ax: Axes, target: Format, limits: tuple[float, float]) -> None:
+    # Half the smallest subnormal number rounds to zero; half a step above the largest number rounds to infinity.
     lost, normal = math.log2(target.smallest_subnormal) - 1, math.log2(target.smallest_normal)
     top = math.log2(target.max + target.max * target.eps / 4)
     beyond = "infinite" if np.isinf(np.float32(np.inf).astype(target.name)) else "NaN"

@@ -106,6 +106,7 @@ def _power_below(bits: jax.Array, wide: Wide, limit: Fraction) -> jax.Array:
     one = wide.dtype.type(1 << wide.mantissa)
     mantissa = jnp.where(shift == 0, (bits & (one - 1)) | one, bits << shift.astype(wide.dtype))
     limit_exponent = floor_log2(limit)
+    # Rounded up: an integer is at least l if it is at least the next integer above l.
     limit_mantissa = math.ceil(limit / Fraction(2) ** (limit_exponent - wide.mantissa))
     exponent = exponent_bins(bits, wide) + np.int32(wide.lowest)
     return np.int32(limit_exponent) - exponent - (mantissa >= wide.dtype.type(limit_mantissa)).astype(np.int32)

@@ -302,6 +302,7 @@ def _quotient(threshold: Fraction, scale: jax.Array, wide: Wide) -> tuple[jax.Ar
     exponent = floor_log2(threshold)
     mantissa = threshold / Fraction(2) ** (exponent - SINGLE.mantissa)
     assert mantissa.denominator == 1, threshold  # a threshold of a 16-bit format has 12 bits at most
+    # The scale is a normal number, by `as_scale`; both mantissas are in [1, 2), and so their quotient in (1/2, 2).
     below_one = np.int32(mantissa.numerator) < divisor
     rest = jnp.where(below_one, np.int32(2 * mantissa.numerator), np.int32(mantissa.numerator))
     leading = np.int32(exponent) - scale_exponent - below_one.astype(np.int32)

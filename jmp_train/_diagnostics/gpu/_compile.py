@@ -133,6 +133,7 @@ def is_jitted(fn: Callable[..., Any]) -> bool:
 
 
 def _abstract(leaf: Any) -> Any:
+    # Of a weak type, since promotion and hence the program depend on it; without its sharding, on devices of this host.
     if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
     return leaf

@@ -87,6 +87,8 @@ def _product(
     left, right = operands[0][1], operands[1][1]
     result = shapes_of(each.shape)[0]
     flops = _dot_flops(each, left, result[1]) if kind == "dot" else _convolution_flops(each, left, right, result[1])
+    # XLA writes a precision as `operand_precision={highest,highest}`, as `algorithm=dot_f32_f32_f32`, or in the JSON of
+    # a cuBLAS call.
     algorithm = each.attribute("algorithm")
     is_strict = "highest" in each.attribute("operand_precision").lower() or "f32_f32_f32" in algorithm
     is_strict = is_strict or '"HIGHEST"' in each.line
@@ -106,6 +108,7 @@ def _product(
 
 def _dot_flops(dot: Instruction, left: tuple[int, ...], result: tuple[int, ...]) -> int:
     dimensions = dot.attribute("lhs_contracting_dims")
+    # A cuBLAS call has its dimension numbers in the JSON of its `backend_config`.
     if not dimensions and (found := _CUBLAS_CONTRACTION.search(dot.line)):
         dimensions = found.group(1).replace('"', "")
     return 2 * math.prod(result) * math.prod(left[int(d)] for d in dimensions.split(",") if d)
@@ -115,6 +118,7 @@ def _convolution_flops(
     convolution: Instruction, left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...]
 ) -> int:
     """FLOPs of the forward convolution: its two gradients have as many, and cuDNN's calls for them keep its labels."""
+    # `dim_labels=b01f_01io->b01f`: of the input, the kernel and the result.
     kernel = re.split(r"_|->", convolution.attribute("dim_labels"))[1]
     if "convBackwardInput" in convolution.line:
         left, result = result, left

@@ -15,6 +15,7 @@ from ..._paths import leaf_paths
 from ._hlo import Instruction, Module, parse
 from ._kernels import Kernel, copies
 
+# The order of dimensions in memory, as in `f32[8,4]{1,0}`.
 _LAYOUT = re.compile(r"\]\{([\d,]*)")
 
 

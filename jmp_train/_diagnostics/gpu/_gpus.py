@@ -134,9 +134,9 @@ def _described(target: str) -> GPU:
     bandwidth, clock = _field(target, "memory_bandwidth"), _field(target, "clock_rate_ghz") * 1e9
     generation = max((known for known in _PER_CLOCK if known <= capability), default=min(_PER_CLOCK))
     sixteen = cores * clock * _PER_CLOCK[generation]
-    float32 = cores * clock * 2 * fpus
+    float32 = cores * clock * 2 * fpus  # a fused multiply-add is two FLOPs
     name = re.search(r'device_description_str: *"([^"]*)"', target)
-    rates = (2 * sixteen, sixteen, sixteen / 2, float32, float32)
+    rates = (2 * sixteen, sixteen, sixteen / 2, float32, float32)  # in the ratios of the A100 and the H100
     return GPU(name.group(1) if name else "a GPU", target, bandwidth, tuple(zip(UNITS, rates, strict=True)))
 
 
@@ -162,6 +162,7 @@ def product_unit(dtypes: Any, is_strict: bool) -> str:
     >>> product_unit(["float16", "float16"], False), product_unit(["f32", "bf16"], False)
     ('16 bits', 'tf32')
     """
+    # The first number in a name is its width: float16, bf16, f8e4m3fn, s8. Without one it is a `pred` or a `bool`.
     bits = max(int(found.group(1)) if (found := re.search(r"(\d+)", name)) else 8 for name in dtypes)
     if any(name.startswith(("c", "complex")) for name in dtypes):
         bits //= 2  # a complex number is two floating ones

@@ -23,8 +23,10 @@ ITEMSIZE = {
 """Bytes of one element of each of XLA's dtypes."""
 
 _SHAPE = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\]")
+# A name, a shape (of a tuple, in parentheses), an opcode, and everything after its opening parenthesis.
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (\(.*?\)|[a-z0-9]+\[[^\]]*\](?:\{[^}]*\})?) ([\w\-]+)\((.*)$")
 _TABLE_ROW = re.compile(r"^(\d+) (?:\"(.*)\"|\{(.*)\})$")
+# `stack_frame_id` of an instruction leads through these tables to a file, a line and a function.
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 
@@ -106,6 +108,7 @@ class Module:
         return self.sources.get(instruction.attribute("stack_frame_id"), "")
 
 
+# A report asks for the same text several times: for its kernels, products, sums and copies.
 @functools.lru_cache(maxsize=8)
 def parse(text: str) -> Module:
     """The module that a text describes."""
@@ -132,6 +135,7 @@ def parse(text: str) -> Module:
 
 
 def _operands(rest: str) -> tuple[str, ...]:
+    # Up to the matching parenthesis: the attributes after it name computations with % too.
     depth, end = 1, 0
     while depth and end < len(rest):
         depth += {"(": 1, ")": -1}.get(rest[end], 0)
@@ -141,6 +145,7 @@ def _operands(rest: str) -> tuple[str, ...]:
 
 def _donations(header: str) -> tuple[dict[int, int], tuple[int, ...]]:
     pairs = re.findall(r"\{(\d*)\}: \((\d+), \{[^}]*\}, (?:may|must)-alias\)", header)
+    # `input_output_alias={ {0}: (1, {}, may-alias) }`; of a single result that is no tuple, the number is left out.
     aliases = {int(output or 0): int(parameter) for output, parameter in pairs}
     donors = re.search(r"buffer_donor=\{ (.*?) \}", header)
     numbers = map(int, re.findall(r"\((\d+),", donors.group(1)) if donors else ())

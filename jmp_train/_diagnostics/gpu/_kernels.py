@@ -13,14 +13,17 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ._hlo import Instruction, Module, dtypes_of, nbytes, parse
 
+# Opcodes that run other computations: their kernels are those inside.
 _CONTROL_FLOW = ("while", "call", "conditional")
 _CALLED = re.compile(
     r"(?:body|to_apply|branch_computations=\{|true_computation|false_computation|called_computations=\{)=?%([\w.\-]+)"
 )
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+# These name buffers and numbers of devices; nothing is launched for them.
 _NOT_A_KERNEL = {
     "parameter", "bitcast", "tuple", "get-tuple-element", "constant", "after-all", "partition-id", "replica-id",
 }  # fmt: skip
+# What reads only a slice of its first operand, as large as its result.
 _SLICES = ("dynamic-slice", "slice", "gather")
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
 """What writes a slice of its first operand, and which operand holds the new values."""
@@ -103,6 +106,7 @@ def _called(line: str) -> list[str]:
 
 def trip_count(loop: Instruction) -> int | None:
     """How often a `while` runs, if the compiler knows."""
+    # XLA's loop analysis leaves it in `backend_config`: scans and loops with constant bounds have it.
     found = re.search(r"known_trip_count[^0-9]*([0-9]+)", loop.line)
     return int(found.group(1)) if found else None
 

@@ -170,6 +170,7 @@ class GPUReport:
     def least_seconds(self) -> float:
         """A lower bound by the GPU's roofline: each kernel at peak bandwidth or peak arithmetic. Nothing is timed."""
         gpu = GPU(self.gpu, "", self.bandwidth, self.rates)
+        # Memory traffic and arithmetic of one kernel overlap; those of different kernels do not.
         seconds = {kernel.name: kernel.bytes / gpu.bandwidth for kernel in self.kernels}
         arithmetic = dict.fromkeys(seconds, 0.0)
         for product in self.products:

@@ -224,6 +224,7 @@ class _Run:
     def _while(self, node: Node, inputs: list[Value], inside: _Context) -> Coroutine:
         params, skip = node.params, node.params["cond_nconsts"]
         consts = skip + params["body_nconsts"]
+        # Reverse-mode differentiation does not pass a `while`: none of its results is a residual.
         carry, i, inside = inputs[consts:], 0, inside._replace(backward_only=_NO_OUTPUTS)
         while True:
             at = inside.iteration("while", i, None)
@@ -235,6 +236,7 @@ class _Run:
             i += 1
 
 
+# A traced index, since every constant one would be compiled for itself.
 _row = jax.jit(lambda x, i: lax.dynamic_index_in_dim(x, i, keepdims=False))
 
 

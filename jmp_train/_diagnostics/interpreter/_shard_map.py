@@ -43,6 +43,8 @@ def can_enter(eqn: JaxprEqn, is_entered: Callable[[str], bool]) -> bool:
       is_entered: whether equations of a primitive are entered themselves.
     """
 
+    # A nested shard_map divides further axes, which `Device` does not have. `axis_index_groups` split the devices of an
+    # axis, and `vmap`, which runs collectives here, does not support them.
     def fits(jaxpr: ClosedJaxpr | Jaxpr, reached: bool) -> bool:
         for inner in open_jaxpr(jaxpr).eqns:
             if inner.primitive.name == "shard_map":
@@ -53,6 +55,7 @@ def can_enter(eqn: JaxprEqn, is_entered: Callable[[str], bool]) -> bool:
                 return False
         return True
 
+    # Unreduced arrays are sums of what the devices hold, not put together from it.
     specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
     return not any(getattr(spec, "unreduced", None) for spec in specs) and fits(eqn.params["jaxpr"], True)
 

@@ -93,7 +93,7 @@ class Site:
         """Runs the equation on widened operands; what cannot run on them (a kernel, bit patterns) runs as recorded."""
         node = self.node
         if node.name == "reduce_precision":
-            return list(arrays)
+            return list(arrays)  # it rounds to a narrow format, which is what a run in float32 leaves out
         if node.name != "bitcast_convert_type":
             try:
                 return self.bind(arrays, **wide_params(node))

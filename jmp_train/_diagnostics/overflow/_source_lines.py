@@ -53,6 +53,7 @@ def between_user_and_jax(site: Site) -> str | None:
     """What stands between the user's line and the equation: a library's `file:line (function)`, or a rule."""
     own, frames = user_line(site), list(frames_of(site.node))
     names = {function for function, _, _ in frames}
+    # The equations of a `custom_vjp`'s backward rule are recorded from inside JAX, without the user's frames.
     if any(name.endswith("process_custom_vjp_call") for name in names) and "_flatten_fwd" not in names:
         return "the backward rule of the custom_vjp called there; JAX keeps no line of it"
     for function, file, number in frames:

@@ -102,6 +102,7 @@ class TaintTracker(Watcher):
     def _multiplies_by_scale(self, site: Site) -> bool:
         node = site.node
         if id(node) not in self._is_scaling:  # nodes outlive this: their interpreter holds them
+            # By its source line: in the jaxpr a loss scale is a scalar like any other.
             self._is_scaling[id(node)] = node.name == "mul" and is_library_function(node, "_scaling.py", "multiply")
             self.scopes.add(site.scope)
         return self._is_scaling[id(node)]

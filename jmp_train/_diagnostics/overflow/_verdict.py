@@ -96,6 +96,8 @@ def diagnose(
         largest = max(float(np.max(np.abs(np.asarray(x)))) for x in wide if is_inexact(x))
         why = f"{narrow.name} ends at {facts(narrow).max:.6g}; from the same operands float32 reaches {largest:.4g}."
         return Verdict.KEEP_FLOAT32, why, _cure_in_float32(found.site, narrowed_by_user, scopes)
+    # The operands may be at fault: a divisor that was rounded to zero is zero in float32 too. Equations run in the same
+    # order in float32, unless a branch or a loop's end depends on rounding.
     wide_run = capture(Interpreter(interpreter.jaxpr, wide=True), args, number)
     if wide_run is not None and _is_same(wide_run.site, found.site) and not any(map(has_nonfinite, wide_run.results)):
         why = "Its operands were rounded in 16 bits before, to zero or too far; in float32 throughout it is finite."

@@ -70,6 +70,7 @@ def estimate(products: Sequence[Product], other_bytes: int, gpu: GPU, repaired: 
         if repaired:
             unit, fast = (unit if unit in NARROW_UNITS else "16 bits"), True
         if fast:
+            # Bytes of 16-bit operands are half of float32's, unless they are 8-bit already.
             moved = min(product.bytes, wide // 2) if repaired else product.bytes
             before += slow
             after += product.times * max(product.flops / gpu.rate(unit), moved / gpu.bandwidth)
