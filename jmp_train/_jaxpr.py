@@ -40,7 +40,7 @@ _WRAPPER = re.compile(r"^[\w.\-]*\((.*)\)$")
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Node:
-    """One operation of a flattened program: `ins` and `outs` index `Program.avals`.
+    """One operation of a flattened program: `ins` and `outs` index `FlatJaxpr.avals`.
 
     `calls` are the inlined calls around it, innermost first: JAX cuts a traceback where `jit` begins. `name` is the
     primitive's, `params` are the equation's.
@@ -62,7 +62,7 @@ class Node:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Program:
+class FlatJaxpr:
     """A jaxpr with its calls inlined, as a straight list of nodes over numbered values.
 
     Attributes:
@@ -138,7 +138,7 @@ def flatten(
     jaxpr: ClosedJaxpr | Jaxpr,
     also: Sequence[str] = (),
     replaced: Callable[[JaxprEqn], ClosedJaxpr | Jaxpr | None] = lambda eqn: None,
-) -> Program:
+) -> FlatJaxpr:
     """Inline every plain call of `jaxpr`; time and size linear in the equations made.
 
     Args:
@@ -186,7 +186,7 @@ def flatten(
 
     inputs = tuple(new(var.aval) for var in open_jaxpr(jaxpr).invars)
     outputs = tuple(inline(jaxpr, inputs, source_info_util.new_name_stack(), False))
-    return Program(avals, known, frozenset(captured), inputs, outputs, tuple(nodes))
+    return FlatJaxpr(avals, known, frozenset(captured), inputs, outputs, tuple(nodes))
 
 
 @contextlib.contextmanager

@@ -136,6 +136,18 @@ def computed_again(w, x):
     return solve(step, lambda t, y: t < 2, (jnp.float32(0), x))
 
 
+def linked_scans(w, x):
+    """What one scan stacks another one rematerializes; the time passes through the second beside it."""
+
+    def step(t, y):
+        h = y @ w
+        _, stacked = lax.scan(lambda _, w: (None, jnp.exp(h @ w)), None, jnp.stack([w, 2 * w, w.T]))
+        read = lambda c, row: ((c[0] + 0.03, c[1] + row / jnp.sum(row)), None)  # noqa: E731
+        return lax.scan(read, (t, y), stacked)[0]
+
+    return solve(step, lambda t, y: t < 1, (jnp.float32(0), x))
+
+
 PLANNED = {
     "constant step": timed(lambda t, y, w: t + 0.1),
     "tolerance": timed(lambda t, y, w: t + 0.1, 1 - 1e-3),
@@ -150,6 +162,7 @@ PLANNED = {
     "time across a product": computed_again,
     "time in the field": time_in_the_field,
     "inner scan": scanned_steps,
+    "linked scans": linked_scans,
     "inner while": nested_solves,
     "inner cond": branching_steps,
     "scan around": solves_in_a_scan,
@@ -179,18 +192,6 @@ def product_in_an_inner_scan(w, x):
         return lax.scan(substep, (t, y), None, length=3)[0][0]
 
     return timed(clock)(w, x)
-
-
-def linked_scans(w, x):
-    """What one scan stacks another one computes again; put together anew, nothing is known of its operands."""
-
-    def step(t, y):
-        h = y @ w
-        _, stacked = lax.scan(lambda _, w: (None, jnp.exp(h @ w)), None, jnp.stack([w, 2 * w, w.T]))
-        read = lambda c, row: ((c[0] + 0.03, c[1] + row / jnp.sum(row)), None)  # noqa: E731
-        return lax.scan(read, (t, y), stacked)[0]
-
-    return solve(step, lambda t, y: t < 1, (jnp.float32(0), x))
 
 
 def narrowed_end(w, x):
@@ -228,7 +229,6 @@ AS_RECORDED = {
     "variable step": SLOWED,
     "condition": product_in_the_condition,
     "inner scan": product_in_an_inner_scan,
-    "linked scans": linked_scans,
     "narrowed end": narrowed_end,
     "time across a product": time_across_a_product,
     "effect": timed(written),

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from jmp_train import DEFAULT_RULES, autocast, explain, full_precision, get_policy, low_precision
-from jmp_train._autocast._wide_product import Cause
+from jmp_train._autocast.analysis.wide_product import Cause
 
 HALVES = ("float16", "bfloat16")
 HIGHEST = lax.Precision.HIGHEST

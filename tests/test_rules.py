@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 from jmp_train import DEFAULT_RULES, Rule, autocast, explain
-from jmp_train._autocast._table import TABLE
+from jmp_train._autocast.primitives import TABLE
 
 X = jnp.full((8, 8), 0.5, jnp.float32)
 

@@ -10,8 +10,8 @@ import jax.extend.core.primitives as exported
 import pytest
 from jax._src.interpreters import mlir
 
-from jmp_train._autocast import _table
-from jmp_train._autocast._table import OPAQUE, TABLE, UNKNOWN, Rule
+from jmp_train._autocast import primitives
+from jmp_train._autocast.primitives import OPAQUE, TABLE, UNKNOWN, Rule
 
 # Modules that register primitives when they are imported; some warn of their own deprecation.
 with warnings.catch_warnings():
@@ -67,12 +67,12 @@ PRIMITIVES = _primitives()
 def test_every_primitive_is_classified():
     known = set(TABLE)
     missing = sorted(PRIMITIVES - known)
-    assert not missing, f"JAX {jax.__version__} has primitives that _table.py does not classify: {missing}"
+    assert not missing, f"JAX {jax.__version__} has primitives that primitives.py does not classify: {missing}"
 
 
 def test_no_name_is_unknown_to_jax():
     unknown = set(TABLE) - PRIMITIVES - set(SOMETIMES)
-    assert not unknown, f"_table.py names what JAX {jax.__version__} does not have: {sorted(unknown)}"
+    assert not unknown, f"primitives.py names what JAX {jax.__version__} does not have: {sorted(unknown)}"
 
 
 def test_the_list_of_exceptions_is_exact():
@@ -82,6 +82,11 @@ def test_the_list_of_exceptions_is_exact():
     assert set(SOMETIMES) & PRIMITIVES == expected
 
 
+def test_traits_name_primitives_of_the_table():
+    names = {name for line in primitives.TRAITS.values() for name in line.split()}
+    assert names | primitives.DELICATE_OPERAND.keys() | primitives.DATA_OPERANDS.keys() <= TABLE.keys()
+
+
 def test_every_row_has_a_reason():
     for name, entry in (*TABLE.items(), ("unknown", UNKNOWN)):
         assert isinstance(entry.rule, Rule) and len(entry.reason) > 2, name
@@ -89,8 +94,10 @@ def test_every_row_has_a_reason():
 
 def test_no_primitive_has_two_rows():
     # TABLE is built from several dictionaries: a name in two of them would silently take the later one.
-    sections = [value for value in vars(_table).values() if isinstance(value, dict) and value is not TABLE]
-    lines = [line for section in sections if all(isinstance(x, str) for x in section.values()) for line in section]
+    named = {name: value for name, value in vars(primitives).items() if not name.startswith("__")}
+    tables = [value for value in named.values() if isinstance(value, dict) and value is not TABLE]
+    sections = [table for table in tables if all(isinstance(x, str) for x in (*table, *table.values()))]
+    lines = [line for section in sections for line in section]
     names = [name for line in lines for name in line.split()]
     assert len(names) == len(set(names)) == len(TABLE)
 

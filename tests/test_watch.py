@@ -12,7 +12,7 @@ from comparisons import assert_same_bits, assert_two_programs_agree
 from jax import lax
 
 import jmp_train as jmp
-from jmp_train._autocast._flow import TOP
+from jmp_train._autocast.ir import TOP
 from jmp_train._diagnostics.interpreter._interpreter import Interpreter, backward_only
 from jmp_train._diagnostics.interpreter._site import Value, Watcher
 from jmp_train._jaxpr import flatten, trace

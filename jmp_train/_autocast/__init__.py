@@ -1,9 +1,12 @@
-"""Autocast: unmodified functions in mixed precision, as plain as `table -> plan -> evaluate`."""
+"""Autocast: unmodified functions in mixed precision, by a compiler from jaxprs to jaxprs.
 
-from ._autocast import autocast as autocast
-from ._autocast import matmul_precision as matmul_precision
-from ._rules import DEFAULT_RULES as DEFAULT_RULES
-from ._rules import Rules as Rules
-from ._rules import full_precision as full_precision
-from ._rules import low_precision as low_precision
-from ._table import Rule as Rule
+`planner.py` lists the passes; `ir.py` is what they read and write; `emit.py` runs the result.
+"""
+
+from .autocast import autocast as autocast
+from .autocast import matmul_precision as matmul_precision
+from .primitives import Rule as Rule
+from .rules import DEFAULT_RULES as DEFAULT_RULES
+from .rules import Rules as Rules
+from .rules import full_precision as full_precision
+from .rules import low_precision as low_precision

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._autocast._rules import DEFAULT_RULES, Rules
+from .._autocast.rules import DEFAULT_RULES, Rules
 from .._policy import Policy
 from .._text import count
 from ._checks import MAKERS, Check, float32_loss, no_float64, no_narrow_sums, no_wide_dots, scopes_match

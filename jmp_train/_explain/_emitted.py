@@ -9,11 +9,10 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .._autocast._evaluate import evaluate, recorded_dtypes
-from .._autocast._flow import TOP
-from .._autocast._loops import accumulates
-from .._autocast._steps import Plan
-from .._autocast._table import TABLE, Rule
+from .._autocast.analysis.loops import accumulates
+from .._autocast.emit import emit
+from .._autocast.ir import TOP, Program
+from .._autocast.primitives import TABLE, Rule
 from .._jaxpr import ClosedJaxpr, Jaxpr, Node, flatten, scan_counts, source_line, sub_jaxprs, trace
 from ._operations import Visit, dtype_name, is_floating_dtype, visits, widest_dtype
 
@@ -48,9 +47,9 @@ class Emitted:
     times: int
 
 
-def emitted_jaxpr(plan: Plan) -> ClosedJaxpr:
-    avals = [plan.program.avals[number] for number in plan.program.inputs]
-    return trace(lambda *args: evaluate(plan, args, recorded_dtypes(plan)), *avals)[0]
+def emitted_jaxpr(program: Program) -> ClosedJaxpr:
+    avals = [program.recorded.avals[number] for number in program.inputs]
+    return trace(lambda *args: emit(program, args), *avals)[0]
 
 
 def emitted_of(jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[Emitted]:

@@ -1,6 +1,6 @@
 """`explain`: the plan of a program, without running it.
 
-Decides what is worth telling about a plan. Does not decide the plan (`_plan.py`) nor how it is printed (`_report.py`).
+Decides what is worth telling about a plan. Does not decide the plan (`_autocast`) nor how it is printed (`_report.py`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._autocast._autocast import make_planned, matmul_precision
-from .._autocast._flow import TOP, is_float32, is_sixteen_bit
-from .._autocast._rules import DEFAULT_RULES, Rules
-from .._autocast._steps import Plan, dtype_of
-from .._autocast._table import TABLE, Rule
+from .._autocast.autocast import make_planned, matmul_precision
+from .._autocast.ir import TOP, Program, dtype_of, format_program, is_float32, is_sixteen_bit
+from .._autocast.primitives import TABLE, Rule
+from .._autocast.rules import DEFAULT_RULES, Rules
 from .._dtypes import FLOAT32, did_you_mean, facts
 from .._flops import PRODUCTS
 from .._jaxpr import source_line, trace
@@ -28,7 +27,7 @@ from .._tracebacks import is_asked_for, user_rules
 from ._emitted import count_casts, emitted_jaxpr, emitted_of, is_cast
 from ._operations import REQUESTED, Operation, Visit, dtype_name, operations_of, visits
 from ._report import Explanation, Output
-from ._saved import kept_values
+from ._saved import saved_values
 from ._uncounted import uncounted
 
 # Asked for by the user, each by its own name.
@@ -70,26 +69,27 @@ def explain(
         with matmul_precision(policy):
             recorded = trace(fn, *args, **kwargs)[0]
             plan, tree = planned(*args, **kwargs)
-            emitted = emitted_jaxpr(plan) if narrows else recorded
+            emitted = emitted_jaxpr(plan.lowered) if narrows else recorded
             hidden, error = _hidden_casts(fn, policy, args, kwargs, recorded) if narrows else ((), None)
-        found = list(operations_of(plan))
-        operations, kept = tuple(_renamed(op, narrows) for op, _ in found), list(kept_values(plan))
+        found = list(operations_of(plan.program))
+        operations, saved = tuple(_renamed(op, narrows) for op, _ in found), list(saved_values(plan.lowered))
         return Explanation(
             policy=str(policy),
             compute_dtype=policy.compute_dtype.name,
             reduce_dtype=policy.reduce_dtype.name,
             operations=operations,
             emitted=tuple(emitted_of(emitted)),
-            outputs=tuple(_outputs(plan, tree)),
+            outputs=tuple(_outputs(plan.program, tree)),
             casts=count_casts(visits(emitted, TOP)) - _casts_by_hand(found),
             uncounted=uncounted(found),
-            kept_bytes=_bytes_by_dtype(kept),
-            kept_symbolic=sum(size is None for _, size in kept),
+            kept_bytes=_bytes_by_dtype(saved),
+            kept_symbolic=sum(size is None for _, size in saved),
             opaque=_opaque(found) if narrows else (),
             derivative_rules=tuple(dict.fromkeys(rule for _, visit in found for rule in user_rules(visit.node))),
             unmatched_scopes=_unmatched(rules, operations),
             hidden_casts=hidden,
             hidden_casts_error=error,
+            text=format_program(plan.lowered),
         )
 
     return report
@@ -114,21 +114,21 @@ def _casts_by_hand(found: Sequence[tuple[Operation, Visit]]) -> int:
     return sum(is_cast(visit) and op.dtype != op.result and not op.unread for op, visit in found)
 
 
-def _outputs(plan: Plan, tree: Any) -> list[Output]:
+def _outputs(program: Program, tree: Any) -> list[Output]:
     paths = leaf_paths(jax.tree.unflatten(tree, range(tree.num_leaves)))
     outputs = []
-    for path, number, kind in zip(paths, plan.program.outputs, plan.out_kinds, strict=True):
-        aval = plan.program.avals[number]
-        computed = dtype_name(dtype_of(kind, plan.low) or aval.dtype)
+    for path, number, precision in zip(paths, program.outputs, program.result_precisions, strict=True):
+        aval = program.avals[number]
+        computed = dtype_name(dtype_of(precision, program.low) or aval.dtype)
         shape = tuple(size if is_static((size,)) else str(size) for size in aval.shape)
         outputs.append(Output(path, shape, str(dtype_name(aval.dtype)), str(computed)))
     return outputs
 
 
-def _bytes_by_dtype(kept: Sequence[tuple[str, int | None]]) -> tuple[tuple[str, int], ...]:
+def _bytes_by_dtype(saved: Sequence[tuple[str, int | None]]) -> tuple[tuple[str, int], ...]:
     """The sums over the values of known size, the largest first."""
     total: Counter[str] = Counter()
-    for dtype, size in kept:
+    for dtype, size in saved:
         if size:
             total[dtype] += size
     return tuple(total.most_common())

@@ -1,6 +1,6 @@
 """The plan as a list: one `Operation` for each equation, those inside loops, branches and calls included.
 
-Decides how a planned step is described. Does not decide anything about it; see `_plan.py`.
+Decides how a planned equation is described. Does not decide anything about it; see `_autocast`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._autocast._flow import Kind, Place, is_float32
-from .._autocast._steps import Plan, Step, dtype_of
-from .._autocast._table import TABLE, Rule
+from .._autocast.ir import Equation, Place, Precision, Program, dtype_of, is_float32
+from .._autocast.primitives import TABLE, Rule
 from .._dtypes import FLOAT32
 from .._flops import PRODUCTS, product_flops
-from .._jaxpr import ClosedJaxpr, Jaxpr, Node, Program, flatten, source_line, sub_jaxprs
+from .._jaxpr import ClosedJaxpr, FlatJaxpr, Jaxpr, Node, flatten, source_line, sub_jaxprs
 from .._sizes import is_static
 
 REQUESTED = ("full_precision region", "with_scopes: float32")
@@ -71,7 +70,7 @@ class Operation:
 class Visit:
     """A node, the program it is in, where that stands, and how often it runs."""
 
-    program: Program
+    program: FlatJaxpr
     node: Node
     place: Place
     times: int
@@ -133,18 +132,19 @@ def flops_of(visit: Visit) -> int:
     return product_flops(node.name, shapes[: len(node.ins)], shapes[len(node.ins)], node.params)
 
 
-def operations_of(plan: Plan, times: int = 1) -> Iterator[tuple[Operation, Visit]]:
-    """Describes every step of a plan, and of the plans inside it."""
-    producers = {number: step.node.name for step in plan.steps for number in step.node.outs}
-    for step in plan.steps:
-        visit = Visit(plan.program, step.node, plan.place, times)
-        yield _planned(plan, step, visit, producers), visit
-        inside, more = plan.place.inside(step.node), times * repeats(step.node)
-        for body in step.bodies:
+def operations_of(program: Program, times: int = 1) -> Iterator[tuple[Operation, Visit]]:
+    """Describes every equation of a planned program, and of the programs inside it."""
+    producers = {number: node.name for node in program.recorded.nodes for number in node.outs}
+    for equation in program.equations:
+        node = equation.node
+        visit = Visit(program.recorded, node, program.place, times)
+        yield _planned(program, equation, visit, producers), visit
+        inside, more = program.place.inside(node), times * repeats(node)
+        for body in equation.bodies:
             yield from operations_of(body, more)
-        if not step.bodies:
-            reason = step.entry.reason if step.entry.reason in REQUESTED else f"inside {step.node.name}, as recorded"
-            for body in bodies_of(step.node):
+        if not equation.bodies:
+            reason = equation.entry.reason if equation.entry.reason in REQUESTED else f"inside {node.name}, as recorded"
+            for body in bodies_of(node):
                 for inner in visits(body, inside, more):
                     yield _describe(inner, Rule.RECORDED, _recorded(inner), _result(inner), reason), inner
 
@@ -157,15 +157,17 @@ def _result(visit: Visit) -> Any:
     return getattr(visit.program.avals[visit.node.outs[0]], "dtype", None) if visit.node.outs else None
 
 
-def _planned(plan: Plan, step: Step, visit: Visit, producers: dict[int, str]) -> Operation:
-    read = [dtype for dtype in step.reads if dtype is not None]
+def _planned(program: Program, equation: Equation, visit: Visit, producers: dict[int, str]) -> Operation:
+    node = equation.node
+    read = [dtype for dtype in equation.reads if dtype is not None]
     dtype = max(read, key=lambda dtype: dtype.itemsize) if read else _recorded(visit)
     result = _result(visit)
-    if step.node.outs and is_float32(plan.program.avals[step.node.outs[0]]):
-        result = dtype_of(plan.kinds[step.node.outs[0]], plan.low)
-    wide = dtype == FLOAT32 and any(map(is_float32, visit.avals((*step.node.ins, *step.node.outs))))
-    reason = _why_wide(plan, step, producers) if wide and step.entry.rule in _FOLLOWING else step.entry.reason
-    return dataclasses.replace(_describe(visit, step.entry.rule, dtype, result, reason), unread=step.unread)
+    if node.outs and is_float32(program.recorded.avals[node.outs[0]]):
+        result = dtype_of(program.precision(node.outs[0]), program.low)
+    wide = dtype == FLOAT32 and any(map(is_float32, visit.avals((*node.ins, *node.outs))))
+    follows = wide and equation.entry.rule in _FOLLOWING
+    reason = _why_wide(program, equation, producers) if follows else equation.entry.reason
+    return dataclasses.replace(_describe(visit, equation.entry.rule, dtype, result, reason), unread=equation.dead)
 
 
 def _describe(visit: Visit, rule: Rule, dtype: Any, result: Any, reason: str) -> Operation:
@@ -189,23 +191,22 @@ def _describe(visit: Visit, rule: Rule, dtype: Any, result: Any, reason: str) ->
 _FOLLOWING = (Rule.FOLLOW, Rule.SHAPE, Rule.WIDEST)
 
 
-def _why_wide(plan: Plan, step: Step, producers: dict[int, str]) -> str:
-    """What keeps an operation in float32 that could have followed a narrow operand."""
-    kinds = [plan.kinds[number] for number in step.node.ins]
-    wide = [n for n, kind, far in zip(step.node.ins, kinds, step.far, strict=True) if kind is Kind.WIDE and not far]
+def _why_wide(program: Program, equation: Equation, producers: dict[int, str]) -> str:
+    """What keeps an equation in float32 that could have followed a narrow operand."""
+    precisions = [program.precision(use.value) for use in equation.uses]
+    wide = [u.value for u, p in zip(equation.uses, precisions, strict=True) if p is Precision.FULL and not u.residual]
     if wide:
-        return f"float32, for {_origin(plan, wide[0], producers)}"
-    if Kind.LOW in kinds:
+        return f"float32, for {_maker(program, wide[0], producers)}"
+    if Precision.LOW in precisions:
         return "float32, for only float32 operations read it"
     return "float32, until a narrow value meets it"
 
 
-def _origin(plan: Plan, number: int, producers: dict[int, str]) -> str:
-    program = plan.program
+def _maker(program: Program, number: int, producers: dict[int, str]) -> str:
     if number in producers:
         return f"{producers[number]} leaves its operand in float32"
     if number in program.captured:
         return "a captured array is data"
-    if number in program.known:
-        return f"{plan.low.name} cannot hold its literal"
+    if number in program.constants:
+        return f"{program.low.name} cannot hold its literal"
     return "an argument is data, or float32 where this program begins"

@@ -9,7 +9,7 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
-from .._autocast._wide_product import Cause
+from .._autocast.analysis.wide_product import Cause
 from .._flops import PRODUCTS
 from .._paths import glob_matches
 from .._text import as_lists, columns, count, megabytes, short_source
@@ -83,6 +83,15 @@ class Explanation:
     unmatched_scopes: tuple[str, ...]
     hidden_casts: tuple[str, ...]
     hidden_casts_error: str | None
+    text: str = dataclasses.field(default="", repr=False, compare=False)
+
+    def program(self) -> str:
+        """Returns the program that runs, as text in the manner of `jax.make_jaxpr`: a line for each equation.
+
+        `cast`, `round` and `saved` are what autocast adds: conversions, roundings that no compiler may drop, and values
+        that are stored once for all later readers. `remat` marks equations that run again for the backward pass.
+        """
+        return self.text
 
     @property
     def total(self) -> int:
@@ -133,7 +142,8 @@ class Explanation:
     def as_dict(self) -> dict[str, Any]:
         """Returns everything as dictionaries, lists, strings and numbers, the sums of the properties included."""
         names = ("summary", "converted", "total", "widened", "flops", "low_flop_share")
-        values = dataclasses.asdict(self)
+        values = dataclasses.asdict(dataclasses.replace(self, text=""))
+        del values["text"]
         values["kept_bytes"] = dict(self.kept_bytes)
         values["products"] = [dict(zip(("dtype", "reason", "number"), row, strict=True)) for row in self.products]
         values["opaque"] = [dict(zip(("primitive", "number", "reason"), row, strict=True)) for row in self.opaque]

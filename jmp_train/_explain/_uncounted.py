@@ -11,8 +11,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._autocast._flow import TOP
-from .._autocast._table import TABLE, UNKNOWN
+from .._autocast.ir import TOP
+from .._autocast.primitives import TABLE, UNKNOWN
 from .._flops import ATTENTION, PRODUCTS, attention_flops
 from .._jaxpr import Node
 from .._sizes import is_static

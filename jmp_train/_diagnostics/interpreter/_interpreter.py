@@ -23,8 +23,8 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from ..._autocast._flow import TOP, Place
-from ..._jaxpr import ClosedJaxpr, Jaxpr, Node, Program, context, flatten, scan_counts, sub_jaxprs, trace
+from ..._autocast.ir import TOP, Place
+from ..._jaxpr import ClosedJaxpr, FlatJaxpr, Jaxpr, Node, context, flatten, scan_counts, sub_jaxprs, trace
 from ..._paths import leaf_paths
 from ..._static import hide_static, reveal_static
 from ..._values import check_readable
@@ -66,15 +66,15 @@ class Interpreter:
 
     def __init__(self, jaxpr: ClosedJaxpr | Jaxpr, wide: bool = False):
         self.jaxpr, self.wide = jaxpr, wide
-        self._prepared: dict[int, tuple[Any, Program, list[list[int]]]] = {}
+        self._prepared: dict[int, tuple[Any, FlatJaxpr, list[list[int]]]] = {}
         self._backward_only: dict[tuple[int, Place, frozenset[int]], BackwardOnly] = {}
         self._can_enter: dict[int, bool] = {}
 
     @property
-    def program(self) -> Program:
+    def program(self) -> FlatJaxpr:
         return self.prepared(self.jaxpr)[0]
 
-    def prepared(self, jaxpr: ClosedJaxpr | Jaxpr) -> tuple[Program, list[list[int]]]:
+    def prepared(self, jaxpr: ClosedJaxpr | Jaxpr) -> tuple[FlatJaxpr, list[list[int]]]:
         """The flattened program and, for each of its equations, the values that nothing uses afterwards."""
         if id(jaxpr) not in self._prepared:
             program = flatten(jaxpr)
@@ -267,7 +267,7 @@ def _computes_arrays(body: ClosedJaxpr | Jaxpr) -> bool:
     return any(getattr(aval, "shape", ()) for aval in flatten(body).avals)
 
 
-def _last_uses(program: Program) -> list[list[int]]:
+def _last_uses(program: FlatJaxpr) -> list[list[int]]:
     """For each equation the values that nothing uses afterwards."""
     live, last_uses = set(program.outputs), []
     for node in reversed(program.nodes):
@@ -292,7 +292,7 @@ class BackwardOnly(NamedTuple):
     results: dict[int, frozenset[int]]
 
 
-def backward_only(program: Program, place: Place, backward_outputs: frozenset[int]) -> BackwardOnly:
+def backward_only(program: FlatJaxpr, place: Place, backward_outputs: frozenset[int]) -> BackwardOnly:
     """Walks backwards through a program of which some outputs, by position, are only used by the backward pass."""
     outputs = list(enumerate(program.outputs))
     forward_uses = {number for position, number in outputs if position not in backward_outputs}

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._autocast._flow import Place
+from ..._autocast.ir import Place
 from ..._dtypes import FLOAT32, is_floating
 from ..._jaxpr import JaxprEqn, Node, bind
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from ..._explain._operations import Visit, bodies_of, is_floating_dtype
 from ..._flops import ATTENTION, PRODUCTS
-from ..._jaxpr import Program
+from ..._jaxpr import FlatJaxpr
 from ..gpu import GPU, NARROW_UNITS
 from ._products import Product
 
@@ -89,7 +89,7 @@ def other_bytes(found: Sequence[Visit]) -> int:
     return sum(_bytes_outside_products(program) * number for program, number in times.items())
 
 
-def _bytes_outside_products(program: Program) -> int:
+def _bytes_outside_products(program: FlatJaxpr) -> int:
     """Bytes of what fusions read from products or as arguments, and of what they write for products or as results."""
     source = list(range(len(program.avals)))
     read: set[int] = set()

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from ..._autocast import autocast
-from ..._autocast._flow import TOP
+from ..._autocast.ir import TOP
 from ..._explain._operations import Visit, visits
 from ..._flops import PRODUCTS
 from ..._paths import glob_matches

@@ -1,0 +1,67 @@
+"""How an operand gets to its equation: fused into it, or through memory, where its copy in 16 bits will do.
+
+Above all this is about residual streams in loops. A loop's carry starts as its first value is. An embedding is a
+parameter, and the gradient of a network's head is float32, yet outside of a loop the first layer would narrow both.
+Here they are narrowed before the loop, since a carry has one dtype.
+
+Decides the `Access` of each operand. What else a loop carries (the state of a recurrent cell, sums, weights that an
+inner loop updates) is built up over many iterations and stays as it starts. Does not decide whether the body can return
+a carry in the compute dtype; see `passes.control_flow`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+from ..._jaxpr import FlatJaxpr, Node, flatten, scan_counts
+from ..ir import Access, Fact, Place, Precision
+from ..primitives import Entry, Rule, Trait, having
+from .loops import may_be_narrow
+
+_POOLS = having(Trait.POOL)
+
+
+class Accesses:
+    """Says of each equation of a program how its operands get to it; asked in the order of the equations."""
+
+    def __init__(self, program: FlatJaxpr, place: Place, wide: Container[int]):
+        self._program, self._place, self._wide = program, place, wide
+        self._scans: dict[int, Node] = {}
+
+    def of(self, node: Node, entry: Entry, facts: Sequence[Fact]) -> list[Access]:
+        """For each operand of `node`, given what is known of every value so far."""
+        if entry.rule is not Rule.ENTER:
+            # A sum or a pool is a kernel of its own: what computes its operands may be another.
+            kernel = (entry.never_low and entry.rule is Rule.HIGH) or node.name in _POOLS
+            return [Access.STORED if kernel else Access.FUSED] * len(node.ins)
+        if node.name != "scan":
+            return [Access.STORED if node.name == "remat2" else Access.FUSED] * len(node.ins)
+        consts, carry = scan_counts(node.eqn)
+        accesses = [Access.STORED] * len(node.ins)
+        accesses[consts : consts + carry] = self._carried(node, consts, facts, node.ins[consts : consts + carry])
+        self._scans.update(dict.fromkeys(node.outs, node))
+        return accesses
+
+    def _carried(self, node: Node, consts: int, facts: Sequence[Fact], carry: Sequence[int]) -> list[Access]:
+        candidates = {
+            position
+            for position, fact in enumerate(facts[number] for number in carry)
+            if fact.has_low_copy or (fact.precision is Precision.WEAK and fact.computed)
+        }
+        if not candidates:
+            return [Access.CARRIED] * len(carry)
+        inside, body = self._place.inside(node), flatten(node.params["jaxpr"], also=("remat2",))
+        if inside.backward:
+            shapes = self._narrow_shapes(node, facts)
+            candidates = {p for p in candidates if self._program.avals[carry[p]].shape in shapes}
+        rows = [*zip(body.inputs, node.ins, strict=True)][consts + len(carry) :]
+        weights = [inner for inner, number in rows if facts[number].precision is Precision.WEAK]
+        ends = list(zip(body.inputs[consts:], body.outputs[: len(carry)], strict=False))
+        streams = {p for p in candidates if may_be_narrow(body, inside, weights, *ends[p], wide=self._wide)}
+        return [Access.NARROW if position in streams else Access.CARRIED for position in range(len(carry))]
+
+    def _narrow_shapes(self, node: Node, facts: Sequence[Fact]) -> set[tuple[int, ...]]:
+        """The shapes of the streams whose gradients a backward scan carries: those of the scans that it reads."""
+        forward = {id(self._scans[number]): self._scans[number] for number in node.ins if number in self._scans}
+        carried = [number for scan in forward.values() for number in scan.outs[: scan_counts(scan.eqn)[1]]]
+        return {self._program.avals[number].shape for number in carried if facts[number].precision is Precision.LOW}

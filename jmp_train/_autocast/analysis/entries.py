@@ -1,0 +1,78 @@
+"""The rule of each equation of a program: region over scope over edit over table, and what the program says besides.
+
+Decides what holds for an equation before any dtype is known. Does not decide dtypes; see `passes.assign_dtypes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..._dtypes import FLOAT32, FLOAT64
+from ..._jaxpr import FULL_PRECISION_MARK, FlatJaxpr, Node, region_mark
+from ..ir import Place, is_float32, is_sixteen_bit
+from ..primitives import DOTS, Entry, Rule
+from ..rules import Rules
+from .producers import Producers
+
+if TYPE_CHECKING:
+    from ..passes.rewrites import Rewrite
+
+
+def entries_of(program: FlatJaxpr, rules: Rules, place: Place, rewrites: Sequence[Rewrite]) -> list[Entry]:
+    """The rule of every node, with its reason."""
+    producers = Producers(program)
+    return [_entry(program, node, rules, place, producers, rewrites) for node in program.nodes]
+
+
+def _of_tree(producers: Producers, node: Node, entry: Entry) -> Entry:
+    """The entry of an addition of two parts of one value, as cumulative sums that are written as trees consist of."""
+    if entry.rule is not Rule.WIDEST or node.ins[0] == node.ins[1]:
+        return entry
+    left, right = map(producers.whole, node.ins)
+    of_one = left is not None and left == right and not producers.are_disjoint(*node.ins)
+    return Entry(Rule.HIGH, "adds parts of one value, as a sum written as a tree does") if of_one else entry
+
+
+def _entry(
+    program: FlatJaxpr, node: Node, rules: Rules, place: Place, producers: Producers, rewrites: Sequence[Rewrite]
+) -> Entry:
+    entry = rules.entry(node.name)
+    if region_mark(node.eqn) == FULL_PRECISION_MARK:
+        return Entry(Rule.RECORDED, "full_precision region")
+    scoped = rules.scope_dtype(place.scope_of(node)) if rules.scopes else None
+    low_region = place.low_region or node.low_region
+    if scoped == FLOAT32 and not low_region and entry.rule is not Rule.ENTER:  # a narrower scope may be inside
+        return Entry(Rule.RECORDED, "with_scopes: float32")
+    if entry.rule in (Rule.ENTER, Rule.RECORDED):
+        return _recorded(program, node, entry)
+    avals = [program.avals[i] for i in node.ins]
+    if not any(map(is_float32, avals)):
+        if entry.never_low and any(map(is_sixteen_bit, avals)):
+            return entry
+        return Entry(Rule.RECORDED, "not recorded in float32")
+    if node.name in DOTS and FLOAT64 in {aval.dtype for aval in (*avals, program.avals[node.outs[0]])}:
+        return Entry(Rule.RECORDED, "it reads or makes float64")
+    if low_region or scoped is not None:
+        reason = "low_precision region" if low_region else "with_scopes"
+        return entry if entry.never_low else Entry(Rule.LOW, reason)
+    return _refine(node, entry, producers, rewrites)
+
+
+def _recorded(program: FlatJaxpr, node: Node, entry: Entry) -> Entry:
+    if node.name == "convert_element_type" and is_float32(program.avals[node.ins[0]]):
+        if is_float32(program.avals[node.outs[0]]):
+            return Entry(Rule.SHAPE, "no change of dtype")
+    return entry
+
+
+def _refine(node: Node, entry: Entry, producers: Producers, rewrites: Sequence[Rewrite]) -> Entry:
+    if node.name in ("add", "add_any"):
+        return _of_tree(producers, node, entry)
+    if node.name == "mul" and node.ins[0] == node.ins[1] and entry.rule is Rule.WIDEST:
+        return Entry(Rule.HIGH, "a square: float16 overflows at 256 squared")
+    if node.name == "mul" and node.params.get("out_dtype") is not None:
+        return Entry(Rule.RECORDED, "the user asked for this dtype")
+    if entry.rule is Rule.HIGH:
+        return next(filter(None, (rewrite.entry(node) for rewrite in rewrites)), entry)
+    return entry

@@ -1,0 +1,175 @@
+"""Whether a planned loop takes the steps that it takes in float32, whatever its products run in.
+
+A solver of differential equations with constant steps adds up its time beside its state: the time decides when the loop
+ends, and no product decides the time. Its products may run in 16 bits. Where a loop ends on a residual, or where an
+error estimate chooses the next step, products decide, and in 16 bits the number of steps would be another.
+
+Decides which values of a loop are decisions, and whether all that they are computed from runs as recorded. Reads
+planned programs, so that the answer holds for every rule, edit and region. Does not decide what is done about it; see
+`passes.control_flow`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import jax.numpy as jnp
+
+from ..._jaxpr import scan_counts
+from ..ir import Equation, Op, Precision, Program, is_float32, is_sixteen_bit
+from ..primitives import Trait, having
+
+_CALLS = having(Trait.CALL)
+
+
+def narrowed_decision(condition: Program, body: Program, skip: int, consts: int) -> str | None:
+    """What of a `while` depends on values that do not run as recorded; `None` if no decision does.
+
+    Decisions are its end, and the integers and booleans that it carries: no rounding of these is small. They matter
+    where a backward pass takes the steps of an adaptive solver once more: it knows how many there are, but decides anew
+    which of them are rejected.
+
+    Args:
+      condition, body: both programs, planned.
+      skip, consts: how many constants each of them is given before the carry.
+    """
+    if _dependencies_of_while(condition, body, (), skip, consts) is None:
+        return "its end depends on a product, or on another value that 16 bits change"
+    avals = [body.avals[number] for number in body.outputs]
+    exact = [i for i, aval in enumerate(avals) if not jnp.issubdtype(aval.dtype, jnp.inexact)]
+    if _dependencies_of_loop(body, exact, (), consts, len(avals)) is None:
+        return "an integer or boolean that it carries depends on a product, or on another value that 16 bits change"
+    return None
+
+
+def narrowed_stop(body: Program, consts: int, carry: int) -> str | None:
+    """As `narrowed_decision`, for a `scan` that from some iteration on hands on its carry unchanged.
+
+    That is a `while` with a bound, written so that JAX can differentiate it. Like the condition of a `while`, what
+    stops it is computed from the carry alone; an update that is skipped for its own result stops nothing.
+    """
+    stops = _stops(body, consts, carry)
+    of_carry = bool(stops) and dependencies(body, stops) is not None
+    if of_carry and _dependencies_of_loop(body, (), stops, consts, carry) is None:
+        return "when it stops depends on a product, or on another value that 16 bits change"
+    return None
+
+
+def _stops(body: Program, consts: int, carry: int) -> set[int]:
+    """The predicates by which a scan hands on all that it carries unchanged; none if it never does."""
+    makers = {number: (equation, i) for equation in body.equations for i, number in enumerate(equation.node.outs)}
+    same = _copies(body)
+    cases, found = {0, 1}, set()
+    for start, result in zip(body.inputs[consts:], body.outputs[:carry], strict=False):
+        if same.get(result, result) != start:
+            equation, position = makers.get(result, (None, 0))
+            cases &= _unchanged(equation, position, start, same) if equation else set()
+            found.update(equation.node.ins[:1] if equation else ())
+    return found if cases else set()
+
+
+def _copies(body: Program) -> dict[int, int]:
+    """The values that are other ones: in a batched branch each operand is `select_n(p, stop_gradient(x), x)`."""
+    same: dict[int, int] = {}
+    for node in body.recorded.nodes:
+        cases = node.ins[1:] if node.name == "select_n" else node.ins
+        found = {same.get(number, number) for number in cases}
+        if node.name in ("select_n", "stop_gradient", "copy") and len(found) == 1:
+            same[node.outs[0]] = found.pop()
+    return same
+
+
+def _unchanged(equation: Equation, position: int, start: int, same: dict[int, int]) -> set[int]:
+    """The values of an equation's predicate for which one of its results is the value `start`."""
+    operands = [same.get(number, number) for number in equation.node.ins[1:]]
+    if equation.node.name == "select_n":
+        return {case for case, number in enumerate(operands) if number == start}
+    if equation.node.name != "cond":
+        return set()
+    pairs = ((branch.inputs, branch.outputs[position]) for branch in equation.bodies)
+    return {
+        case
+        for case, (inputs, result) in enumerate(pairs)
+        if result in inputs and operands[inputs.index(result)] == start
+    }
+
+
+def dependencies(program: Program, numbers: Iterable[int]) -> set[int] | None:
+    """The arguments, by position, that some values are computed from; `None` if not all of that runs as recorded."""
+    needed = set(numbers)
+    rounded = _rounded_residuals(program)
+    for equation in reversed(program.equations):
+        results = [i for i, number in enumerate(equation.results) if number in needed]
+        if not results:
+            continue
+        operands = _operands(equation, results)
+        if operands is None or not _runs_as_recorded(equation, operands, rounded):
+            return None
+        needed.update(equation.operands[i] for i in operands)
+    if any(program.precision(n) is Precision.LOW or is_sixteen_bit(program.avals[n]) for n in needed):
+        return None
+    return {i for i, number in enumerate(program.inputs) if number in needed}
+
+
+def _runs_as_recorded(equation: Equation, operands: Iterable[int], rounded: Collection[int]) -> bool:
+    """Whether an equation does what was recorded, on operands that come as they were recorded."""
+    for i in operands:
+        number, read, residual = equation.uses[i]
+        if (read is not None and read.itemsize < 4) or (residual and number in rounded):
+            return False
+    # An effect brings in what is no operand, such as what another operation wrote.
+    return bool(equation.bodies) or not (equation.op is Op.REWRITTEN or equation.node.eqn.effects)
+
+
+def _rounded_residuals(program: Program) -> set[int]:
+    """The values that are others across a dot: saved in 16 bits, or rematerialized from such."""
+    residuals = program.residuals
+    found = {number for number in residuals.saved if is_float32(program.avals[number])}
+    for equation in program.equations:
+        if not found.isdisjoint(equation.operands):
+            found.update(number for number in equation.results if number in residuals.remat)
+    return found
+
+
+def _operands(equation: Equation, results: Collection[int]) -> Collection[int] | None:
+    """The operands of an equation that some of its results are computed from; `None` as for `dependencies`."""
+    name, params, bodies = equation.node.name, equation.node.params, equation.bodies
+    if not bodies:
+        return range(len(equation.node.ins))
+    if name == "cond":
+        each = [dependencies(branch, [branch.outputs[i] for i in results]) for branch in bodies]
+        found = [inside for inside in each if inside is not None]
+        return {0, *(1 + i for inside in found for i in inside)} if len(found) == len(each) else None
+    if name == "while":
+        body, condition = bodies
+        return _dependencies_of_while(condition, body, results, params["cond_nconsts"], params["body_nconsts"])
+    if name == "scan":
+        return _dependencies_of_loop(bodies[0], results, (), *scan_counts(equation.node.eqn))
+    return dependencies(bodies[0], [bodies[0].outputs[i] for i in results]) if name in _CALLS else None
+
+
+def _dependencies_of_while(
+    condition: Program, body: Program, results: Iterable[int], skip: int, consts: int
+) -> Collection[int] | None:
+    """`dependencies` of a `while`'s end, and of some of its results, among its operands."""
+    ends = dependencies(condition, condition.outputs)
+    if ends is None:
+        return None
+    deciding = {i - skip for i in ends if i >= skip}
+    inside = _dependencies_of_loop(body, deciding.union(results), (), consts, len(body.outputs))
+    return None if inside is None else {i for i in ends if i < skip} | {skip + i for i in inside}
+
+
+def _dependencies_of_loop(
+    body: Program, results: Iterable[int], numbers: Iterable[int], consts: int, carry: int
+) -> set[int] | None:
+    """`dependencies` of some of a loop's results and of other values of its body, in all iterations."""
+    wanted = set(results)
+    while True:
+        found = dependencies(body, {*numbers, *(body.outputs[i] for i in wanted)})
+        if found is None:
+            return None
+        before = {i - consts for i in found if consts <= i < consts + carry}
+        if before <= wanted:
+            return found | {consts + i for i in wanted if i < carry}
+        wanted |= before

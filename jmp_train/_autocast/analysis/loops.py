@@ -1,0 +1,210 @@
+"""Questions about loops: does a carry accumulate, is it a residual stream, does the end depend on a computed float.
+
+Decides them by following dependencies through the body. Does not decide dtypes; see `passes.control_flow`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Container, Iterable
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..._jaxpr import FlatJaxpr, Node, flatten, scan_counts
+from ..ir import Place, is_float32, is_sixteen_bit
+from ..primitives import DOTS, Trait, having
+
+_COMMUTES = frozenset({"add", "add_any"})
+_ADDS = having(Trait.ACCUMULATES)
+_PASSES = having(Trait.MOVES) | {"convert_element_type"}
+_ADDS_TO_STREAM = having(Trait.ADDS) | _PASSES | {"select_n"}
+_TERMS = having(Trait.ADDS | Trait.JOINS)  # linear in all of their operands together
+_LINEAR = having(Trait.LINEAR | Trait.PICKS) | _PASSES | _TERMS
+
+
+def dependents(
+    program: FlatJaxpr, numbers: Iterable[int], around: Callable[[Node], bool] = lambda node: False
+) -> set[int]:
+    """The values that depend on any of `numbers`, which are among them, by a path that leaves out nodes `around`."""
+    found = set(numbers)
+    for node in program.nodes:
+        if not found.isdisjoint(node.ins) and not around(node):
+            found.update(node.outs)
+    return found
+
+
+def may_be_narrow(
+    body: FlatJaxpr, place: Place, weights: Iterable[int], start: int, result: int, wide: Container[int]
+) -> bool:
+    """Whether a carry in the compute dtype loses no more than the same layers do outside of a loop.
+
+    Either the body rounds all that it makes of the carry for a dot anyway, as a plain recurrent network does, or the
+    carry is the residual stream of a stack of layers, whose weights come in row by row. The state of an integrator, a
+    recursion or an average is neither: it is built up of many small terms; nor are weights that a loop updates, nor the
+    gradient that comes back through such updates, which meets rows of activations only.
+
+    Args:
+      body: the loop's body, whatever it rematerialises written out.
+      place: where it stands.
+      weights: the arguments of `body` that are rows of parameters.
+      start, result: the carry, as `body` is given it and as `body` returns it.
+      wide: the ids of equations that are products kept in float32.
+    """
+    if result not in dependents(body, [start], lambda node: node.name in DOTS and id(node.eqn) not in wide):
+        return True
+    if not place.backward and any(map(place.is_backward, body.nodes)):
+        return False
+    rows = set(weights)
+    for node in body.nodes:
+        if not rows.isdisjoint(node.ins) and all(n in rows or n in body.known for n in node.ins):
+            rows.update(node.outs)
+    ours = dependents(body, [start])
+    dots = (node for node in body.nodes if node.name in DOTS and not ours.isdisjoint(node.ins))
+    by_layers = any(not rows.isdisjoint(node.ins) for node in dots)
+    return by_layers and is_residual_stream(body, start, result)
+
+
+class Relation(enum.IntEnum):
+    """What a value in a loop's body has to do with one carry."""
+
+    NOTHING = 0
+    CARRY = 1  # it is the carry, perhaps rearranged, cast to another width or masked
+    SUM = 2  # it is the carry with terms added that do not depend on it
+    OTHER = 3
+
+
+HANDED_ON = (Relation.CARRY, Relation.SUM)
+HOLDS_SUMS = frozenset({"scan", "while", "cond", "remat2"})
+
+
+def accumulates(program: FlatJaxpr, start: int, result: int) -> bool:
+    """Whether the carry that the body is given as `start` and returns as `result` is a running sum.
+
+    It is one if the body adds terms to it that do not depend on it, as a gradient accumulator does. A residual stream
+    is none: what it adds is a function of itself.
+    """
+    return relations(program, start).get(result) is Relation.SUM
+
+
+def relations(program: FlatJaxpr, start: int) -> dict[int, Relation]:
+    """What the values that depend on `start` have to do with it."""
+    found = {start: Relation.CARRY}
+    for node in program.nodes:
+        operands = [found.get(number, Relation.NOTHING) for number in node.ins]
+        if any(operands):
+            found.update(zip(node.outs, _results(program, node, operands), strict=True))
+    return {number: relation for number, relation in found.items() if relation}
+
+
+def _results(program: FlatJaxpr, node: Node, operands: list[Relation]) -> list[Relation]:
+    """What the results of a node are, given its operands, of which one at least is related to the carry."""
+    related = [relation for relation in operands if relation]
+    other = [Relation.OTHER] * len(node.outs)
+    if Relation.OTHER in related:
+        return other
+    if node.name == "select_n":
+        return other if operands[0] else [max(related)]
+    if len(related) > 1:
+        return other
+    position = next(i for i, relation in enumerate(operands) if relation)
+    if node.name in HOLDS_SUMS:
+        inside = relations_through(node, position)
+        return [max(relation, related[0]) if relation else relation for relation in inside]
+    if node.name in _PASSES:
+        aval = program.avals[node.outs[0]]
+        return related if is_float32(aval) or is_sixteen_bit(aval) else other
+    if node.name in _ADDS and (node.name in _COMMUTES or position == 0):
+        return [Relation.SUM]
+    return other
+
+
+def relations_through(node: Node, position: int) -> list[Relation]:
+    """What the results of a loop, a branch or a rematerialised call have to do with one of its operands."""
+    params, count = node.params, len(node.outs)
+    if node.name in ("cond", "remat2"):
+        skip, bodies = (1, params["branches"]) if node.name == "cond" else (0, [params["jaxpr"]])
+        if position < skip:
+            return [Relation.OTHER] * count
+        programs = list(map(flatten, bodies))
+        found = [(program, relations(program, program.inputs[position - skip])) for program in programs]
+        each = [[inner.get(number, Relation.NOTHING) for number in program.outputs] for program, inner in found]
+        return list(map(max, zip(*each, strict=True)))
+    if node.name == "scan":
+        body, (first, carry), skip = params["jaxpr"], scan_counts(node.eqn), 0
+    else:
+        body, first, carry, skip = params["body_jaxpr"], params["body_nconsts"], count, params["cond_nconsts"]
+    carried = position - skip - first
+    if not 0 <= carried < carry:
+        return [Relation.OTHER] * count
+    program = flatten(body)
+    inner = relations(program, program.inputs[first + carried])
+    found = [Relation.OTHER if inner.get(number) else Relation.NOTHING for number in program.outputs]
+    found[carried] = inner.get(program.outputs[carried], Relation.NOTHING)
+    return found
+
+
+def is_residual_stream(program: FlatJaxpr, start: int, result: int) -> bool:
+    """Whether a carry is a residual stream: the body returns it with functions of itself added, and nothing else done.
+
+    The state of an LSTM or a moving average is none: it is scaled on the way, and small terms have to last.
+    """
+    producer = {out: node for node in program.nodes for out in node.outs}
+    pending, seen = [result], {result}
+    while pending:
+        number = pending.pop()
+        if number == start:
+            return not accumulates(program, start, result)
+        node = producer.get(number)
+        if node is not None and node.name in _ADDS_TO_STREAM:
+            pending.extend(operand for operand in node.ins if operand not in seen)
+            seen.update(node.ins)
+    return False
+
+
+def is_linear(program: FlatJaxpr, start: int, result: int) -> bool:
+    """Whether a carry is the state of a linear system: it comes back as a product of itself with something, and sums.
+
+    Each rounding of such a state stays in it, and they add up.
+    """
+    dependent, products = {start}, False
+    leading = _leads_to(program, result)
+    for node in program.nodes:
+        if dependent.isdisjoint(node.ins):
+            continue
+        dependent.update(node.outs)
+        if leading.isdisjoint(node.outs):
+            continue
+        several = node.name not in _TERMS and sum(number in dependent for number in node.ins) > 1
+        if node.name not in _LINEAR or several or (node.name == "div" and node.ins[1] in dependent):
+            return False
+        products |= node.name == "dot_general"
+    return products and result in dependent
+
+
+def _leads_to(program: FlatJaxpr, result: int) -> set[int]:
+    found = {result}
+    for node in reversed(program.nodes):
+        if not found.isdisjoint(node.outs):
+            found.update(node.ins)
+    return found
+
+
+def is_counted(params: dict[str, Any]) -> bool:
+    """Whether the condition of a `while` depends on no floating value that its body computes."""
+    condition, body = flatten(params["cond_jaxpr"]), flatten(params["body_jaxpr"])
+    skip, consts = params["cond_nconsts"], params["body_nconsts"]
+    carried = range(len(body.outputs))
+
+    def depends(program: FlatJaxpr, source: int, target: int) -> bool:
+        return target in dependents(program, [source])
+
+    deciding = {i for i in carried if depends(condition, condition.inputs[skip + i], condition.outputs[0])}
+    pending = list(deciding)
+    while pending:
+        result = body.outputs[pending.pop()]
+        more = {i for i in carried if depends(body, body.inputs[consts + i], result)} - deciding
+        deciding |= more
+        pending.extend(more)
+    avals = [body.avals[number] for number in body.outputs]
+    return not any(jnp.issubdtype(avals[i].dtype, jnp.inexact) for i in deciding)

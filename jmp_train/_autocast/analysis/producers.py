@@ -1,0 +1,311 @@
+"""Where a value comes from: what it was moved from, whether two values are one, and the numbers of constant ones.
+
+Decides these by following producers back through a program. Does not decide what follows from it; see `products.py`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.core import Tracer
+
+from ..._dtypes import facts
+from ..._jaxpr import FlatJaxpr, Node, bind
+from ..primitives import TABLE, Rule, Trait, having
+
+_MOVES = having(Trait.MOVES) | {"neg"}
+_PARTS = having(Trait.PICKS) | {"pad"}  # some of the numbers, or all of them beside zeros
+_WEIGHTS = having(Trait.DOT)
+
+# What two values may be made of and be compared for equality, and what a table may be made of: beyond these, unknown.
+_MOST_COMPARED = 64
+_MOST_NUMBERS = 2**20
+_MOST_EQUATIONS = 256
+
+_CONSTANT = having(Trait.CONSTANT)
+_ARITHMETIC = (Rule.LOW, Rule.HIGH, Rule.FOLLOW, Rule.SHAPE, Rule.WIDEST)
+_ENTERED = frozenset({"jit", "custom_jvp_call", "custom_vjp_call"})
+
+
+def known_size(aval: Any) -> int | None:
+    """How many numbers a value has; `None` where a dimension is symbolic, as under `jax.export`."""
+    shape = getattr(aval, "shape", ())
+    return math.prod(shape) if all(isinstance(size, int) for size in shape) else None
+
+
+def makes_constants(node: Node) -> bool:
+    """Whether a node gives the same result for the same operands, on every device, and costs little to run."""
+    if node.eqn.effects:
+        return False
+    rule = TABLE[node.name].rule if node.name in TABLE else None
+    return node.name in _CONSTANT or node.name in _ENTERED or (rule in _ARITHMETIC and node.name != "all_gather")
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """What is known of an array of constants.
+
+    Attributes:
+      infinite: some numbers are beyond what the compute dtype holds.
+      vanishing: along the contracted axes, so many are too small for it that what they add up to is lost.
+      loses_integers: all are integers, and the compute dtype skips some.
+      exact: the compute dtype holds all of them.
+      averages: it is exact, and no number is larger than one: the weights of an average or a selection.
+      ordered: one row of numbers that rise or fall, as bins and grids do.
+      uniform: all numbers are equal, as in a sum.
+    """
+
+    infinite: bool
+    vanishing: bool
+    loses_integers: bool
+    exact: bool
+    averages: bool
+    ordered: bool
+    uniform: bool
+
+
+def table_of(value: np.ndarray, contracted: tuple[int, ...], low: np.dtype) -> Table:
+    """What is known of the floating array `value`, whose axes `contracted` a product sums over."""
+    wide = np.where(np.isfinite(value), value, 0).astype(np.float64)
+    with np.errstate(over="ignore"):
+        narrow = wide.astype(low).astype(np.float64)
+    infinite = bool(np.any(~np.isfinite(narrow)))
+    exact = bool(np.array_equal(narrow, wide))
+    errors = np.sum(np.where(np.isfinite(narrow), narrow - wide, 0) ** 2, axis=contracted)
+    sizes = np.sum(wide**2, axis=contracted)
+    integers = np.array_equal(np.round(wide), wide)
+    steps = np.diff(wide.reshape(-1))
+    ordered = max(value.shape, default=0) == value.size > 1 and bool(np.all(steps > 0) or np.all(steps < 0))
+    return Table(
+        infinite=infinite,
+        # Rounding normal numbers loses at most half of `eps`, relative to each; only subnormal ones lose more.
+        vanishing=bool(np.any(errors > (2 * facts(low).eps) ** 2 * sizes)),
+        loses_integers=integers and not exact,
+        exact=exact,
+        averages=exact and bool(np.all(np.abs(wide) <= 1)),
+        ordered=ordered,
+        uniform=bool(np.all(wide == wide.reshape(-1)[:1])),
+    )
+
+
+class Producers:
+    """Answers questions about the values of one program; lazily, each once.
+
+    Args:
+      program: the program.
+      same: for each of its inputs a token, equal for inputs that are one value outside.
+      constants: for inputs that are constants outside, a function that gives their numbers.
+    """
+
+    def __init__(self, program: FlatJaxpr, same: tuple[Any, ...] = (), constants: dict[int, Callable] | None = None):
+        self.program = program
+        self._producers = {number: node for node in program.nodes for number in node.outs}
+        self._tokens = dict(zip(program.inputs, same, strict=True)) if same else {}
+        self._constants = constants or {}
+        self._values: dict[int, Any] = {}
+
+    def source(self, number: int) -> Any:
+        """What a value is but for moves and factors: the number of another value, or the token of an input."""
+        return self._follow(number, _MOVES, scales=True)
+
+    def whole(self, number: int) -> Any:
+        """The value that a value is a part of, rearranged but not scaled; `None` if it is all of a value."""
+        source = self._follow(number, _MOVES | _PARTS, scales=False)
+        return None if source == self._follow(number, _MOVES, scales=False) else source
+
+    def _follow(self, number: int, primitives: frozenset[str], scales: bool) -> Any:
+        while (node := self._producers.get(number)) is not None:
+            moves = node.name in primitives or (node.name == "convert_element_type" and self._widens(node))
+            if node.name == "pad" and moves:
+                moves = self._is_zero(node.ins[1])
+            if moves:
+                number = node.ins[0]
+            elif scales and node.name in ("mul", "div") and (scaled := self._scaled(node)) is not None:
+                number = scaled
+            else:
+                break
+        return self._tokens.get(number, number)
+
+    def is_stored(self, number: int) -> bool:
+        """Whether a value is an argument or a captured array, moved or scaled: it is in memory, as float32."""
+        source = self.source(number)
+        if isinstance(source, int):
+            return source in self.program.known
+        while isinstance(source, tuple) and source[0] in ("outside", "row"):
+            source = source[1]
+        return isinstance(source, tuple)
+
+    def are_disjoint(self, one: int, other: int) -> bool:
+        """Whether two values are pads of which one is zero wherever the other is not: their sum joins them."""
+        makers = [self._producers.get(number) for number in (one, other)]
+        pads = [maker for maker in makers if maker is not None and maker.name == "pad" and self._is_zero(maker.ins[1])]
+        if len(pads) < 2 or known_size(self.program.avals[one]) is None:
+            return False
+        places = [_padded_places(pad, self.program.avals[pad.ins[0]].shape) for pad in pads]
+        return any(
+            a.stop <= b.start or b.stop <= a.start or (a.step == b.step and (a.start - b.start) % a.step != 0)
+            for a, b in zip(*places, strict=True)
+        )
+
+    def axes_of_source(self, number: int, axes: Sequence[int]) -> frozenset[int] | None:
+        """The axes of its source that `axes` of a value are; `None` where a reshape or a boundary may mix them."""
+        source, axes = self.source(number), list(axes)
+        if isinstance(source, tuple) and source[0] != "argument":
+            return None
+        while (node := self._producers.get(number)) is not None and self.source(number) != number:
+            shape = self.program.avals[number].shape
+            if node.name == "transpose":
+                axes = [node.params["permutation"][axis] for axis in axes]
+            elif node.name == "broadcast_in_dim":
+                source = {axis: i for i, axis in enumerate(node.params["broadcast_dimensions"])}
+                axes = [source.get(axis, -1) for axis in axes]
+            elif shape != self.program.avals[node.ins[0]].shape:
+                return None
+            number = next(n for n in node.ins if self.source(n) == self.source(number))
+        return frozenset(axes)
+
+    def becomes_weight(self, number: int) -> bool:
+        """Whether a dot multiplies by a value, or by the sum of it and others, as by a weight and its adapter."""
+        found = {number}
+        for node in self.program.nodes:
+            if found.isdisjoint(node.ins):
+                continue
+            if node.name in _WEIGHTS:
+                return True
+            if node.name in _MOVES | {"add", "mul", "convert_element_type"}:
+                found.update(node.outs)
+        return False
+
+    def _widens(self, node: Node) -> bool:
+        source, target = (self.program.avals[number].dtype for number in (node.ins[0], node.outs[0]))
+        return source == target or (source.itemsize == 2 and target == np.float32)
+
+    def _is_zero(self, number: int) -> bool:
+        value = self.program.known.get(self._follow(number, _MOVES, scales=False))
+        return value is not None and not isinstance(value, Tracer) and not np.any(value)
+
+    def _scaled(self, node: Node) -> int | None:
+        """The operand that a product or quotient multiplies by one number that no argument decides."""
+        left, right = node.ins
+        if self._is_number(right):
+            return left
+        return right if node.name == "mul" and self._is_number(left) else None
+
+    def _is_number(self, number: int) -> bool:
+        source = self._follow(number, _MOVES, scales=False)
+        value = self.program.known.get(source) if isinstance(source, int) else None
+        return value is not None and np.size(value) == 1
+
+    def are_one(self, left: int, right: int) -> bool:
+        """Whether two values are one but for moves and factors, as `x` and `2 * x.T`, or were computed alike."""
+        return self._equal(_without_rows(self.source(left)), _without_rows(self.source(right)), [_MOST_COMPARED])
+
+    def _equal(self, left: Any, right: Any, budget: list[int]) -> bool:
+        if left == right:
+            return True
+        if isinstance(left, int) and left in self.program.known:
+            return self._equal_known(left, right)
+        one, other = self._producers.get(left), self._producers.get(right)
+        budget[0] -= 1
+        if one is None or other is None or budget[0] < 0 or one.name != other.name or one.eqn.effects:
+            return False
+        if one.outs.index(left) != other.outs.index(right) or len(one.ins) != len(other.ins):
+            return False
+        same = one.params.keys() == other.params.keys() and all(
+            _alike(one.params[k], other.params[k]) for k in one.params
+        )
+        tokens = [(self._tokens.get(a, a), self._tokens.get(b, b)) for a, b in zip(one.ins, other.ins, strict=True)]
+        return same and all(self._equal(a, b, budget) for a, b in tokens)
+
+    def _equal_known(self, left: int, right: Any) -> bool:
+        known = self.program.known
+        if not isinstance(right, int) or right not in known:
+            return False
+        one, other = known[left], known[right]
+        if isinstance(one, Tracer) or isinstance(other, Tracer) or np.size(one) != 1 or np.size(other) != 1:
+            return one is other
+        return bool(np.asarray(one) == np.asarray(other))
+
+    def numbers(self, number: int) -> np.ndarray | None:
+        """The numbers of a value that depends on no argument, evaluated once; `None` if it is large or unknown."""
+        if number not in self._values:
+            self._values[number] = self._evaluate(number)
+        return self._values[number]
+
+    def thunk(self, number: int) -> Callable[[], np.ndarray | None]:
+        return lambda: self.numbers(number)
+
+    def _evaluate(self, number: int) -> np.ndarray | None:
+        needed, pending = {}, [number]
+        while pending:
+            current = pending.pop()
+            node = self._producers.get(current)
+            size = known_size(self.program.avals[current])
+            if size is None or size > _MOST_NUMBERS or len(needed) > _MOST_EQUATIONS:
+                return None
+            if current in self.program.known:
+                if isinstance(self.program.known[current], Tracer):
+                    return None
+            elif node is None:
+                if current not in self._constants:
+                    return None
+            elif id(node) not in needed:
+                if not makes_constants(node):
+                    return None
+                needed[id(node)] = node
+                pending.extend(node.ins)
+        return self._run(number, [node for node in self.program.nodes if id(node) in needed])
+
+    def _run(self, number: int, nodes: list[Node]) -> np.ndarray | None:
+        values: dict[int, Any] = {}
+        program = self.program
+
+        def read(each: int) -> Any:
+            if each in values:
+                return values[each]
+            value = program.known[each] if each in program.known else self._constants[each]()
+            if value is None:
+                raise LookupError(f"constant {each} is not known")
+            return value if hasattr(value, "dtype") else np.asarray(value, program.avals[each].dtype)
+
+        def run() -> np.ndarray:
+            for node in nodes:
+                values.update(zip(node.outs, bind(node.eqn, list(map(read, node.ins))), strict=True))
+            return np.asarray(read(number))
+
+        # In a thread of its own: neither the trace nor the mesh around this one may hold the numbers.
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            try:
+                return thread.submit(run).result()
+            except Exception:  # an array of another process, an axis without a mesh: not known before the program runs
+                return None
+
+
+def row_of(token: Any) -> Any:
+    """The token of the rows that a loop is given one by one of a value, whose token is `token`."""
+    return "row", token
+
+
+def _without_rows(source: Any) -> Any:
+    """What a value is a row of, at any depth: a block of a Gram matrix is made of rows and the whole."""
+    while isinstance(source, tuple) and source[0] == "row":
+        source = source[1]
+    return source
+
+
+def _alike(left: Any, right: Any) -> bool:
+    try:
+        return bool(left == right)
+    except Exception:  # arrays among the parameters: not worth a comparison
+        return left is right
+
+
+def _padded_places(node: Node, shape: Sequence[int]) -> list[range]:
+    """The places along each axis at which a `pad` puts its operand, of this shape."""
+    axes = zip(node.params["padding_config"], shape, strict=True)
+    return [range(low, low + (size - 1) * (interior + 1) + 1, interior + 1) for (low, _, interior), size in axes]

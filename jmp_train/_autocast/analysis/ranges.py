@@ -1,0 +1,128 @@
+"""How large and how small the numbers are that a program makes of its literals and booleans alone.
+
+Each literal may fit into the compute dtype and their product may not: a mask of -1e4 that is multiplied by 10, a
+coefficient of 1e-4 squared. Arguments are not followed: of parameters it is known that they narrow, and data are wide.
+
+And where numbers that do not fit stand among others: the -1e5 that a CTC loss takes for the logarithm of zero is
+carried beside scores, and a product with zeros and ones that picks the scores would find infinities times zero.
+
+Decides the range of such values, and whether the compute dtype holds it. Does not decide what follows from that; see
+`passes.assign_dtypes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.core import Tracer
+
+from ..._dtypes import facts
+from ..._jaxpr import Node
+from ..primitives import Trait, having
+
+_JOINS = having(Trait.JOINS | Trait.BOUNDS)
+_MOVES = having(Trait.MOVES | Trait.PICKS | Trait.FLIPS) | {"convert_element_type"}
+_SAME = _MOVES | having(Trait.EXTREMES)
+# Numbers beyond the compute dtype stay among the others, or add to them.
+_MIXES = _JOINS | {"add", "sub", "add_any", "scatter-add"}
+_CARRIES = _MOVES | {"sort", "reduce_sum", "cumsum", "cumlogsumexp", "integer_pow", "square"}
+_BOUNDS = having(Trait.BOUNDS)
+
+
+class Range(NamedTuple):
+    """The smallest and the largest finite magnitude among some numbers, zeros left out."""
+
+    smallest: float = math.inf
+    largest: float = 0.0
+
+    def fits(self, dtype: np.dtype) -> bool:
+        """Whether `dtype` holds all of them as normal numbers."""
+        return self == Range() or (facts(dtype).smallest_normal <= self.smallest and self.largest <= facts(dtype).max)
+
+
+def range_of(value: Any) -> Range | None:
+    """The range of one known number, `None` of arrays; zeros, infinities and NaN are the same in every format."""
+    if isinstance(value, Tracer) or np.size(value) != 1:
+        return None
+    magnitude = abs(float(np.asarray(value).reshape(())))
+    return Range(magnitude, magnitude) if magnitude and math.isfinite(magnitude) else Range()
+
+
+def range_through(node: Node, operands: Sequence[Range | None]) -> Range | None:
+    """The range of a node's results, given those of its floating operands; `None` where it is not known."""
+    if node.name == "convert_element_type" and not operands:
+        return Range(1, 1) if getattr(node.eqn.invars[0].aval, "dtype", None) == np.bool_ else None
+    known = [operand for operand in operands if operand is not None]
+    if not known or len(known) < len(operands):
+        return None
+    if node.name in _SAME:
+        return known[0]
+    first, last = known[0], known[-1]
+    if node.name in _JOINS:
+        return Range(min(r.smallest for r in known), max(r.largest for r in known))
+    if node.name in ("add", "sub", "add_any"):
+        return Range(min(first.smallest, last.smallest), first.largest + last.largest)
+    if node.name in ("mul", "div") and Range() in known:
+        return Range()
+    if node.name == "mul":
+        return Range(first.smallest * last.smallest, first.largest * last.largest)
+    if node.name == "div":
+        return Range(first.smallest / last.largest, first.largest / last.smallest)
+    return None
+
+
+def filled_with(node: Node) -> Range | None:
+    """The range of the literal that a gather puts where an index is out of bounds, if it has one."""
+    fill = node.params.get("fill_value") if node.name == "gather" else None
+    return None if fill is None else range_of(fill)
+
+
+class Numbers(NamedTuple):
+    """What is known of the numbers of a value.
+
+    Attributes:
+      range: if it is made of literals and booleans alone.
+      overflows: whether some are literals beyond the compute dtype, or sums with them, beside others.
+      terms: how many values in the compute dtype each is the sum of at most, where a window was summed.
+    """
+
+    range: Range | None = None
+    overflows: bool = False
+    terms: int | None = None
+
+    def exceed(self, dtype: np.dtype) -> bool:
+        """Whether some would be infinite in `dtype`."""
+        return self.overflows or (self.range is not None and self.range.largest > facts(dtype).max)
+
+
+UNKNOWN = Numbers()
+
+
+def divides_by_terms(sums: Numbers, divisor: Numbers) -> bool:
+    """Whether the quotients are means of values in the compute dtype, which are no larger than these: they fit, too."""
+    if sums.terms is None or divisor.range is None:
+        return False
+    # One number, known; a much larger one would make the means too small for the compute dtype.
+    smallest, largest = divisor.range
+    return smallest == largest and sums.terms <= smallest <= 2 * sums.terms
+
+
+def overflows_through(node: Node, operands: Sequence[Numbers], dtype: np.dtype) -> bool:
+    """Whether a node's results, given what is known of its floating operands, hold overflows numbers beside others.
+
+    A bound is no number of the result: `max(x, -1e9)` is `x`. The largest of masked numbers is one that is not masked.
+    A factor is none either: that of a small number is small, and losses are scaled so.
+    """
+    if node.name in _BOUNDS:
+        others = [each for each in operands if each.range is None]
+        return bool(others) and all(each.overflows for each in others)
+    if (fill := filled_with(node)) is not None:
+        return operands[0].overflows or Numbers(fill).exceed(dtype)
+    if node.name in _MIXES:
+        return any(each.range is None for each in operands) and any(each.exceed(dtype) for each in operands)
+    if node.name == "div":
+        return operands[0].overflows
+    return (node.name in _CARRIES or node.name == "mul") and any(each.overflows for each in operands)

@@ -1,0 +1,45 @@
+"""What the plan says of a product that runs in float32, and why.
+
+Decides the reasons there are. Does not decide which product has one; see `products.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from ..primitives import Entry, Rule
+
+
+class Cause(enum.Enum):
+    """Why a product runs in float32: its reason in `explain`."""
+
+    PRECISION = "its precision was set to float32"
+    SHORT = "contracts too few numbers for a Tensor Core, and follows its float32 data"
+    INNER = "inner products of float32 data, or only one: no Tensor Core computes them"
+    SQUARE = "a value times itself, a square"
+    SOLUTION = "multiplies a Gram matrix, or a solution or factor of a linear system: their digits cancel"
+    SYSTEM = "belongs to the derivative of a linear system or a factorization"
+    TABLE = "multiplies constants that the compute dtype cannot hold"
+    GRID = "an expectation over a table of constants, or such a table times float32 data"
+    FILTER = "a fixed filter of one channel: no Tensor Core computes one"
+
+
+@dataclasses.dataclass(frozen=True)
+class WideProduct(Entry):
+    """The entry of a product that runs in float32.
+
+    Attributes:
+      cause: why.
+      of_derivative: whether it belongs to the derivative of another, whose cause this is.
+      as_sums: whether it is written as multiplications and additions; see `passes.rewrites.dot_as_sums`.
+    """
+
+    cause: Cause = Cause.PRECISION
+    of_derivative: bool = False
+    as_sums: bool = False
+
+
+def wide_product(cause: Cause, of_derivative: bool = False, as_sums: bool = False) -> WideProduct:
+    reason = f"derivative of a product kept in float32: {cause.value}" if of_derivative else cause.value
+    return WideProduct(Rule.RECORDED, reason, cause=cause, of_derivative=of_derivative, as_sums=as_sums)

@@ -1,0 +1,188 @@
+"""`autocast`: a function that runs another one in mixed precision.
+
+Decides when a program is traced and planned, and how arguments and results look from outside: as if nothing had
+happened. Does not decide dtypes (`passes`) nor rules (`rules.py`, `primitives.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+
+from .._dtypes import FLOAT32, facts
+from .._finite import is_float0
+from .._jaxpr import open_jaxpr, trace
+from .._policy import Policy, get_policy
+from .analysis.uses import Flags
+from .emit import emit
+from .ir import Precision, Program, is_float32
+from .planner import Planner
+from .rules import DEFAULT_RULES, Rules
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def autocast(
+    fn: Callable[P, R], policy: Policy | str, *, rules: Rules = DEFAULT_RULES, argnums: int | Sequence[int] = 0
+) -> Callable[P, R]:
+    """Returns a function that runs `fn` in mixed precision: dots in the compute dtype, every sum in float32.
+
+    `fn` is traced as it stands, in float32. Its program is then planned as a whole: dots and convolutions read operands
+    of the policy's compute dtype, which is what Tensor Cores need; operations that need range or accumulate run in
+    float32; everything else follows its operands. The plan is made once for each set of argument shapes and dtypes.
+
+    Put it around the differentiated function, `autocast(jax.grad(loss))`, as `value_and_grad` does: then the sums of
+    the backward pass are seen too. `jax.grad(autocast(loss))` works, calls user-written derivative rules, and
+    differentiates the mixed-precision program.
+
+    Only operations recorded in float32 are narrowed. Code that casts by hand is left alone, except that its reductions
+    accumulate in float32. Data (arguments outside `argnums`, captured arrays, literals that the compute dtype cannot
+    hold) keep the operations they meet in float32. With a compute dtype of 32 bits or more the result is `fn`'s own.
+
+    Args:
+      fn: any function of arrays; pytrees of them, keywords and Python numbers as under `jax.jit`.
+      policy: a `Policy`, or a name for `get_policy`. Its `compute_dtype`, `reduce_dtype` (what weight gradients leave
+        their dot in, and what crosses devices), `matmul_precision` and `overrides` (parameters that stay in float32,
+        and keep what they meet there) hold.
+      rules: the table of primitives with your edits; see `Rules`.
+      argnums: which positional arguments hold the parameters. Parameters are narrowed to what they meet; all other
+        arguments are data.
+
+    Returns:
+      A function with `fn`'s arguments, results and result dtypes.
+
+    Raises:
+      TypeError: `fn` is not callable, `rules` or `argnums` is something else, or an argument is none that `jax.jit`
+        takes.
+      ValueError: `rules` set a scope to a 16-bit dtype that is not the policy's.
+
+    Reference: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.
+
+    >>> import jax.numpy as jnp
+    >>> def loss(w, x):
+    ...     return jnp.mean(jax.nn.relu(x @ w))
+    >>> gradient = autocast(jax.grad(loss), "mixed_float16")(jnp.ones((4, 2)), jnp.ones((8, 4)))
+    >>> gradient.dtype
+    dtype('float32')
+    """
+    if not callable(fn):
+        raise TypeError(f"`fn` must be callable, got {fn!r}; pass the function to run in mixed precision.")
+    policy = get_policy(policy)
+    planned = make_planned(fn, policy, rules, argnums)
+
+    @functools.wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with matmul_precision(policy):
+            if facts(policy.compute_dtype).bits > 16:
+                return fn(*args, **kwargs)
+            plan, tree = planned(*args, **kwargs)
+            results = emit(plan.lowered, list(map(as_array, jax.tree.leaves((args, kwargs)))))
+            return jax.tree.unflatten(tree, map(as_result, results))
+
+    return run
+
+
+class Plan:
+    """A planned program: with the dtype of every operand, and, once that is asked for, with every cast.
+
+    Attributes:
+      program: the first, for `explain`.
+      lowered: the second, which is what runs.
+    """
+
+    def __init__(self, planner: Planner, program: Program):
+        self._planner, self.program = planner, program
+
+    @functools.cached_property
+    def lowered(self) -> Program:
+        return self._planner.lower(self.program)
+
+
+def make_planned(
+    fn: Callable, policy: Policy, rules: Rules, argnums: int | Sequence[int]
+) -> Callable[..., tuple[Plan, Any]]:
+    """Returns a function of `fn`'s arguments that gives the plan of `fn` for them, and the tree of its result.
+
+    Traces are remembered by JAX, plans beside them: neither is made twice for the same shapes and dtypes.
+    """
+    if not isinstance(rules, Rules):
+        raise TypeError(f"`rules` must be a Rules, got {rules!r}; edit the default: DEFAULT_RULES.replace({{...}}).")
+    check_scopes(rules, policy)
+    chosen = _to_argnums(argnums)
+    plans: weakref.WeakKeyDictionary[Any, dict[tuple[Precision, ...], Plan]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(fn)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)  # a frame of this file in every traceback: the sign of autocast
+
+    def planned(*args: Any, **kwargs: Any) -> tuple[Plan, Any]:
+        jaxpr, shape = trace(recorded, *args, **kwargs)
+        body = open_jaxpr(jaxpr)
+        precisions = _argument_precisions(body, args, kwargs, policy, chosen)
+        known = plans.setdefault(body, {})
+        if precisions not in known:
+            planner = Planner(policy, rules)
+            known[precisions] = Plan(planner, planner.plan_whole(jaxpr, precisions, [Flags()] * len(body.outvars)))
+        return known[precisions], jax.tree.structure(shape)
+
+    return planned
+
+
+def check_scopes(rules: Rules, policy: Policy) -> None:
+    """Raises for scopes in the other 16-bit dtype: a program has one compute dtype."""
+    low = policy.compute_dtype
+    for glob, dtype in rules.scopes:
+        if facts(low).bits == facts(dtype).bits == 16 and dtype != low:
+            raise ValueError(
+                f"`rules` set the scope {glob!r} to {dtype.name}, but the policy computes in {low.name}; a scope is in "
+                f"the policy's compute dtype or in float32."
+            )
+
+
+def matmul_precision(policy: Policy) -> contextlib.AbstractContextManager[Any]:
+    """The context in which float32 products are recorded as `policy` says; the backward pass inherits it."""
+    if policy.matmul_precision is None:
+        return contextlib.nullcontext()
+    return jax.default_matmul_precision(policy.matmul_precision)
+
+
+def as_array(leaf: Any) -> Any:
+    """Python numbers as the arrays that tracing made of them."""
+    return leaf if hasattr(leaf, "dtype") else jax.numpy.asarray(leaf)
+
+
+def as_result(value: Any) -> Any:
+    """A result as `jax.jit` returns it: a literal of the program is a number with JAX's dtype, and no array yet."""
+    return value if isinstance(value, jax.Array) or is_float0(value) else jax.numpy.asarray(value)
+
+
+def _argument_precisions(
+    body: Any, args: tuple, kwargs: dict, policy: Policy, chosen: tuple[int, ...]
+) -> tuple[Precision, ...]:
+    """What the planner knows of each argument leaf: a parameter, data, or not float32."""
+    precisions: list[Precision] = []
+    avals = iter([var.aval for var in body.invars])
+    parameters = sorted({n % len(args) for n in chosen if -len(args) <= n < len(args)})
+    # One argument keeps its own paths; several are told apart by their place in a tuple. Globs match either.
+    trees = [args[n] for n in parameters]
+    overrides = iter(policy.override_dtypes(trees[0] if len(trees) == 1 else tuple(trees)))
+    for position, arg in enumerate([*args, kwargs]):
+        for _ in jax.tree.leaves(arg):
+            is_weak = position in parameters and next(overrides) != FLOAT32
+            precision = Precision.WEAK if is_weak else Precision.FULL
+            precisions.append(precision if is_float32(next(avals)) else Precision.RECORDED)
+    return tuple(precisions)
+
+
+def _to_argnums(argnums: Any) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, argnums)) if isinstance(argnums, Sequence) else (operator.index(argnums),)
+    except TypeError:
+        raise TypeError(f"`argnums` must be an integer or a sequence of integers, got {argnums!r}.") from None

@@ -1,0 +1,227 @@
+"""Runs a program that `insert_casts` has written: one equation after the other.
+
+Decides nothing. A value is dropped after its last reader. A body is never bound with other dtypes than it was traced
+with: it is traced anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._dtypes import FLOAT32
+from .._jaxpr import ClosedJaxpr, bind, bind_with_rules, consts_of, context, open_jaxpr, trace
+from .._sizes import is_static
+from .ir import Equation, Op, Program
+
+
+def emit(program: Program, args: Sequence[Any], captured: Sequence[Any] | None = None) -> list[Any]:
+    """Runs `program` on `args`, which may come in any floating dtype.
+
+    Args:
+      program: a program without implicit casts.
+      args: its arguments.
+      captured: other values for its captured arrays, in the order of `captured_arrays(program)`.
+    """
+    values = dict(program.constants)
+    if captured is not None:
+        values.update(zip(sorted(program.captured), captured, strict=True))
+    values.update(zip(program.inputs, map(cast, args, program.input_dtypes), strict=True))
+    steps = zip(program.equations, _last_reads(program), strict=True)
+    for node, group in itertools.groupby(steps, key=lambda step: step[0].at or step[0].node):
+        with context(node) if node else contextlib.nullcontext():
+            for equation, dying in group:
+                results = _run(equation, [values[number] for number, _, _ in equation.uses])
+                values.update(zip(equation.results, results, strict=True))
+                for number in dying:
+                    del values[number]
+    return [cast(values[number], dtype) for number, dtype in zip(program.outputs, program.result_dtypes, strict=True)]
+
+
+def cast(value: Any, dtype: np.dtype | None) -> Any:
+    if dtype is None or getattr(value, "dtype", None) == dtype:
+        return value
+    return lax.convert_element_type(value, dtype)
+
+
+def captured_arrays(program: Program) -> list[Any]:
+    return [program.constants[number] for number in sorted(program.captured)]
+
+
+def to_jaxpr(program: Program) -> ClosedJaxpr:
+    """`program` as a jaxpr of its arguments."""
+    captured, avals = captured_arrays(program), [program.avals[number] for number in program.inputs]
+    return trace(lambda *args: emit(program, args, captured), *avals)[0]
+
+
+def _last_reads(program: Program) -> list[list[int]]:
+    """For each equation the values that nothing reads afterwards."""
+    alive = {*program.outputs, *program.constants}
+    dying: list[list[int]] = []
+    for equation in reversed(program.equations):
+        reads = {*equation.operands, *equation.results}
+        dying.append([number for number in reads if number not in alive])
+        alive |= reads
+    return dying[::-1]
+
+
+def _run(equation: Equation, operands: list[Any]) -> list[Any]:
+    if equation.op is Op.RECORDED:
+        if equation.bodies:
+            return _BODIES.get(equation.node.name, _boundary)(equation, operands)
+        return bind(equation.node.eqn, operands, **equation.params)
+    if equation.op is Op.REWRITTEN and equation.rewrite is not None:
+        return equation.rewrite(equation.node, operands)
+    return [_ADDED[equation.op](equation.params, *operands)]
+
+
+def _cast(params: Mapping[str, Any], value: Any) -> Any:
+    value = cast(value, params["dtype"])
+    return lax.stop_gradient(value) if params.get("stop_gradient") else value
+
+
+def _saved(params: Mapping[str, Any], value: Any) -> Any:
+    del params
+    return lax.optimization_barrier(value)
+
+
+def _round(params: Mapping[str, Any], value: Any) -> Any:
+    # With float32's exponent: a narrower one would flush float16's subnormal numbers to zero.
+    return lax.reduce_precision(value, jnp.finfo(FLOAT32).nexp, jnp.finfo(params["dtype"]).nmant)
+
+
+def _hoisted(params: Mapping[str, Any], value: Any, copy: Any) -> Any:
+    del params
+    return _copy_of(value, copy)
+
+
+@jax.custom_jvp
+def _copy_of(value: jax.Array, copy: jax.Array) -> jax.Array:
+    """`copy`, with the derivative of a cast of `value`, so that its gradient accumulates in the dtype of `value`."""
+    del value
+    return copy
+
+
+@_copy_of.defjvp
+def _copy_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    return primals[1], lax.convert_element_type(tangents[0], primals[1].dtype)
+
+
+_ADDED = {Op.CAST: _cast, Op.SAVED: _saved, Op.ROUND: _round, Op.HOISTED: _hoisted}
+
+
+def _call(equation: Equation, operands: list[Any]) -> list[Any]:
+    """`jit` with shardings of its own: everything but the body stays as recorded."""
+    return bind(equation.node.eqn, operands, jaxpr=to_jaxpr(equation.bodies[0]))
+
+
+def _remat(equation: Equation, operands: list[Any]) -> list[Any]:
+    (program,) = equation.bodies
+    captured = captured_arrays(program)
+    avals = [*map(jax.typeof, captured), *(program.avals[number] for number in program.inputs)]
+    count = len(captured)
+    body = trace(lambda *args: emit(program, args[count:], args[:count]), *avals)[0]
+    return bind(equation.node.eqn, [*consts_of(body), *captured, *operands], jaxpr=open_jaxpr(body))
+
+
+def _cond(equation: Equation, operands: list[Any]) -> list[Any]:
+    return bind(equation.node.eqn, operands, branches=tuple(map(to_jaxpr, equation.bodies)))
+
+
+def _while(equation: Equation, operands: list[Any]) -> list[Any]:
+    body, condition = map(to_jaxpr, equation.bodies)
+    return bind(equation.node.eqn, operands, body_jaxpr=body, cond_jaxpr=condition)
+
+
+def _scan(equation: Equation, operands: list[Any]) -> list[Any]:
+    (body,) = equation.bodies
+    if equation.counts is None:
+        return bind(equation.node.eqn, operands, jaxpr=to_jaxpr(body))
+    consts, carry = equation.counts
+    params, rows = equation.node.params, list(operands[consts + carry :])
+    length = params["length"]
+
+    def iteration(state: list[Any], row: Any) -> tuple[list[Any], list[Any]]:
+        results = emit(body, [*operands[:consts], *state, *(row if rows else ())])
+        return results[:carry], results[carry:]
+
+    start, xs = list(operands[consts : consts + carry]), rows
+    if not is_static((length,)):  # accepted as the size of rows only
+        xs, length = rows or jnp.zeros((length, 0)), None
+    last, stacked = lax.scan(iteration, start, xs, length, params["reverse"], params["unroll"])
+    return [*last, *stacked]
+
+
+def _custom_jvp(equation: Equation, operands: list[Any]) -> list[Any]:
+    (body,), derive = equation.bodies, equation.derive
+
+    def wrap(_: Callable, jvp: Callable) -> tuple[Callable, Callable]:
+        def rule(*args: Any) -> list[Any]:
+            pairs = zip(derive(jvp, args), [*body.result_dtypes] * 2, strict=True)
+            return [cast(x, dtype) if is_array(x) else x for x, dtype in pairs]
+
+        return (lambda *args: emit(body, args)), rule
+
+    return bind_with_rules(equation.node.eqn, operands, wrap)
+
+
+def _custom_vjp(equation: Equation, operands: list[Any]) -> list[Any]:
+    """Float32 at the boundary, since a rule's residuals may be the operands themselves."""
+    (body,), derive = equation.bodies, equation.derive
+
+    def wrap(_: Callable, fwd: Callable, bwd: Callable) -> tuple[Callable, Callable, Callable]:
+        def forward(*args: Any) -> Any:
+            values, nonzeros = args[::2], args[1::2]
+
+            def rule(*values: Any) -> Any:
+                return fwd(*(x for pair in zip(values, nonzeros, strict=True) for x in pair))
+
+            return derive(rule, values)
+
+        return (lambda *args: emit(body, args)), forward, lambda *args: derive(bwd, args, backward=True)
+
+    return bind_with_rules(equation.node.eqn, operands, wrap)
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` is an array to trace: no symbolic zero, nor the tangent of an integer."""
+    return isinstance(x, jax.Array | np.ndarray | np.generic) and x.dtype != jax.dtypes.float0
+
+
+def _shard_map(equation: Equation, operands: list[Any]) -> list[Any]:
+    params, (body,) = equation.node.params, equation.bodies
+    function = jax.shard_map(
+        lambda *local: tuple(emit(body, local)),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=set(params["newly_manual_axes"]),
+        check_vma=params["check_vma"],
+    )
+    return list(function(*operands))
+
+
+def _boundary(equation: Equation, operands: list[Any]) -> list[Any]:
+    """Any other primitive with closed bodies."""
+    keys = [key for key, value in equation.node.params.items() if isinstance(value, ClosedJaxpr)]
+    bodies = dict(zip(keys, map(to_jaxpr, equation.bodies), strict=True))
+    return bind(equation.node.eqn, operands, **bodies)
+
+
+_BODIES: dict[str, Callable[[Equation, list[Any]], list[Any]]] = {
+    "jit": _call,
+    "remat2": _remat,
+    "cond": _cond,
+    "scan": _scan,
+    "while": _while,
+    "custom_jvp_call": _custom_jvp,
+    "custom_vjp_call": _custom_vjp,
+    "shard_map": _shard_map,
+}

@@ -1,0 +1,310 @@
+"""The program that autocast makes of a jaxpr: what its passes read and write, and what is run in the end.
+
+A `Program` starts as the recorded equations over numbered values. `assign_dtypes` writes into each use of a value the
+dtype it is read in, `save_or_remat` whether it is read through a saved copy; `insert_casts` turns all that into
+equations, so that the last program says everything that will run: `format_program` prints it. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._dtypes import BFLOAT16, FLOAT16, FLOAT32
+from .._jaxpr import FlatJaxpr, Node, is_backward, is_recomputed, scope_of
+from .analysis.ranges import UNKNOWN, Numbers
+from .primitives import Entry
+
+
+class Precision(enum.Enum):
+    """What autocast knows of a value that was recorded in float32."""
+
+    LOW = "low"  # is in the compute dtype
+    WEAK = "weak"  # float32, but a parameter or a small literal: narrows to what it meets, as JAX's weak types do
+    FULL = "full"  # float32, and widens what it meets: data, and what float32 operations computed
+    OVERFLOWS = "overflows"  # FULL, at the boundary of a body: some of its numbers are infinite in the compute dtype
+    RECORDED = "recorded"  # was not recorded in float32: its dtype never changes
+
+
+def joined(precisions: Sequence[Precision]) -> Precision:
+    """What a value is that may be any one of several, such as the result of a branch."""
+    order = (Precision.RECORDED, Precision.OVERFLOWS, Precision.FULL, Precision.LOW)
+    return next((precision for precision in order if precision in precisions), Precision.WEAK)
+
+
+def dtype_of(precision: Precision, low: np.dtype) -> np.dtype | None:
+    """The dtype of a value, `None` where that is the recorded one."""
+    if precision is Precision.RECORDED:
+        return None
+    return low if precision is Precision.LOW else FLOAT32
+
+
+class Place(NamedTuple):
+    """Where a body stands: the scope path of its call, whether that is marked `low_precision`, and whether it belongs
+    to a backward pass, which the name stacks inside a body do not say."""
+
+    scope: str = ""
+    low_region: bool = False
+    backward: bool = False
+
+    def scope_of(self, node: Node) -> str:
+        return "/".join(filter(None, (self.scope, scope_of(node))))
+
+    def is_backward(self, node: Node) -> bool:
+        return is_backward(node) or (self.backward and not is_recomputed(node))
+
+    def inside(self, node: Node) -> Place:
+        return Place(self.scope_of(node), self.low_region or node.low_region, self.is_backward(node))
+
+
+TOP = Place()
+
+
+def is_float32(aval: Any) -> bool:
+    return getattr(aval, "dtype", None) == FLOAT32
+
+
+def is_sixteen_bit(aval: Any) -> bool:
+    return getattr(aval, "dtype", None) in (FLOAT16, BFLOAT16)
+
+
+@dataclasses.dataclass(slots=True)
+class Fact:
+    """What is known of a recorded value.
+
+    Attributes:
+      precision: what it is.
+      depth: how many dots precede it on the longest path. A reader of greater depth is on the far side of a dot.
+      has_low_copy: computed in float32, with a copy in the compute dtype that readers across a dot see.
+      computed: computed by the program, rather than an argument or a rearranged one.
+      parameter: a differentiated argument, possibly rearranged.
+      numbers: what is known of its numbers.
+    """
+
+    precision: Precision
+    depth: int = 0
+    has_low_copy: bool = False
+    computed: bool = False
+    parameter: bool = False
+    numbers: Numbers = UNKNOWN
+
+
+class Access(enum.Enum):
+    """How an operand gets to its equation."""
+
+    FUSED = "fused"  # XLA computes it in the kernel that reads it
+    STORED = "stored"  # through memory, so the copy that a dot reads anyway does
+    NARROW = "narrow"  # the same, in the compute dtype in any case
+    CARRIED = "carried"  # as it is, whatever reads it
+
+
+class Use(NamedTuple):
+    """An operand of an equation.
+
+    Attributes:
+      value: which value.
+      dtype: what it is read in; `None` as it is.
+      residual: whether it is read on the far side of a dot, where a value is what was saved of it, or rematerialized.
+    """
+
+    value: int
+    dtype: np.dtype | None = None
+    residual: bool = False
+
+
+class Op(enum.Enum):
+    """What an equation does."""
+
+    RECORDED = "recorded"  # the recorded primitive, perhaps with other parameters and bodies
+    REWRITTEN = "rewritten"  # another computation of the same result
+    CAST = "cast"  # a conversion that autocast adds
+    SAVED = "saved"  # an optimization barrier: XLA stores the operand once, and all later readers read that
+    ROUND = "round"  # keeps float32 numbers on the compute dtype's grid, where XLA might drop a cast and its inverse
+    HOISTED = "hoisted"  # a cast of the first operand, which was made before the loop and is the second
+
+
+@dataclasses.dataclass(slots=True)
+class Equation:
+    """One equation of a `Program`.
+
+    Attributes:
+      node: the recorded equation that it runs or belongs to.
+      entry: the rule that holds for it, with the reason.
+      uses: its operands.
+      results: the values it defines.
+      op: what it does.
+      params: parameters of the primitive that differ from the recorded ones.
+      computes: the dtype in which the primitive returns each result, where that is cast to another one.
+      rewrite: computes the results from the operands, for `Op.REWRITTEN`.
+      bodies: the programs inside.
+      counts: how many of a scan's operands are constants and carries, where they are not the recorded ones.
+      derive: plans and runs derivative rules, which are callables until JAX asks for them.
+      depth: the number of dots before it on the longest path; a use at greater depth than its value's is residual.
+      accesses: how each operand gets to it.
+      dead: whether nobody reads its results where it stands.
+      at: the recorded equation that reads the result of a cast, saved copy or rematerialization: this one runs under
+        its source line and scope.
+      remat: whether it runs a second time, for the backward pass.
+    """
+
+    node: Node
+    entry: Entry
+    uses: list[Use]
+    results: tuple[int, ...]
+    op: Op = Op.RECORDED
+    params: dict[str, Any] = dataclasses.field(default_factory=dict)
+    computes: list[np.dtype | None] = dataclasses.field(default_factory=list)
+    rewrite: Callable[[Node, Sequence[Any]], list[Any]] | None = None
+    bodies: tuple[Program, ...] = ()
+    counts: tuple[int, int] | None = None
+    derive: Any = None
+    depth: int = 0
+    accesses: list[Access] = dataclasses.field(default_factory=list)
+    dead: bool = False
+    at: Node | None = None
+    remat: bool = False
+
+    @property
+    def name(self) -> str:
+        """The primitive's, or what autocast adds."""
+        return self.node.name if self.op in (Op.RECORDED, Op.REWRITTEN) else self.op.value
+
+    @property
+    def operands(self) -> tuple[int, ...]:
+        return tuple(use.value for use in self.uses)
+
+    @property
+    def reads(self) -> list[np.dtype | None]:
+        return [use.dtype for use in self.uses]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Residuals:
+    """What readers on the far side of a dot find of a program's values.
+
+    Attributes:
+      saved: values of which a copy is saved, in the compute dtype if they are floating.
+      remat: values that are rematerialized instead.
+      anchors: operands of rematerialized products that are read as they are, behind a barrier.
+      rounded: values in the compute dtype that every float32 reader has to see rounded.
+      squared: those among them that a product, here or in a body, multiplies with themselves.
+    """
+
+    saved: frozenset[int] = frozenset()
+    remat: frozenset[int] = frozenset()
+    anchors: frozenset[int] = frozenset()
+    rounded: frozenset[int] = frozenset()
+    squared: frozenset[int] = frozenset()
+
+    def has(self, value: int) -> bool:
+        return value in self.saved or value in self.remat or value in self.anchors
+
+
+@dataclasses.dataclass(slots=True)
+class Program:
+    """Equations over numbered values.
+
+    Attributes:
+      recorded: the flattened jaxpr that it was made of.
+      place: where that stands.
+      low: the compute dtype.
+      avals: of every value, by number; after `insert_casts` in the dtype it has.
+      facts: what is known of every recorded value.
+      constants: values that are known: literals and captured arrays.
+      captured: the numbers among them that are arrays, which a body is given as arguments when it is traced.
+      inputs, outputs: numbers of the arguments and results.
+      input_dtypes, result_dtypes: the dtypes in which arguments come and results leave; `None` as recorded.
+      result_precisions: what the results are to those who read them outside.
+      equations: in the order in which they run.
+      residuals: what is saved and rematerialized; empty before `save_or_remat` and after `insert_casts`.
+    """
+
+    recorded: FlatJaxpr
+    place: Place
+    low: np.dtype
+    avals: list[Any]
+    facts: list[Fact]
+    constants: dict[int, Any]
+    captured: frozenset[int]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    input_dtypes: list[np.dtype | None]
+    result_dtypes: list[np.dtype | None]
+    result_precisions: list[Precision]
+    equations: list[Equation]
+    residuals: Residuals = dataclasses.field(default_factory=Residuals)
+
+    def dtypes_of(self, precisions: Iterable[Precision]) -> list[np.dtype | None]:
+        return [dtype_of(precision, self.low) for precision in precisions]
+
+    def precision(self, number: int) -> Precision:
+        return self.facts[number].precision
+
+    def new(self, aval: Any) -> int:
+        """A value that was not recorded."""
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+
+def with_dtype(aval: Any, dtype: np.dtype | None) -> Any:
+    """`aval` in a dtype; `None` leaves it."""
+    return aval if dtype is None or aval.dtype == dtype else aval.update(dtype=dtype, weak_type=False)
+
+
+def recorded_dtypes(program: FlatJaxpr) -> list[np.dtype | None]:
+    """The dtype of each float32 result, for callers who must not see what became of it."""
+    return [FLOAT32 if is_float32(program.avals[number]) else None for number in program.outputs]
+
+
+def format_program(program: Program) -> str:
+    """The program as text, in the manner of `jax.make_jaxpr`: a line for each equation, with the dtypes of its results.
+
+    `cast`, `saved`, `round` and `hoisted` are what autocast adds, `remat` marks equations that run again for the
+    backward pass. Before `insert_casts` an operand's dtype stands behind it, `*` marks a residual, and `dead` what does
+    not run where it stands.
+    """
+    names: dict[int, str] = {}
+
+    def name(value: int) -> str:
+        literal = program.constants.get(value)
+        if literal is not None and value not in program.captured and np.size(literal) == 1:
+            return f"{np.asarray(literal).item()!r}"
+        return names.setdefault(value, _letters(len(names)))
+
+    def typed(value: int) -> str:
+        aval = program.avals[value]
+        if value < len(program.facts) and is_float32(aval):
+            aval = with_dtype(aval, dtype_of(program.precision(value), program.low))
+        return f"{name(value)}:{aval.str_short(short_dtypes=True)}"
+
+    def operand(use: Use) -> str:
+        dtype = f":{use.dtype.name}" if use.dtype is not None else ""
+        return name(use.value) + dtype + "*" * use.residual
+
+    read = {number for equation in program.equations for number in equation.operands}
+    lines = [f"{{ lambda {' '.join(typed(n) for n in sorted(program.captured & read))} ;"]
+    lines[0] += f" {' '.join(map(typed, program.inputs))} . let"
+    for equation in program.equations:
+        rewritten = f"[{equation.rewrite.__name__}]" if equation.rewrite is not None else ""
+        words = (
+            ["dead"] * equation.dead + ["remat"] * equation.remat + [equation.node.name if rewritten else equation.name]
+        )
+        results = " ".join(map(typed, equation.results)) or "_"
+        lines.append(f"    {results} = {' '.join(words)}{rewritten} {' '.join(map(operand, equation.uses))}")
+        lines += [textwrap.indent(format_program(body), " " * 8) for body in equation.bodies]
+    return "\n".join([*lines, f"  in ({', '.join(map(name, program.outputs))}) }}"])
+
+
+def _letters(number: int) -> str:
+    """a, b, ..., z, ba, bb, ...: as jaxprs name their variables."""
+    text = ""
+    while True:
+        number, letter = divmod(number, 26)
+        text = chr(ord("a") + letter) + text
+        if not number:
+            return text

@@ -1,0 +1,298 @@
+"""The dtype of every equation of a program, decided with the whole program in view.
+
+    w:f32[8,4] x:f32[2,8] (data)             w:f32[8,4] x:f32[2,8]
+    a = dot_general x w                      a:f16 = dot_general x:f16 w:f16
+    b = exp a                        ->      b:f32 = exp a:f32
+    c = reduce_sum b                         c:f32 = reduce_sum b:f32
+
+Decides what each operand is read in, what each result is, and of which float32 values a rounded copy is what readers
+across a dot see. Does not decide whether that copy is saved (`save_or_remat.py`), nor where a cast stands
+(`insert_casts.py`). Bodies of loops, branches and calls are planned by `control_flow.py`.
+
+One forward walk over the equations carries a `Fact` per value. Two things make it more than a table look-up:
+
+* A value that a dot consumes is rounded for that dot anyway. Where such a value was computed in float32 and is read
+  again on the far side of a dot (a residual connection, the backward pass), the rounded copy is read: nothing needs to
+  keep the wide one. Equations on the near side read the float32 value, which costs nothing since they fuse.
+* A pairwise equation whose every reader is a float32 one of the same stretch runs in float32 too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jax import lax
+
+from ..._dtypes import FLOAT32
+from ..._jaxpr import Node
+from ..analysis.accesses import Accesses
+from ..analysis.dot_sizes import asks_for_float32, leaves_small_result
+from ..analysis.ranges import Numbers, divides_by_terms, filled_with, overflows_through, range_of, range_through
+from ..analysis.uses import Flags
+from ..analysis.wide_product import Cause, WideProduct
+from ..ir import Access, Equation, Fact, Precision, Program, Use, dtype_of, is_float32, is_sixteen_bit
+from ..primitives import DOTS, Entry, Rule, Trait, having
+from . import control_flow
+
+if TYPE_CHECKING:
+    from ..planner import Context
+
+Decided = tuple[Equation, list[Precision]]
+
+_ROUNDS = having(Trait.ROUNDS)
+
+
+def assign_dtypes(program: Program, context: Context) -> Program:
+    """The program with the dtype of every operand and result, and what each result is for readers outside."""
+    walk = _Walk(program, context)
+    for node, entry in zip(program.recorded.nodes, context.entries, strict=True):
+        walk.visit(node, entry)
+    return walk.finished()
+
+
+def precision_of_known(value: Any, aval: Any, low: np.dtype) -> Precision:
+    """Literals and captured scalars that `low` can hold are WEAK, other float32 values of the program are FULL."""
+    if not is_float32(aval):
+        return Precision.RECORDED
+    values = range_of(value)
+    return Precision.WEAK if values is not None and values.fits(low) else Precision.FULL
+
+
+class _Walk:
+    """The forward walk over one program."""
+
+    def __init__(self, program: Program, context: Context):
+        self.program, self.recorded, self.context = program, program.recorded, context
+        self.low, self.flow, self.place = program.low, context.flow, program.place
+        self.avals = self.recorded.avals
+        self.accesses = Accesses(self.recorded, self.place, context.planner.wide)
+        self.equations: list[Equation] = []
+        self.forward_depth = 0
+        self.facts: list[Any] = [None] * len(self.avals)
+        for number, precision in zip(program.inputs, context.precisions, strict=True):
+            numbers = Numbers(overflows=precision is Precision.OVERFLOWS)
+            precision = Precision.FULL if precision is Precision.OVERFLOWS else precision
+            self.facts[number] = Fact(precision, parameter=precision is Precision.WEAK, numbers=numbers)
+        self.weights = [self.avals[number].shape for number in program.inputs if self.facts[number].parameter]
+        for number, value in program.constants.items():
+            precision = precision_of_known(value, self.avals[number], self.low)
+            known = None if precision is Precision.RECORDED else range_of(value)
+            self.facts[number] = Fact(precision, numbers=Numbers(known))
+
+    def finished(self) -> Program:
+        carried = {self.program.inputs[position] for position in self.context.roundable if self.context.saves_low}
+        outputs = zip(self.program.outputs, self.context.out_flags, strict=True)
+        results = [self._for_readers_outside(number, flags, number in carried) for number, flags in outputs]
+        return dataclasses.replace(
+            self.program,
+            facts=self.facts,
+            equations=self.equations,
+            result_precisions=results,
+            result_dtypes=self.program.dtypes_of(results),
+        )
+
+    def _seen(self, number: int, depth: int, access: Access) -> Precision:
+        """What a reader at `depth` sees of a value."""
+        fact = self.facts[number]
+        narrow = fact.has_low_copy and access is not Access.CARRIED
+        narrow = narrow and (access is Access.STORED or depth > fact.depth)
+        return Precision.LOW if narrow or access is Access.NARROW else fact.precision
+
+    def _across(self, number: int, precision: Precision) -> Precision:
+        """What a value of some precision is on the other side of a body's boundary."""
+        overflows = precision is Precision.FULL and self.facts[number].numbers.exceed(self.low)
+        return Precision.OVERFLOWS if overflows else precision
+
+    def visit(self, node: Node, entry: Entry) -> None:
+        depth = max((self.facts[number].depth for number in node.ins), default=0)
+        backward = self.place.is_backward(node)
+        if backward:
+            depth = max(depth, self.forward_depth)
+        accesses = self.accesses.of(node, entry, self.facts)
+        seen = [self._seen(number, depth, access) for number, access in zip(node.ins, accesses, strict=True)]
+        if entry.rule is Rule.ENTER:
+            seen = [self._across(number, precision) for number, precision in zip(node.ins, seen, strict=True)]
+            equation, made, has_dot = control_flow.enter(self.context, node, entry, self.place, seen)
+        else:
+            equation, made = self._DECIDE[entry.rule](self, node, entry, seen)
+            has_dot = equation.entry.rule is Rule.LOW and node.name in DOTS
+        equation.depth, equation.accesses = depth, accesses
+        for number, fact in [
+            (number, self._fact(equation, number, precision)) for number, precision in zip(node.outs, made, strict=True)
+        ]:
+            fact.depth = depth + has_dot
+            self.facts[number] = fact
+        self.equations.append(equation)
+        if not backward:
+            self.forward_depth = max(self.forward_depth, depth + has_dot)
+
+    def _fact(self, equation: Equation, number: int, precision: Precision) -> Fact:
+        """What result `number` of an equation is."""
+        operands = [self.facts[operand] for operand in equation.node.ins]
+        moves = equation.entry.rule is Rule.SHAPE
+        fact = Fact(
+            Precision.FULL if precision is Precision.OVERFLOWS else precision,
+            computed=not moves or any(operand.computed for operand in operands),
+            parameter=moves and any(operand.parameter for operand in operands),
+            numbers=_numbers_of(equation.node, operands, precision, self.low),
+        )
+        if fact.precision is Precision.FULL and fact.computed and self.context.saves_low:
+            flags = self.flow[number]
+            fact.has_low_copy = flags.to_dot and not is_delicate(fact, flags, self.low)
+        values = fact.numbers.range
+        if fact.precision is Precision.WEAK and values is not None and not values.fits(self.low):
+            fact.precision = Precision.FULL
+        return fact
+
+    def _recorded_precision(self, number: int) -> Precision:
+        return Precision.FULL if is_float32(self.avals[number]) else Precision.RECORDED
+
+    def _wide_product(self, node: Node, entry: WideProduct, seen: list[Precision]) -> Decided:
+        full = [self._recorded_precision(node.outs[0])]
+        if entry.cause is Cause.SQUARE and not entry.of_derivative and all(p is Precision.LOW for p in seen):
+            # Products of 16-bit numbers are exact in float32. They are read as stored: a compiler that computes
+            # the product in float32 would drop the rounding that other readers see.
+            uses = [Use(number, self.low, residual=True) for number in node.ins]
+            return Equation(node, entry, uses, node.outs, params={"preferred_element_type": FLOAT32}), full
+        # Without a precision of its own a float32 dot runs in TF32 on GPUs that have it.
+        params = {"precision": (lax.Precision.HIGHEST,) * 2} if node.params["precision"] is None else {}
+        return _equation(node, entry, _reads_float32(seen), params=params), full
+
+    def _as_recorded(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
+        if isinstance(entry, WideProduct):
+            return self._wide_product(node, entry, seen)
+        reads = _reads_float32(seen)
+        made = [self._recorded_precision(number) for number in node.outs]
+        if node.name == "convert_element_type":
+            if seen[0] is Precision.LOW and node.params["new_dtype"] == self.low:
+                reads = [self.low]  # the user asks for what the value already is
+            if node.ins[0] in self.program.constants:  # as jnp.pad's zero is
+                known = self.program.constants[node.ins[0]]
+                made = [precision_of_known(known, self.avals[node.outs[0]], self.low)]
+            elif self.avals[node.ins[0]].dtype == np.bool_:
+                made = [Precision.WEAK if p is Precision.FULL else p for p in made]  # zeros and ones fit anywhere
+        return _equation(node, entry, reads), made
+
+    def _high(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
+        avals = [self.avals[number] for number in node.ins]
+        reads = [FLOAT32 if is_float32(aval) or is_sixteen_bit(aval) else None for aval in avals]
+        computes = [FLOAT32 if is_sixteen_bit(self.avals[number]) else None for number in node.outs]
+        return _equation(node, entry, reads, computes=computes), list(map(self._recorded_precision, node.outs))
+
+    def _follow(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
+        floating = [precision for precision in seen if precision is not Precision.RECORDED]
+        if len(floating) > 1 and len(node.outs) != len(node.ins):
+            return self._widest(node, entry, seen)  # an edit: its operands still need one dtype
+        if node.name == "rev" and seen == [Precision.WEAK] and self.flow.is_for_one_dot(node.outs[0]):
+            return self._pairwise(node, entry, seen, Precision.LOW)  # a cast after it hides cuDNN's data gradient
+        fill = filled_with(node)
+        if fill is not None and seen[0] is not Precision.RECORDED and not fill.fits(self.low):
+            high = Entry(Rule.HIGH, f"{self.low.name} cannot hold its fill_value")
+            return self._pairwise(node, high, seen, Precision.FULL)
+        if node.name in _ROUNDS and self.flow[node.outs[0]].exact:
+            return self._pairwise(node, entry, seen, Precision.FULL)
+        first = next(iter(floating), Precision.RECORDED)
+        sources = seen if len(node.outs) == len(node.ins) else [first] * len(node.outs)
+        made = [
+            precision if is_float32(self.avals[number]) else Precision.RECORDED
+            for number, precision in zip(node.outs, sources, strict=True)
+        ]
+        params = {}
+        if node.name == "convert_element_type" and made == [Precision.LOW]:
+            params = {"new_dtype": self.low}  # recorded from float32 to float32: it changes the weak type alone
+        return _equation(node, entry, [dtype_of(precision, self.low) for precision in seen], params=params), made
+
+    def _widest(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
+        only_wide = node.name in _ROUNDS and all(self.flow[number].only_wide for number in node.outs)
+        if node.name == "div" and not only_wide and self._is_mean_to_store(node):
+            entry = Entry(entry.rule, "a mean of 16-bit values, which fits where they do")
+            return _equation(node, entry, [FLOAT32, FLOAT32], computes=[FLOAT32]), [Precision.LOW]
+        narrow = Precision.LOW if Precision.LOW in seen else Precision.WEAK
+        precision = Precision.FULL if only_wide or Precision.FULL in seen else narrow
+        return self._pairwise(node, entry, seen, precision)
+
+    def _is_mean_to_store(self, node: Node) -> bool:
+        flags, asked_for = self.flow[node.outs[0]], node.outs[0] in self.program.outputs
+        mean = divides_by_terms(*(self.facts[number].numbers for number in node.ins))
+        return mean and not (asked_for or flags.exact or flags.in_exponent)
+
+    def _pairwise(self, node: Node, entry: Entry, seen: list[Precision], precision: Precision) -> Decided:
+        reads = [None if p is Precision.RECORDED else dtype_of(precision, self.low) for p in seen]
+        made = [precision if is_float32(self.avals[number]) else Precision.RECORDED for number in node.outs]
+        return _equation(node, entry, reads), made
+
+    def _low(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
+        if node.name not in DOTS:
+            return self._pairwise(node, entry, seen, Precision.LOW)
+        if any(self.facts[number].numbers.exceed(self.low) for number in node.ins):
+            infinite = Entry(Rule.RECORDED, f"some of its numbers are infinite in {self.low.name}")
+            return self._as_recorded(node, infinite, seen)
+        avals = [self.avals[number] for number in node.ins]
+        low = next((aval.dtype for aval in avals if is_sixteen_bit(aval)), self.low)
+        reads = [None if precision is Precision.RECORDED else low for precision in seen]
+        if not is_float32(self.avals[node.outs[0]]):
+            return _equation(node, entry, reads), [Precision.RECORDED]
+        are_parameters = [self.facts[number].parameter for number in node.ins]
+        # cuDNN has no convolution of 16-bit operands with a float32 result.
+        gradient = node.name != "conv_general_dilated" and self.place.is_backward(node)
+        weights = self.weights if any(are_parameters) else None
+        leaves = self.context.reduce_dtype if gradient and self.flow.ends_at(node.outs[0], weights) else low
+        if not self.place.is_backward(node) and leaves_small_result(self.recorded, node, are_parameters):
+            entry, leaves = Entry(entry.rule, f"{entry.reason}; its small result stays in float32"), FLOAT32
+        params: dict[str, Any] = {"preferred_element_type": leaves}
+        if asks_for_float32(node.params.get("precision"), None):
+            params["precision"] = None  # of 16-bit operands there is one precision; compilers widen them for another
+        if leaves == self.low:
+            return _equation(node, entry, reads, params=params), [Precision.LOW]
+        return _equation(node, entry, reads, params=params, computes=[leaves]), [Precision.FULL]
+
+    def _collective(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
+        wire = self.context.reduce_dtype if self.place.is_backward(node) else FLOAT32
+        avals = [self.avals[number] for number in (*node.ins, *node.outs)]
+        dtypes = [wire if is_float32(aval) or is_sixteen_bit(aval) else None for aval in avals]
+        reads, computes = dtypes[: len(node.ins)], dtypes[len(node.ins) :]
+        return _equation(node, entry, reads, computes=computes), list(map(self._recorded_precision, node.outs))
+
+    _DECIDE = {  # noqa: RUF012
+        Rule.LOW: _low,
+        Rule.HIGH: _high,
+        Rule.FOLLOW: _follow,
+        Rule.SHAPE: _follow,
+        Rule.WIDEST: _widest,
+        Rule.COLLECTIVE: _collective,
+        Rule.RECORDED: _as_recorded,
+    }
+
+    def _for_readers_outside(self, number: int, flags: Flags, carried: bool) -> Precision:
+        """What a result is for those who read it outside: rounded, if a dot out there consumes it."""
+        fact = self.facts[number]
+        delicate = flags.exact or flags.in_exponent
+        precision = self._across(number, fact.precision)
+        rounded = flags.to_dot and not delicate and precision is Precision.FULL and (fact.has_low_copy or carried)
+        return Precision.LOW if rounded else precision
+
+
+def is_delicate(fact: Fact, flags: Flags, low: np.dtype) -> bool:
+    """Whether a rounding of a value would be more than a rounding for what reads it."""
+    return flags.exact or flags.in_exponent or fact.numbers.exceed(low)
+
+
+def _equation(node: Node, entry: Entry, reads: Sequence[np.dtype | None], **fields: Any) -> Equation:
+    return Equation(node, entry, list(map(Use, node.ins, reads)), node.outs, **fields)
+
+
+def _reads_float32(seen: Sequence[Precision]) -> list[np.dtype | None]:
+    return [None if precision is Precision.RECORDED else FLOAT32 for precision in seen]
+
+
+def _numbers_of(node: Node, operands: Sequence[Fact], precision: Precision, low: np.dtype) -> Numbers:
+    floats = [operand.numbers for operand in operands if operand.precision is not Precision.RECORDED]
+    overflows = precision is not Precision.RECORDED and overflows_through(node, floats, low)
+    summed = node.name == "reduce_window_sum" and operands[0].precision is Precision.LOW
+    terms = math.prod(node.params["window_dimensions"]) if summed else None
+    found = range_through(node, [numbers.range for numbers in floats])
+    return Numbers(found, overflows or precision is Precision.OVERFLOWS, terms)

@@ -1,0 +1,258 @@
+"""Equations with programs inside: what is known enters them, and what they return comes out.
+
+    b:f32 = scan { c -> ... } w x:f32     ->     b:f16 = scan { c:f16 -> ... } w:f32 x:f16
+
+Decides the dtype of loop carries and of what branches return. Does not decide dtypes inside the programs; see
+`assign_dtypes.py`. Loops that decide something by a float32 value, such as when to stop, run as recorded where 16 bits
+would decide otherwise (`analysis/loop_ends.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from ..._dtypes import FLOAT32
+from ..._jaxpr import ClosedJaxpr, Node, flatten, open_jaxpr, scan_counts, trace
+from ..analysis.loop_ends import narrowed_decision, narrowed_stop
+from ..analysis.loops import is_counted, may_be_narrow
+from ..analysis.uses import Flags
+from ..emit import cast, emit, is_array
+from ..ir import Equation, Place, Precision, Program, Use, is_float32, joined, recorded_dtypes
+from ..primitives import DOTS, Entry, Rule
+
+if TYPE_CHECKING:
+    from ..planner import Context, Planner
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entered:
+    """A node with its bodies planned: what its operands are read in, what its results are, the bodies.
+
+    `computes` and `derive` are as in `Equation`.
+    """
+
+    reads: list[np.dtype | None]
+    made: list[Precision]
+    bodies: tuple[Program, ...]
+    computes: list[np.dtype | None] = dataclasses.field(default_factory=list)
+    derive: Callable[..., Any] | None = None
+
+
+def flags_of(planner: Planner, node: Node, inside: Place, outs: list[Flags]) -> list[Flags]:
+    """What becomes of the operands of a node with a body, given what becomes of its results."""
+    params = node.params
+    if node.name == "cond":
+        branches = [planner.in_flags(branch, inside, outs) for branch in params["branches"]]
+        return [Flags(), *map(_merge, *branches)] if len(branches) > 1 else [Flags(), *branches[0]]
+    if node.name == "scan":
+        consts, carry = scan_counts(node.eqn)
+        return _loop_flags(planner, params["jaxpr"], inside, outs, consts, carry)
+    if node.name == "while":
+        skip, consts = params["cond_nconsts"], params["body_nconsts"]
+        carry = len(node.ins) - skip - consts
+        return [Flags()] * skip + _loop_flags(planner, params["body_jaxpr"], inside, outs, consts, carry)
+    if node.name in _BODY:
+        return planner.in_flags(params[_BODY[node.name]], inside, outs)
+    return [Flags(reaches_dot=True)] * len(node.ins)
+
+
+def _loop_flags(planner: Planner, body: Any, inside: Place, outs: list[Flags], consts: int, carry: int) -> list[Flags]:
+    first = planner.in_flags(body, inside, outs)
+    pairs = zip(outs[:carry], first[consts : consts + carry], strict=True)
+    fed_back = [_merge(a, b)._replace(only_wide=False) for a, b in pairs]
+    return planner.in_flags(body, inside, [*fed_back, *outs[carry:]])
+
+
+def _merge(*all_flags: Flags) -> Flags:
+    reaches, to_dot, only_wide, exact, in_exponent = zip(*all_flags, strict=True)
+    return Flags(any(reaches), any(to_dot), all(only_wide), any(exact), any(in_exponent))
+
+
+def enter(
+    context: Context, node: Node, entry: Entry, place: Place, seen: list[Precision]
+) -> tuple[Equation, list[Precision], bool]:
+    """Plans a node with a body: the equation, what its results are, and whether a dot is inside."""
+    out_flags = [context.flow[number] for number in node.outs]
+    handler = _HANDLERS.get(node.name, _boundary)
+    entered = handler(context.planner, node, place.inside(node), seen, out_flags)
+    if isinstance(entered, str):
+        entry, entered = Entry(Rule.RECORDED, entered), Entered(_float32(seen), _recorded(node.eqn.outvars), ())
+    equation = Equation(
+        node,
+        entry,
+        list(map(Use, node.ins, entered.reads)),
+        node.outs,
+        computes=entered.computes,
+        bodies=entered.bodies,
+        derive=entered.derive,
+    )
+    return equation, entered.made, any(map(_has_dot, entered.bodies))
+
+
+def _has_dot(program: Program) -> bool:
+    return any(
+        (equation.node.name in DOTS and equation.entry.rule is Rule.LOW) or any(map(_has_dot, equation.bodies))
+        for equation in program.equations
+    )
+
+
+def _recorded(variables: Sequence[Any]) -> list[Precision]:
+    return [Precision.FULL if is_float32(var.aval) else Precision.RECORDED for var in variables]
+
+
+def _float32(seen: Sequence[Precision]) -> list[np.dtype | None]:
+    return [None if precision is Precision.RECORDED else FLOAT32 for precision in seen]
+
+
+def _returning(program: Program, dtypes: list[np.dtype | None]) -> Program:
+    return dataclasses.replace(program, result_dtypes=dtypes)
+
+
+def _call(planner: Planner, node: Node, inside: Place, seen: list[Precision], outs: list[Flags]) -> Entered:
+    """`jit` with shardings of its own, `remat2` and `shard_map`: everything but the body stays as recorded."""
+    body = planner.plan(node.params[_BODY[node.name]], seen, outs, inside)
+    return Entered(body.input_dtypes, body.result_precisions, (body,))
+
+
+def _cond(planner: Planner, node: Node, inside: Place, seen: list[Precision], outs: list[Flags]) -> Entered:
+    branches = [planner.plan(branch, seen[1:], outs, inside) for branch in node.params["branches"]]
+    made = [joined(each) for each in zip(*(branch.result_precisions for branch in branches), strict=True)]
+    dtypes = branches[0].dtypes_of(made)
+    bodies = tuple(_returning(branch, dtypes) for branch in branches)
+    return Entered([None, *bodies[0].input_dtypes], made, bodies)
+
+
+def _scan(planner: Planner, node: Node, inside: Place, seen: list[Precision], outs: list[Flags]) -> Entered | str:
+    consts, carry = scan_counts(node.eqn)
+    body, carried = _plan_loop(planner, node.params["jaxpr"], inside, seen, outs, consts, carry)
+    if (reason := narrowed_stop(body, consts, carry)) is not None:
+        return reason
+    made = [*carried, *body.result_precisions[carry:]]
+    return Entered(body.input_dtypes, made, (_returning(body, body.dtypes_of(made)),))
+
+
+def _while(planner: Planner, node: Node, inside: Place, seen: list[Precision], outs: list[Flags]) -> Entered | str:
+    params, skip, consts = node.params, node.params["cond_nconsts"], node.params["body_nconsts"]
+    body, carried = _plan_loop(planner, params["body_jaxpr"], inside, seen[skip:], outs, consts, len(node.outs))
+    condition = planner.plan(params["cond_jaxpr"], [*seen[:skip], *carried], [Flags()], inside)
+    if not is_counted(params) and (reason := narrowed_decision(condition, body, skip, consts)) is not None:
+        return reason
+    bodies = _returning(body, body.dtypes_of(carried)), _returning(condition, [None])
+    return Entered([*condition.input_dtypes[:skip], *body.input_dtypes], carried, bodies)
+
+
+def _plan_loop(
+    planner: Planner, body: Any, inside: Place, seen: list[Precision], outs: list[Flags], consts: int, carry: int
+) -> tuple[Program, list[Precision]]:
+    """The plan of a loop's body, and what its carry is, which starts as its initial value is and can only widen."""
+    recorded, _ = planner.recorded(body, inside)
+    first, starts = consts + carry, seen[consts : consts + carry]
+    as_recorded = [
+        Precision.FULL if is_float32(recorded.avals[number]) else Precision.RECORDED
+        for number in recorded.inputs[consts:first]
+    ]
+    whole = flatten(body, also=("remat2",)) if Precision.LOW in starts else recorded
+    weights = [n for n, p in zip(whole.inputs[first:], seen[first:], strict=True) if p is Precision.WEAK]
+    ends = zip(starts, whole.inputs[consts:first], whole.outputs[:carry], strict=True)
+    low = [
+        precision is Precision.LOW and may_be_narrow(whole, inside, weights, *end, wide=planner.wide)
+        for precision, *end in ends
+    ]
+    carried = [
+        precision if precision is Precision.OVERFLOWS or is_low else wide
+        for precision, wide, is_low in zip(starts, as_recorded, low, strict=True)
+    ]
+    while True:
+        to_low = [Flags(precision is Precision.LOW, precision is Precision.LOW, False) for precision in carried]
+        arguments = [*seen[:consts], *carried, *seen[first:]]
+        program = planner.plan(body, arguments, [*to_low, *outs[carry:]], inside, roundable=range(consts, first))
+        wider = [joined(pair) for pair in zip(carried, program.result_precisions, strict=False)]
+        if wider == carried:
+            return program, carried
+        carried = wider
+
+
+def _custom_jvp(planner: Planner, node: Node, inside: Place, seen: list[Precision], outs: list[Flags]) -> Entered:
+    body = planner.plan(node.params["call_jaxpr"], seen, outs, inside)
+    # Of the arguments and their tangents.
+    precisions = [*seen, *(Precision.FULL if p is Precision.OVERFLOWS else p for p in seen)]
+
+    def derive(rule: Callable, args: Sequence[Any]) -> Any:
+        pairs = zip(args, precisions, strict=True)
+        recorded = [x if p is Precision.RECORDED or not is_array(x) else cast(x, FLOAT32) for x, p in pairs]
+        return run_rule(planner, rule, recorded, precisions, inside)
+
+    return Entered(body.input_dtypes, body.result_precisions, (body,), derive=derive)
+
+
+def _custom_vjp(planner: Planner, node: Node, inside: Place, seen: list[Precision], outs: list[Flags]) -> Entered:
+    """Keeps float32 at the boundary, since a rule's residuals may be the operands themselves; the inside is planned."""
+    body = planner.plan(node.params["call_jaxpr"], seen, outs, inside)
+
+    def derive(rule: Callable, args: Sequence[Any], backward: bool = False) -> Any:
+        if not backward:
+            return run_rule(planner, rule, args, seen, inside)
+        found = [Precision.FULL if is_array(x) and is_float32(x) else Precision.RECORDED for x in args]
+        return run_rule(planner, rule, args, found, inside._replace(backward=True))
+
+    returned = _returning(body, recorded_dtypes(body.recorded))
+    computes = returned.result_dtypes
+    return Entered(_float32(seen), body.result_precisions, (returned,), computes, derive)
+
+
+def run_rule(
+    planner: Planner, rule: Callable, args: Sequence[Any], precisions: Sequence[Precision], place: Place
+) -> Any:
+    """Runs a derivative rule on `args` as recorded with its inside autocast; what is no array passes through."""
+    structure: list[Any] = []
+    positions = [i for i, arg in enumerate(args) if is_array(arg)]
+
+    def arrays_of(*arrays: Any) -> list[Any]:
+        traced = dict(zip(positions, arrays, strict=True))
+        leaves, tree = jax.tree.flatten(rule(*(traced.get(i, arg) for i, arg in enumerate(args))))
+        structure[:] = [tree, [None if is_array(leaf) else leaf for leaf in leaves]]
+        return [leaf for leaf in leaves if is_array(leaf)]
+
+    given = [args[i] for i in positions]
+    jaxpr, _ = trace(arrays_of, *given)
+    fresh = planner.fresh()
+    out_flags = [Flags()] * len(open_jaxpr(jaxpr).outvars)
+    program = fresh.plan_whole(jaxpr, [precisions[i] for i in positions], out_flags, place)
+    arrays = iter(emit(fresh.lower(program), given))
+    tree, others = structure
+    return jax.tree.unflatten(tree, [next(arrays) if other is None else other for other in others])
+
+
+def _boundary(planner: Planner, node: Node, inside: Place, seen: list[Precision], outs: list[Flags]) -> Entered:
+    """Any other primitive with closed bodies: float32 at the boundary, the bodies planned behind it."""
+    bodies = []
+    for body in node.params.values():
+        if isinstance(body, ClosedJaxpr):
+            jaxpr = open_jaxpr(body)
+            program = planner.plan(body, _recorded(jaxpr.invars), [Flags()] * len(jaxpr.outvars), inside)
+            bodies.append(_returning(program, recorded_dtypes(program.recorded)))
+    return Entered(_float32(seen), _recorded(node.eqn.outvars), tuple(bodies))
+
+
+_BODY = {
+    "jit": "jaxpr",
+    "remat2": "jaxpr",
+    "shard_map": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+_HANDLERS: dict[str, Callable[..., Entered | str]] = {
+    "jit": _call,
+    "remat2": _call,
+    "shard_map": _call,
+    "cond": _cond,
+    "scan": _scan,
+    "while": _while,
+    "custom_jvp_call": _custom_jvp,
+    "custom_vjp_call": _custom_vjp,
+}

@@ -1,0 +1,52 @@
+"""Equations whose results nobody reads.
+
+    a = exp x                           a = exp x     (dead: b is read as rematerialized only)
+    b = mul a a                    ->   ...
+    c = dot_general ...
+    d = mul b* c
+
+`mark_dead` looks at a program before `insert_casts`, where a residual is read through what it is rematerialized from;
+`remove_dead_code` at one after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ..ir import Equation, Op, Program
+
+if TYPE_CHECKING:
+    from ..planner import Context
+
+
+def mark_dead(program: Program, context: Context) -> Program:
+    """The program with the equations marked that need not run where they stand."""
+    del context
+    needed, again = set(program.outputs), set()  # values read as they are, and those that are rematerialized
+    remat, equations = program.residuals.remat, []
+    for equation in reversed(program.equations):
+        dead = equation.dead or (not equation.node.eqn.effects and needed.isdisjoint(equation.results))
+        if not dead:
+            for use in equation.uses:
+                (again if use.residual and use.value in remat else needed).add(use.value)
+        if not again.isdisjoint(equation.results):
+            for number in equation.operands:
+                (again if number in remat else needed).add(number)
+        equations.append(dataclasses.replace(equation, dead=dead))
+    return dataclasses.replace(program, equations=equations[::-1])
+
+
+def remove_dead_code(program: Program, needed: Iterable[int] = ()) -> Program:
+    """The program without equations whose results are neither read, nor returned, nor among the `needed`."""
+    alive, equations = {*program.outputs, *needed}, []
+    for equation in reversed(program.equations):
+        if has_effects(equation) or not alive.isdisjoint(equation.results):
+            alive.update(equation.operands)
+            equations.append(equation)
+    return dataclasses.replace(program, equations=equations[::-1])
+
+
+def has_effects(equation: Equation) -> bool:
+    return equation.op is Op.RECORDED and bool(equation.node.eqn.effects)

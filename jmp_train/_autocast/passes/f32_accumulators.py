@@ -1,0 +1,137 @@
+"""Sums that a loop carries in 16 bits, as hand-cast code and 16-bit parameters record them, carried in float32.
+
+The backward pass of a loop adds the gradient of a weight at every iteration to a carry of the weight's dtype. After
+2,048 equal terms such a sum in float16 stops growing.
+
+Decides which carries are such sums and writes the loop anew, before anything is planned: the carry, and the carry with
+terms added, are computed in float32; whatever else reads them sees them rounded to the recorded dtype. Does not decide
+the dtype of carries recorded in float32; see `control_flow.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..._dtypes import FLOAT32
+from ..._jaxpr import (
+    ClosedJaxpr,
+    FlatJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Node,
+    bind,
+    consts_of,
+    context,
+    flatten,
+    open_jaxpr,
+    scan_counts,
+    trace,
+    trace_in_place_of,
+)
+from ..analysis.loops import HANDED_ON, HOLDS_SUMS, accumulates, is_counted, relations, relations_through
+from ..emit import cast
+from ..ir import is_sixteen_bit
+from ..rules import low_precision
+
+Positions = Collection[int]
+
+
+def f32_accumulators(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
+    """The loop that `eqn` is, with its 16-bit sums carried in float32 and rounded at the end; `None` without any."""
+    if eqn.primitive.name == "scan":
+        body, first = eqn.params["jaxpr"], scan_counts(eqn)[0]
+        start, count = first, scan_counts(eqn)[1]
+    elif eqn.primitive.name == "while" and is_counted(eqn.params):
+        body, first = eqn.params["body_jaxpr"], eqn.params["body_nconsts"]
+        start, count = first + eqn.params["cond_nconsts"], len(eqn.outvars)
+    else:
+        return None
+    avals: list[Any] = [var.aval for var in eqn.invars]
+    narrow = [i for i in range(count) if is_sixteen_bit(avals[start + i])]
+    program = flatten(body) if narrow else None
+    sums = [i for i in narrow if program and accumulates(program, program.inputs[first + i], program.outputs[i])]
+    if not program or not sums:
+        return None
+    wide = [start + i for i in sums]
+
+    def loop(*args: jax.Array) -> list[jax.Array]:
+        results = _bind_wide(eqn, [cast(arg, FLOAT32) if i in wide else arg for i, arg in enumerate(args)], wide, sums)
+        return [cast(result, avals[start + i].dtype) if i in sums else result for i, result in enumerate(results)]
+
+    return trace_in_place_of(eqn, loop)
+
+
+def _bind_wide(eqn: JaxprEqn, args: list[Any], wide: Positions, results: Positions) -> list[Any]:
+    """Runs a loop, branch or rematerialised call, its operands at `wide` and its results at `results` in float32."""
+    params = eqn.params
+    if eqn.primitive.name == "cond":
+        inside = [i - 1 for i in wide]
+        return bind(eqn, args, branches=tuple(_with_wide(branch, inside, results) for branch in params["branches"]))
+    if eqn.primitive.name == "while":
+        condition = _with_wide(params["cond_jaxpr"], [i - params["body_nconsts"] for i in wide], ())
+        body = _with_wide(params["body_jaxpr"], [i - params["cond_nconsts"] for i in wide], results)
+        return bind(eqn, args, cond_jaxpr=condition, body_jaxpr=body)
+    body = _with_wide(params["jaxpr"], wide, results)
+    if eqn.primitive.name == "remat2":
+        return bind(eqn, [*consts_of(body), *args], jaxpr=open_jaxpr(body))
+    return bind(eqn, args, jaxpr=body)
+
+
+def _with_wide(jaxpr: ClosedJaxpr | Jaxpr, wide: Positions, results: Positions) -> ClosedJaxpr:
+    """`jaxpr` with its arguments at `wide`, sums of the loop around it, and its results at `results` in float32."""
+    program = flatten(jaxpr)
+    avals = [program.avals[number] for number in program.inputs]
+    sums: set[int] = set()
+    for i in wide:
+        found = relations(program, program.inputs[i])
+        sums.update(number for number, relation in found.items() if relation in HANDED_ON)
+
+    def run(*args: Any) -> list[Any]:
+        exact, stored = {}, {number: _as_array(value, program.avals[number]) for number, value in program.known.items()}
+
+        def write(number: int, value: Any) -> None:
+            if number in sums:
+                exact[number] = cast(value, FLOAT32)
+            stored[number] = cast(value, getattr(program.avals[number], "dtype", None))
+
+        for number, arg in zip(program.inputs, args, strict=True):
+            write(number, arg)
+        for node in program.nodes:
+            with context(node):
+                for number, value in zip(node.outs, _run(program, node, exact, stored, sums), strict=True):
+                    write(number, value)
+        outputs = enumerate(program.outputs)
+        return [cast(exact.get(n, stored[n]), FLOAT32) if i in results else stored[n] for i, n in outputs]
+
+    return trace(run, *(aval.update(dtype=FLOAT32) if i in wide else aval for i, aval in enumerate(avals)))[0]
+
+
+def _run(program: FlatJaxpr, node: Node, exact: dict[int, Any], stored: dict[int, Any], sums: set[int]) -> list[Any]:
+    """Runs a node as recorded or, where its result is a sum, in float32."""
+    results = [i for i, number in enumerate(node.outs) if number in sums]
+    operands = [stored[number] for number in node.ins]
+    if not results:
+        run = functools.partial(_bind, node.eqn)
+        return (low_precision(run) if node.low_region else run)(*operands)
+    if node.name == "convert_element_type":
+        return [exact[node.ins[0]]]
+    if node.name in HOLDS_SUMS:
+        related = {i: relations_through(node, i) for i, number in enumerate(node.ins) if number in exact}
+        wide = [i for i, found in related.items() if any(found[k] in HANDED_ON for k in results)]
+        given = [exact[node.ins[i]] if i in wide else operand for i, operand in enumerate(operands)]
+        return _bind_wide(node.eqn, given, wide, results)
+    pairs = zip(node.ins, operands, strict=True)
+    return bind(node.eqn, [cast(exact.get(n, x), FLOAT32) if is_sixteen_bit(x) else x for n, x in pairs])
+
+
+def _as_array(value: Any, aval: Any) -> Any:
+    return value if hasattr(value, "dtype") else np.asarray(value, aval.dtype)
+
+
+def _bind(eqn: JaxprEqn, *operands: Any) -> list[Any]:
+    return bind(eqn, operands)

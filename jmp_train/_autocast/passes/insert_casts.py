@@ -1,0 +1,147 @@
+"""Every cast, saved copy, rematerialization and rounding as an equation of its own.
+
+    a:f16 = dot_general x:f16 w:f16          b:f16 = cast w
+    h:f32 = exp a:f32                        a:f16 = dot_general x b
+    ...                                ->    c:f32 = cast a
+    g:f32 = mul h* y:f32                     h:f32 = exp c
+                                             d:f16 = saved a
+                                             e:f32 = cast d
+                                             f:f32 = remat exp e
+                                             g:f32 = mul f y
+
+Decides where they stand: in front of the first equation that reads them, once for each value, dtype and side of a dot.
+Does not decide which there are; see `assign_dtypes.py` and `save_or_remat.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..._dtypes import FLOAT32
+from ..._jaxpr import Node
+from ..ir import Equation, Op, Program, Residuals, Use, dtype_of, with_dtype
+from ..primitives import Entry, Rule
+
+if TYPE_CHECKING:
+    from ..planner import Planner
+
+_ADDED = Entry(Rule.RECORDED, "added by autocast")
+
+
+def insert_casts(program: Program, planner: Planner) -> Program:
+    """The program in which no use names a dtype."""
+    del planner
+    return _Writer(program).written()
+
+
+class _Writer:
+    """Writes the explicit program, equation by equation."""
+
+    def __init__(self, program: Program):
+        self.source = program
+        self.residuals = program.residuals
+        self.avals = [*program.avals]
+        for number, fact in enumerate(program.facts):
+            if fact is not None:
+                self.avals[number] = with_dtype(self.avals[number], dtype_of(fact.precision, program.low))
+        for number, dtype in zip(program.inputs, program.input_dtypes, strict=True):
+            if dtype is not None:
+                self.avals[number] = self.avals[number].update(dtype=dtype, weak_type=False)
+        self.constants = dict(program.constants)
+        self.equations: list[Equation] = []
+        self.makers = {number: equation for equation in program.equations for number in equation.results}
+        self.copies: dict[tuple[int, np.dtype | None, bool], int] = {}
+        self.rematerialized: dict[int, int] = {}
+
+    def written(self) -> Program:
+        for equation in self.source.equations:
+            if not equation.dead:
+                self.write(equation)
+        last = self.source.recorded.nodes[-1] if self.source.recorded.nodes else None
+        results = zip(self.source.outputs, self.source.result_dtypes, strict=True)
+        outputs = tuple(self.read(Use(number, dtype), last) for number, dtype in results)
+        return dataclasses.replace(
+            self.source,
+            avals=self.avals,
+            constants=self.constants,
+            equations=self.equations,
+            outputs=outputs,
+            residuals=Residuals(),
+        )
+
+    def write(self, equation: Equation) -> None:
+        node = equation.node
+        uses = [Use(self.read(use, node)) for use in equation.uses]
+        stored = equation.results
+        computed = [
+            number if dtype is None or dtype == self.avals[number].dtype else self._new(number, dtype)
+            for number, dtype in zip(stored, equation.computes or [None] * len(stored), strict=True)
+        ]
+        self.equations.append(dataclasses.replace(equation, uses=uses, results=tuple(computed), computes=[]))
+        for number, result in zip(stored, computed, strict=True):
+            if number != result:
+                self._add(Op.CAST, result, number, node)
+
+    def read(self, use: Use, at: Node | None) -> int:
+        """The value that a use in the equation `at` is."""
+        key = (use.value, use.dtype, use.residual)
+        if key not in self.copies:
+            self.copies[key] = self._residual(use, at) if use.residual else self._plain(use, at)
+        return self.copies[key]
+
+    def _plain(self, use: Use, at: Node | None) -> int:
+        value, dtype = use.value, use.dtype
+        if dtype is None or dtype == self.avals[value].dtype:
+            return value
+        if value in self.constants and value not in self.source.captured:
+            with np.errstate(over="ignore"):  # infinite as quietly as on a device
+                self.constants[self._new(value, dtype)] = np.asarray(self.constants[value], dtype)
+            return len(self.avals) - 1
+        return self._cast(value, value, dtype, at)
+
+    def _residual(self, use: Use, at: Node | None) -> int:
+        value, dtype, low = use.value, use.dtype, self.source.low
+        if value in self.residuals.remat:
+            again = self._rematerialized(value, at)
+            return self._cast(value, again, dtype, at) if dtype not in (None, self.avals[again].dtype) else again
+        if value not in self.residuals.anchors and dtype not in (None, low):
+            return self._add(Op.CAST, self.read(Use(value, low, True), at), self._new(value, dtype), at)
+        copy = self.read(Use(value, dtype), at)
+        return self._add(Op.SAVED, copy, self._like(copy), at)
+
+    def _cast(self, value: int, source: int, dtype: np.dtype | None, at: Node | None) -> int:
+        """`source`, which is `value` or equal to it, in another dtype, on the compute dtype's grid where it must be."""
+        cast = self._add(Op.CAST, source, self._new(value, dtype), at)
+        if value not in self.residuals.rounded or dtype != FLOAT32:
+            return cast
+        return self._add(Op.ROUND, cast, self._like(cast), at)
+
+    def _rematerialized(self, value: int, at: Node | None) -> int:
+        if value not in self.rematerialized:
+            equation = self.makers[value]
+            uses = [use._replace(residual=self.residuals.has(use.value)) for use in equation.uses]
+            operands = [Use(self.read(use, at)) for use in uses]
+            self.rematerialized[value] = self._like(value)
+            self.equations.append(
+                dataclasses.replace(
+                    equation, uses=operands, results=(self.rematerialized[value],), at=at, remat=True, dead=False
+                )
+            )
+        return self.rematerialized[value]
+
+    def _add(self, op: Op, operand: int, result: int, at: Node | None) -> int:
+        node: Any = at  # a program without equations casts nothing
+        dtype = self.source.low if op is Op.ROUND else self.avals[result].dtype
+        params = {} if op is Op.SAVED else {"dtype": dtype}
+        self.equations.append(Equation(node, _ADDED, [Use(operand)], (result,), op, params, at=at))
+        return result
+
+    def _new(self, value: int, dtype: np.dtype | None) -> int:
+        self.avals.append(with_dtype(self.avals[value], dtype))
+        return len(self.avals) - 1
+
+    def _like(self, value: int) -> int:
+        return self._new(value, None)

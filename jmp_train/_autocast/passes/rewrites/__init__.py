@@ -1,0 +1,47 @@
+"""The rewrites, in the order in which they are tried; none relies on another."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from ...ir import Program
+from .dot_as_sums import DotAsSums
+from .fold_transposes import FoldTransposes
+from .hoist_weight_casts import HoistWeightCasts
+from .max_pool_gradient import MaxPoolGradient
+from .one_hot_scatter import OneHotScatter
+from .relu_mask import ReluMask
+from .rewrite import Rewrite as Rewrite
+
+if TYPE_CHECKING:
+    from ...planner import Context, Planner
+
+REWRITES: tuple[Rewrite, ...] = (
+    ReluMask(),
+    MaxPoolGradient(),
+    OneHotScatter(),
+    DotAsSums(),
+    FoldTransposes(),
+    HoistWeightCasts(),
+)
+
+
+def rewrite_planned(program: Program, context: Context) -> Program:
+    """Applies the rewrites of single equations, then those of programs whose dtypes are decided."""
+    equations = []
+    for equation in program.equations:
+        for rewrite in context.planner.rewrites:
+            equation = rewrite.of_equation(program, equation)
+        equations.append(equation)
+    program = dataclasses.replace(program, equations=equations)
+    for rewrite in context.planner.rewrites:
+        program = rewrite.of_planned(program)
+    return program
+
+
+def rewrite_lowered(program: Program, planner: Planner) -> Program:
+    """Applies the rewrites of programs whose casts are equations."""
+    for rewrite in planner.rewrites:
+        program = rewrite.of_lowered(program)
+    return program

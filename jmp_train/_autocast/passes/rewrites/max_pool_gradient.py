@@ -1,0 +1,123 @@
+"""The gradient of a max-pool written as selections, without a scatter.
+
+    g = select_and_scatter_add dy x    ->    p:u8 = place of the first extreme of each window
+                                             g = sum over places k of pad(select(p == k, dy, 0))
+
+JAX records it as `select_and_scatter_add`, which compilers turn into a search with three integer outputs and a scatter
+that adds in the dtype of its buffer. Here the place of each window's extreme is found once, in a byte, and every window
+hands its gradient to that place; an element sums what the few windows over it hand it. That fuses, reads and writes
+values of the compute dtype, and sums in float32 registers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ...._dtypes import FLOAT32
+from ...._jaxpr import Node
+from ...._sizes import is_less
+from ...ir import Equation, Op, Program
+from ...primitives import Entry, Rule
+from .rewrite import Rewrite
+
+_MOST_PLACES = 64  # of a window: each adds a few operations to the program
+
+
+_ENTRY = Entry(Rule.WIDEST, "a selection in each window, summed in float32")
+
+
+class MaxPoolGradient(Rewrite):
+    def entry(self, node: Node) -> Entry | None:
+        """Selections follow their operands, where a scatter adds in its buffer's dtype."""
+        return _ENTRY if node.name == "select_and_scatter_add" and windows_are_small(node) else None
+
+    def of_equation(self, program: Program, equation: Equation) -> Equation:
+        del program
+        if equation.node.name != "select_and_scatter_add" or not windows_are_small(equation.node):
+            return equation
+        if equation.entry.rule not in (Rule.WIDEST, Rule.FOLLOW, Rule.LOW):
+            return equation
+        return dataclasses.replace(equation, op=Op.REWRITTEN, rewrite=scatter_to_windows)
+
+
+def windows_are_small(node: Node) -> bool:
+    """Whether the windows of a `select_and_scatter_add` have so few places that each can be written out.
+
+    Along every axis there must be a window, also where the sizes are symbolic: an array with none is not worth its own
+    arithmetic of paddings.
+    """
+    source: Any = node.eqn.invars[0].aval  # one value a window
+    places = math.prod(node.params["window_dimensions"])
+    return places <= _MOST_PLACES and all(is_less(0, count) for count in source.shape)
+
+
+def scatter_to_windows(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
+    """`select_and_scatter_add` of a source, one value a window, to the first extreme element of each window.
+
+    Args:
+      node: its `select_prim` says whether the largest or the smallest element counts.
+      operands: the source `[m_0, m_1, ...]`, one value a window, and the operand `[n_0, n_1, ...]`.
+
+    Returns:
+      One array like the operand, in the source's dtype, zero but at the chosen elements.
+    """
+    source, operand = operands
+    window, strides = node.params["window_dimensions"], node.params["window_strides"]
+    places = itertools.product(*map(range, window))
+    starts = [[at - low for at, (low, _) in zip(place, node.params["padding"], strict=True)] for place in places]
+    chosen = _chosen(operand, source.shape, starts, strides, node.params["select_prim"].name == "ge")
+    total = jnp.zeros(operand.shape, jnp.promote_types(source.dtype, FLOAT32))
+    for place, start in enumerate(starts):
+        handed = lax.select(chosen == place, source, lax.full_like(source, 0)).astype(total.dtype)
+        total += lax.pad(handed, jnp.zeros((), total.dtype), _placing(start, strides, source.shape, operand.shape))
+    return [total.astype(source.dtype)]
+
+
+def _chosen(operand: Any, windows: tuple[int, ...], starts: list[list[int]], strides: Any, largest: bool) -> jax.Array:
+    """The number of the place of each window's first extreme element, `uint8[m_0, m_1, ...]`.
+
+    Compares in the order and manner of XLA's SelectAndScatter, so that ties choose the same element. Places in the
+    padding are never chosen, also where all others are infinite or NaN.
+    """
+    compare, nowhere = lax.ge if largest else lax.le, len(starts)
+    chosen = lax.full(windows, nowhere, jnp.uint8)
+    extreme = value = lax.full(windows, 0, operand.dtype)
+    keep = chosen == nowhere
+    for place, start in enumerate(starts):
+        extreme = lax.select(keep, extreme, value)
+        value = lax.pad(operand, jnp.zeros((), operand.dtype), _taking(start, strides, windows, operand.shape))
+        value = lax.slice(value, [0] * value.ndim, value.shape, strides)
+        keep = compare(extreme, value) & (chosen < nowhere) | ~_inside(start, strides, windows, operand.shape)
+        chosen = lax.select(keep, chosen, lax.full_like(chosen, place))
+    return lax.optimization_barrier(chosen)  # one byte, found once: its readers are as many as there are places
+
+
+def _inside(start: Sequence[int], strides: Any, windows: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+    """Where the element at `start` of a window is one of the operand rather than of its padding."""
+    inside: Any = np.True_
+    for axis, (first, stride, count, size) in enumerate(zip(start, strides, windows, shape, strict=True)):
+        if first < 0 or not is_less(first + stride * (count - 1), size):
+            at = first + stride * lax.broadcasted_iota(jnp.int32, windows, axis)
+            inside = inside & (at >= 0) & (at < size)
+    return inside
+
+
+def _taking(start: Any, strides: Any, windows: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """The padding, negative where it cuts, that leaves from the first window's element to the last one's."""
+    sizes = zip(start, strides, windows, shape, strict=True)
+    return [(-first, first + stride * (count - 1) + 1 - size, 0) for first, stride, count, size in sizes]
+
+
+def _placing(start: Any, strides: Any, windows: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """The padding, negative where it cuts, that puts one value a window at its element in the operand."""
+    sizes = zip(start, strides, windows, shape, strict=True)
+    return [(first, size - first - stride * (count - 1) - 1, stride - 1) for first, stride, count, size in sizes]

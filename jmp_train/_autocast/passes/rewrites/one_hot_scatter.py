@@ -1,0 +1,77 @@
+"""The gradient of picking one element of each row, written as a selection, without a scatter.
+
+    g = scatter-add zeros i u    ->    g = add zeros (select (iota == i) u 0)
+
+That is how a cross-entropy picks the logit of its label. JAX records the gradient as a `scatter-add` into zeros, a
+kernel of its own, which writes logits-sized float32 values for the next to read, add and cast. Where each row gets one
+value nothing is summed: comparing with the index fuses with everything around it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ...._jaxpr import Node
+from ...ir import Equation, Op, Program
+from ...primitives import Rule
+from .rewrite import Rewrite
+
+_MODES = ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")
+
+
+class OneHotScatter(Rewrite):
+    def of_equation(self, program: Program, equation: Equation) -> Equation:
+        node = equation.node
+        if node.name != "scatter-add" or equation.entry.rule is not Rule.HIGH:
+            return equation
+        if not adds_one_per_row(node, [program.recorded.avals[number] for number in node.ins]):
+            return equation
+        return dataclasses.replace(equation, op=Op.REWRITTEN, rewrite=add_one_per_row)
+
+
+def adds_one_per_row(node: Node, avals: Sequence[Any]) -> bool:
+    """Whether a `scatter-add` adds one value to each row of its operand, at an index of the row's own.
+
+    Args:
+      node: the operation.
+      avals: of its operand, indices and updates.
+    """
+    operand, indices, updates = avals
+    numbers = node.params["dimension_numbers"]
+    rows = numbers.operand_batching_dims
+    return (
+        len(rows) == operand.ndim - 1
+        and all(list(dims) == sorted(dims) for dims in (rows, numbers.scatter_indices_batching_dims))
+        and len(numbers.inserted_window_dims) == 1
+        and numbers.inserted_window_dims == numbers.scatter_dims_to_operand_dims
+        and not numbers.update_window_dims
+        and math.prod(updates.shape) == math.prod(operand.shape[row] for row in rows)
+        and math.prod(indices.shape) == math.prod(updates.shape)
+        and _mode(node) in _MODES
+    )
+
+
+def add_one_per_row(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
+    """What such a `scatter-add` does to its operand `[..., n, ...]`, given indices and updates, one a row."""
+    operand, indices, updates = operands
+    axis, rows = node.params["dimension_numbers"].inserted_window_dims[0], [*operand.shape]
+    size, rows[axis] = rows[axis], 1
+    index = lax.convert_element_type(lax.reshape(indices, rows), jnp.promote_types(indices.dtype, np.int32))
+    if _mode(node) == "CLIP":
+        index = lax.clamp(np.zeros((), index.dtype), index, jnp.asarray(size - 1, index.dtype))
+    every = range(operand.ndim)
+    index, update = (lax.broadcast_in_dim(x, operand.shape, every) for x in (index, lax.reshape(updates, rows)))
+    here = lax.eq(lax.broadcasted_iota(index.dtype, operand.shape, axis), index)
+    return [lax.add(operand, lax.select(here, update, lax.full_like(update, 0)))]
+
+
+def _mode(node: Node) -> str:
+    return getattr(node.params["mode"], "name", "")

@@ -1,0 +1,60 @@
+"""The mask of a relu's derivative, read off what the relu returns: that is positive where what it was given is.
+
+    y = max x 0.0                 y = max x 0.0
+    m = gt x 0.0           ->     m = gt y 0.0
+
+What it returns is a dot's operand and in memory, in 16 bits, whatever becomes of the mask. What it was given often is
+not, and a mask made of that is saved for the backward pass, a byte a value.
+
+Positive numbers that round to zero in float16, those up to 2^-25, may then have no gradient. The number that goes on to
+the dot is zero for them, too.
+
+Decides which comparisons that holds for. Does not decide whether a mask is saved; see `save_or_remat.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from jax.core import Tracer
+
+from ...._jaxpr import FlatJaxpr, Node, flatten
+from .rewrite import Rewrite
+
+
+class ReluMask(Rewrite):
+    def of_recorded(self, program: FlatJaxpr) -> FlatJaxpr:
+        """The program whose comparisons of what a relu is given with zero compare what it returned."""
+        results: dict[int, int] = {}
+        nodes: list[Node] = []
+        for node in program.nodes:
+            if (operand := relu_operand(node, program)) is not None:
+                results[operand] = node.outs[0]
+            elif is_positive(node, program) and node.ins[0] in results:
+                node = dataclasses.replace(node, ins=(results[node.ins[0]], node.ins[1]))
+            nodes.append(node)
+        return dataclasses.replace(program, nodes=tuple(nodes)) if results else program
+
+
+def is_positive(node: Node, program: FlatJaxpr) -> bool:
+    """Whether a node is `x > 0`, which says the same of a number rounded to 16 bits, 2^-25 apart."""
+    return node.name == "gt" and _is_zero(program.known.get(node.ins[1]))
+
+
+def relu_operand(node: Node, program: FlatJaxpr) -> int | None:
+    """The `x` of a node that is `max(x, 0)`, alone or, as `jax.nn.relu` is, with a derivative rule of its own."""
+    if node.name == "max":
+        others = [number for number in node.ins if not _is_zero(program.known.get(number))]
+        same = len(others) == 1 and program.avals[others[0]].shape == program.avals[node.outs[0]].shape
+        return others[0] if same else None
+    if node.name != "custom_jvp_call" or len(node.ins) != 1 or len(node.outs) != 1:
+        return None
+    body = flatten(node.params["call_jaxpr"])
+    whole = len(body.nodes) == 1 and body.outputs == body.nodes[0].outs
+    return node.ins[0] if whole and relu_operand(body.nodes[0], body) == body.inputs[0] else None
+
+
+def _is_zero(value: Any) -> bool:
+    return value is not None and not isinstance(value, Tracer) and np.size(value) == 1 and not np.any(value)

@@ -1,0 +1,40 @@
+"""`Rewrite`: another way of computing what a part of a program computes, which moves fewer bytes.
+
+A rewrite may be left out: the program is then another one, not its results beyond roundings. It hooks into the stage
+where what it asks for is known.
+"""
+
+from __future__ import annotations
+
+from ...._jaxpr import FlatJaxpr, Node
+from ...ir import Equation, Program
+from ...primitives import Entry
+
+
+class Rewrite:
+    """A rewrite that does nothing; each file of this folder has one that overrides what it needs."""
+
+    def of_recorded(self, program: FlatJaxpr) -> FlatJaxpr:
+        """Rewrites a program as it was recorded."""
+        return program
+
+    def entry(self, node: Node) -> Entry | None:
+        """The rule for `node` once it is rewritten; `None` if that of its primitive holds."""
+        del node
+        return None
+
+    def of_equation(self, program: Program, equation: Equation) -> Equation:
+        """Rewrites one equation, whose dtypes are decided."""
+        del program
+        return equation
+
+    def of_planned(self, program: Program) -> Program:
+        """Rewrites a program whose dtypes and residuals are decided."""
+        return program
+
+    def of_lowered(self, program: Program) -> Program:
+        """Rewrites a program whose casts are equations."""
+        return program
+
+    def __repr__(self) -> str:
+        return type(self).__name__

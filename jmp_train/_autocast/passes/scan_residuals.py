@@ -1,0 +1,368 @@
+"""What a scan stacks for another scan, as the forward pass of a stack of layers does for its backward pass.
+
+    y ; h = scan { a = dot x w; h:f32 = exp a; ... }        y ; a = scan { a:f16 = dot x w; h:f32 = exp a; ... }
+    g = scan { g = mul h ct }  h                       ->   g = scan { h:f32 = remat exp a; g = mul h ct }  a
+
+Whatever the forward iterations leave is written to memory, and what lies inside a GELU, a softmax or a normalisation is
+float32. All of it is elementwise in a few values: the layer's input, the results of its dots, the statistics of its
+rows. Stacking those and rematerializing the rest in the backward iterations moves fewer bytes, needs less memory and
+rounds nothing (Chen et al., "Training deep nets with sublinear memory cost", 2016; the choice is a greedy form of the
+cut in Jain et al., "Checkmate", 2020).
+
+Decides which values a scan stacks, by the bytes of an iteration: an elementwise value is rematerialized where what it
+is computed from is smaller, or there anyway. Does not decide a dtype: the equations that run again are those of the
+forward body, so that both sides see the same bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..._dtypes import FLOAT32
+from ..._jaxpr import scan_counts
+from ..._sizes import is_less
+from ..ir import Equation, Op, Precision, Program, Use
+from ..primitives import Trait, having
+from .dead_code import remove_dead_code
+
+if TYPE_CHECKING:
+    from ..planner import Planner
+
+_ELEMENTWISE = having(Trait.FUSES | Trait.EXPENSIVE | Trait.COMPARES)
+_EXPONENTIALS = having(Trait.EXPONENTIAL)
+_CONST, _CARRY, _ROW = range(3)
+# A value computed from more than this is stacked itself: keeps planning linear.
+_MOST_SOURCES = 16
+
+Values = frozenset[int]
+NOTHING: Values = frozenset()
+
+
+def scan_residuals(program: Program, planner: Planner) -> Program:
+    """The program whose scans stack what others of them rematerialize the rest from, where that is fewer bytes."""
+    scans = {i: _Scan.of(e) for i, e in enumerate(program.equations) if e.name == "scan" and e.bodies}
+    if len(scans) < 2 or not planner.rules.low_residuals:
+        return program
+    program = dataclasses.replace(program, avals=[*program.avals])
+    alive, readers = _always_there(program), _only_readers(program)
+    for scan in scans.values():
+        pairs: dict[int, list[tuple[int, int]]] = {}
+        for number, _ in scan.results[scan.carry :]:
+            at, operand = _reading_scan(program, readers, number)
+            reader = scans.get(at)
+            if reader is not None and reader.length == scan.length and (row := reader.row_of(operand)) is not None:
+                pairs.setdefault(at, []).append((number, row))
+        used: set[int] = set()
+        for at, candidates in pairs.items():
+            movable = {number: row for number, row in candidates if number not in used}
+            used |= _Link(program, alive, scan, scans[at], movable).make()
+    if not any(scan.changed for scan in scans.values()):
+        return program
+    equations = [scans[i].finished() if i in scans else equation for i, equation in enumerate(program.equations)]
+    return remove_dead_code(dataclasses.replace(program, equations=equations))
+
+
+def is_elementwise(equation: Equation) -> bool:
+    """Whether an equation fuses with whatever reads it."""
+    if equation.op is Op.RECORDED:
+        return not equation.bodies and equation.node.name in _ELEMENTWISE
+    return equation.op in (Op.CAST, Op.ROUND, Op.SAVED)
+
+
+def _always_there(program: Program) -> set[int]:
+    """The values that cost nothing to read later: arguments, constants, what is elementwise in them or a parameter."""
+    found = {*program.constants, *program.inputs}
+    found.update(i for i, fact in enumerate(program.facts) if fact is not None and fact.precision is Precision.WEAK)
+    for equation in program.equations:
+        if is_elementwise(equation) and found.issuperset(equation.operands):
+            found.update(equation.results)
+    return found
+
+
+def _only_readers(program: Program) -> dict[int, int | None]:
+    """The equation that reads a value, by its position; `None` if several do, or if the program returns it."""
+    readers: dict[int, int | None] = dict.fromkeys(program.outputs)
+    for i, equation in enumerate(program.equations):
+        for number in equation.operands:
+            readers[number] = i if readers.get(number, i) == i else None
+    return readers
+
+
+def _reading_scan(program: Program, readers: Mapping[int, int | None], number: int) -> tuple[int, int]:
+    """The equation that alone reads a value, which may be cast for it, and as what; -1 if several do."""
+    while (at := readers.get(number)) is not None and program.equations[at].op in (Op.CAST, Op.SAVED):
+        (number,) = program.equations[at].results
+    return (-1 if at is None else at), number
+
+
+@dataclasses.dataclass(slots=True)
+class _Scan:
+    """A scan whose operands and stacked results are exchanged.
+
+    Attributes:
+      equation: as it was.
+      body: its body, one input for each of the operands.
+      carry: how many values it carries.
+      operands: how each operand is given, as a constant, carry or rows, and which value of the program around it is.
+      results: the value in the program around, and that in the body; carries first.
+      changed: whether anything was exchanged.
+    """
+
+    equation: Equation
+    body: Program
+    carry: int
+    operands: list[tuple[int, int]]
+    results: list[tuple[int, int]]
+    changed: bool = False
+
+    @staticmethod
+    def of(equation: Equation) -> _Scan:
+        consts, carry = scan_counts(equation.node.eqn)
+        parts = [_CONST] * consts + [_CARRY] * carry + [_ROW] * (len(equation.uses) - consts - carry)
+        operands = list(zip(parts, equation.operands, strict=True))
+        body = dataclasses.replace(equation.bodies[0], avals=[*equation.bodies[0].avals])
+        results = list(zip(equation.results, body.outputs, strict=True))
+        return _Scan(equation, body, carry, operands, results)
+
+    @property
+    def length(self) -> int:
+        return self.equation.node.params["length"]
+
+    def row_of(self, number: int) -> int | None:
+        """The body's input that is a row of `number`, if that is the only way in which `number` is read."""
+        found = [i for i, (_, operand) in enumerate(self.operands) if operand == number]
+        return self.body.inputs[found[0]] if len(found) == 1 and self.operands[found[0]][0] == _ROW else None
+
+    def given(self, part: int, number: int, aval: Any) -> int:
+        """The body's input that `number` of the program around is; added if there is none yet."""
+        if (part, number) not in self.operands:
+            self.operands.append((part, number))
+            value = self.body.new(aval)
+            body = self.body
+            self.body = dataclasses.replace(
+                body, inputs=(*body.inputs, value), input_dtypes=[*body.input_dtypes, getattr(aval, "dtype", None)]
+            )
+        return self.body.inputs[self.operands.index((part, number))]
+
+    def finished(self) -> Equation:
+        """The equation, its body without inputs and equations that nobody reads."""
+        if not self.changed:
+            return self.equation
+        body = dataclasses.replace(self.body, outputs=tuple(inner for _, inner in self.results))
+        body.result_dtypes = [body.avals[number].dtype for number in body.outputs]
+        body = remove_dead_code(body)
+        read = {*body.outputs}.union(*(equation.operands for equation in body.equations))
+        slots = [i for i, (part, _) in enumerate(self.operands) if part == _CARRY or body.inputs[i] in read]
+        slots.sort(key=lambda i: self.operands[i][0])
+        body = dataclasses.replace(
+            body,
+            inputs=tuple(body.inputs[i] for i in slots),
+            input_dtypes=[body.input_dtypes[i] for i in slots],
+        )
+        operands = [self.operands[i] for i in slots]
+        return dataclasses.replace(
+            self.equation,
+            uses=[Use(number) for _, number in operands],
+            results=tuple(number for number, _ in self.results),
+            bodies=(body,),
+            counts=(sum(part == _CONST for part, _ in operands), self.carry),
+        )
+
+
+class _Link:
+    """What one scan stacks for one other.
+
+    Args:
+      program: the program around both.
+      alive: values in it that cost nothing to read later.
+      source, reader: the scans.
+      candidates: the stacked results that only `reader` reads, and the input of its body that is a row of them.
+    """
+
+    def __init__(self, program: Program, alive: set[int], source: _Scan, reader: _Scan, candidates: dict[int, int]):
+        self.program, self.source, self.reader, self.rows = program, source, reader, candidates
+        self.body = source.body
+        self.same = _value_numbers(self.body)
+        stacked = source.results[source.carry :]
+        self.candidates = [(number, self.same[inner]) for number, inner in stacked if number in candidates]
+        self.there = {self.same[inner] for number, inner in stacked if number not in candidates}
+        pairs = zip(self.body.inputs, source.operands, strict=True)
+        self.passed = {inner: operand for inner, operand in pairs if operand[0] != _CARRY}
+        alive = alive.union(number for _, number in reader.operands)
+        self.free = {inner for inner, (_, number) in self.passed.items() if number in alive}
+        self.free |= self.body.constants.keys()
+
+    def bytes(self, number: int) -> int:
+        aval = self.body.avals[number]
+        return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 0)
+
+    def price(self, numbers: Iterable[int]) -> int:
+        return sum(self.bytes(number) for number in numbers if number not in self.there)
+
+    def sources(self) -> tuple[dict[int, Values], dict[int, Values]]:
+        """What each value is best computed from, which may be itself; and what it could be computed from."""
+        best: dict[int, Values] = dict.fromkeys(self.free, NOTHING)
+        could: dict[int, Values] = {}
+        for number in self.body.inputs:
+            best.setdefault(number, frozenset({number}))
+        for equation in self.body.equations:
+            for number in equation.results:
+                if self.same[number] != number:
+                    continue
+                best[number] = frozenset({number})
+                if not is_elementwise(equation):
+                    continue
+                found = NOTHING.union(*(best[self.same[operand]] for operand in equation.operands))
+                if len(found) <= _MOST_SOURCES:
+                    could[number] = found
+                    if number not in self.there and is_less(self.price(found), self.bytes(number)):
+                        best[number] = found
+        return best, could
+
+    def chosen(self) -> tuple[set[int], dict[int, int]]:
+        """The values to stack or pass, and the candidates that are then rematerialized."""
+        best, could = self.sources()
+        needed = set().union(*(best[inner] for _, inner in self.candidates))
+        for number in reversed(could):
+            if number in needed and number not in self.there:
+                missing = could[number] - needed
+                if is_less(self.price(missing), self.bytes(number)):
+                    needed.remove(number)
+                    needed |= missing
+        again, there = {}, set(self.there)
+        for number, inner in self.candidates:
+            if inner not in needed or inner in there:
+                again[number] = inner
+            there.add(inner)
+        return needed, again
+
+    def make(self) -> set[int]:
+        """Exchanges what is stacked, if anything is gained; returns what the reader reads for that."""
+        needed, again = self.chosen()
+        if not again:
+            return set()
+        source, reader = self.source, self.reader
+        source.results = [result for result in source.results if result[0] not in again]
+        stops = needed | self.passed.keys() | self.body.constants.keys()
+        chain = self._computing(again.values(), stops)
+        source.body = self.body = _rounded_for_exponentials(self.body, chain, self.same)
+        chain = self._computing(again.values(), stops)
+        read = {self.same.get(number, number) for equation in chain for number in equation.operands}
+        names = {number: self._given(number) for number in sorted(stops & read.union(again.values()))}
+        used = {reader.operands[reader.body.inputs.index(n)][1] for n in names.values() if n in reader.body.inputs}
+        clones = [self._clone(equation, names) for equation in chain]
+        for number, inner in again.items():
+            names[inner], cast = self._as_row(names[inner], self.rows[number])
+            clones += cast
+        self._substitute(clones, {self.rows[number]: names[inner] for number, inner in again.items()})
+        source.changed = reader.changed = True
+        return used
+
+    def _computing(self, wanted: Iterable[int], stops: set[int]) -> list[Equation]:
+        """The equations of the source's body that compute some values from others."""
+        pending, chain = set(wanted) - stops, []
+        for equation in reversed(self.body.equations):
+            if not pending.isdisjoint(equation.results):
+                chain.append(equation)
+                pending.update({self.same.get(number, number) for number in equation.operands} - stops)
+        return chain[::-1]
+
+    def _given(self, number: int) -> int:
+        """How the reader's body is given a value of the source's: a constant, as the source is, or stacked by it."""
+        body, reader = self.body, self.reader
+        if number in body.constants:
+            value = reader.body.new(body.avals[number])
+            constants = {**reader.body.constants, value: body.constants[number]}
+            captured = reader.body.captured | ({value} if number in body.captured else set())
+            reader.body = dataclasses.replace(reader.body, constants=constants, captured=captured)
+            return value
+        if number in self.passed:
+            return reader.given(*self.passed[number], body.avals[number])
+        stacked = {self.same[inner]: outer for outer, inner in self.source.results[self.source.carry :]}
+        if number not in stacked:
+            aval = body.avals[number]
+            stacked[number] = self.program.new(aval.update(shape=(self.source.length, *aval.shape)))
+            self.source.results.append((stacked[number], number))
+        return reader.given(_ROW, stacked[number], body.avals[number])
+
+    def _clone(self, equation: Equation, names: dict[int, int]) -> Equation:
+        uses = [Use(names[self.same.get(number, number)]) for number in equation.operands]
+        names.update({number: self.reader.body.new(self.body.avals[number]) for number in equation.results})
+        results = tuple(names[number] for number in equation.results)
+        return dataclasses.replace(equation, uses=uses, results=results, at=equation.at or equation.node, remat=True)
+
+    def _as_row(self, value: int, row: int) -> tuple[int, list[Equation]]:
+        """`value` in the dtype in which the reader was given the rows that it replaces."""
+        body = self.reader.body
+        dtype = body.avals[row].dtype
+        if body.avals[value].dtype == dtype:
+            return value, []
+        node = self.reader.equation.node
+        result = body.new(body.avals[value].update(dtype=dtype))
+        return result, [Equation(node, self.reader.equation.entry, [Use(value)], (result,), Op.CAST, {"dtype": dtype})]
+
+    def _substitute(self, first: list[Equation], names: Mapping[int, int]) -> None:
+        """Runs `first` before the reader's body, which then reads other values in place of rows."""
+        reader = self.reader
+        rest = [
+            dataclasses.replace(e, uses=[Use(names.get(number, number)) for number in e.operands])
+            if not names.keys().isdisjoint(e.operands)
+            else e
+            for e in reader.body.equations
+        ]
+        reader.body = dataclasses.replace(reader.body, equations=[*first, *rest])
+        reader.results = [(number, names.get(inner, inner)) for number, inner in reader.results]
+
+
+def _value_numbers(body: Program) -> dict[int, int]:
+    """For each value the first one that is equal to it: a saved copy is its operand, a rematerialized value itself."""
+    same = {number: number for number in (*body.inputs, *body.constants)}
+    first: dict[Any, tuple[int, ...]] = {}
+    for equation in body.equations:
+        operands = tuple(same[number] for number in equation.operands)
+        if equation.op is Op.SAVED:
+            found = operands
+        elif equation.op in (Op.CAST, Op.ROUND):
+            found = first.setdefault((equation.op, *operands, equation.params["dtype"]), equation.results)
+        elif equation.op is Op.RECORDED and not equation.node.eqn.effects:
+            found = first.setdefault((id(equation.node), *operands), equation.results)
+        else:
+            found = equation.results
+        same.update(zip(equation.results, found, strict=True))
+    return same
+
+
+def _rounded_for_exponentials(body: Program, chain: list[Equation], same: dict[int, int]) -> Program:
+    """The body with casts rounded from which `chain` computes exponentials; see `shared_roundings.py`.
+
+    Both sides round them: the equations of `chain` are run in another body, too.
+    """
+    found: set[int] = set()
+    for equation in reversed(chain):
+        if (equation.node.name in _EXPONENTIALS and equation.op is Op.RECORDED) or not found.isdisjoint(
+            equation.results
+        ):
+            found.update(same[number] for number in equation.operands)
+    rounded = {same[e.operands[0]] for e in chain if e.op is Op.ROUND}
+    casts = {
+        same[equation.operands[0]]
+        for equation in chain
+        if equation.op is Op.CAST
+        and equation.results[0] in found
+        and equation.results[0] not in rounded
+        and body.avals[equation.operands[0]].dtype == body.low
+        and equation.params["dtype"] == FLOAT32
+    }
+    equations = []
+    for equation in body.equations:
+        if equation.op is Op.CAST and same[equation.operands[0]] in casts and equation.params["dtype"] == FLOAT32:
+            (result,), between = equation.results, body.new(body.avals[equation.results[0]])
+            same[between] = between
+            equations.append(dataclasses.replace(equation, results=(between,)))
+            params = {"dtype": body.low}
+            equation = dataclasses.replace(equation, op=Op.ROUND, uses=[Use(between)], results=(result,), params=params)
+        equations.append(equation)
+    return dataclasses.replace(body, equations=equations)

@@ -1,0 +1,82 @@
+"""Roundings that every reader of a value has to see.
+
+    a:f16 = dot_general x:f16 w:f16         the readers `exp` of a, here and across a dot, both read
+    h:f32 = exp a:f32                  ->   round a:f32, on the grid of float16
+
+XLA may drop a cast to 16 bits and back where it fuses both. Two readers of one value then compute from different bits.
+To an exponential an absolute error is a relative one, so that a softmax and its gradient, which rematerializes it,
+would no longer belong together; and a squared distance subtracts from a product what has to be the same numbers. These
+readers round explicitly (`Op.ROUND`), which fuses and costs no memory traffic. Reading the saved copy on both sides
+instead would make both one expression, and have XLA store the exponential in float32.
+
+Decides which values these are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ..analysis.wide_product import Cause, WideProduct
+from ..ir import Precision, Program
+from ..primitives import Rule, Trait, having
+
+if TYPE_CHECKING:
+    from ..planner import Context
+
+_EXPONENTIALS = having(Trait.EXPONENTIAL)
+
+
+def shared_roundings(program: Program, context: Context) -> Program:
+    """The program whose residuals say which values are rounded for all readers."""
+    del context
+    squared = _low(program, _moved_from(program, _squared(program)))
+    residuals = program.residuals
+    exponentials = [
+        number
+        for equation in program.equations
+        if equation.node.name in _EXPONENTIALS
+        for number in equation.results
+        if number in residuals.remat
+    ]
+    read = rematerialized_from(program, exponentials)
+    exponents = _low(program, read & (residuals.saved | residuals.remat))
+    return dataclasses.replace(
+        program, residuals=dataclasses.replace(residuals, rounded=exponents | squared, squared=squared)
+    )
+
+
+def rematerialized_from(program: Program, numbers: Iterable[int]) -> set[int]:
+    """All that rematerializing some values reads, saved or rematerialized itself, and these."""
+    found, remat = set(numbers), program.residuals.remat
+    for equation in reversed(program.equations):
+        if any(number in found and number in remat for number in equation.results):
+            found.update(equation.node.ins)
+    return found
+
+
+def _low(program: Program, numbers: Iterable[int]) -> frozenset[int]:
+    return frozenset(number for number in numbers if program.precision(number) is Precision.LOW)
+
+
+def _squared(program: Program) -> set[int]:
+    """The values that a product, here or in a body, multiplies with themselves."""
+    found: set[int] = set()
+    for equation in program.equations:
+        if isinstance(equation.entry, WideProduct) and equation.entry.cause is Cause.SQUARE:
+            found.update(equation.operands)
+        # The last operands of an equation are its bodies' arguments; a `while` and a `cond` have others before them.
+        for body in equation.bodies if equation.node.name != "while" else equation.bodies[:1]:
+            operands = zip(reversed(equation.operands), reversed(body.inputs), strict=False)
+            found.update(number for number, inside in operands if inside in body.residuals.squared)
+    return found
+
+
+def _moved_from(program: Program, numbers: set[int]) -> set[int]:
+    """The values that some are moved from, and these."""
+    found = set(numbers)
+    for equation in reversed(program.equations) if found else ():
+        if equation.entry.rule is Rule.SHAPE and not found.isdisjoint(equation.results):
+            found.update(equation.operands)
+    return found

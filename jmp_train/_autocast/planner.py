@@ -1,0 +1,214 @@
+"""The passes of autocast and their order: from a recorded jaxpr to the program that runs.
+
+Decides what comes before what. Each pass is one file of `passes`; what they ask about a program is in `analysis`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from .._jaxpr import ClosedJaxpr, FlatJaxpr, Jaxpr, Node, flatten
+from .._policy import Policy
+from .analysis.entries import entries_of
+from .analysis.products import Products
+from .analysis.uses import Backward, Flags, backward
+from .ir import TOP, Place, Precision, Program, dtype_of, recorded_dtypes
+from .passes import control_flow
+from .passes.assign_dtypes import assign_dtypes
+from .passes.dead_code import mark_dead
+from .passes.f32_accumulators import f32_accumulators
+from .passes.insert_casts import insert_casts
+from .passes.rewrites import REWRITES, Rewrite, rewrite_lowered, rewrite_planned
+from .passes.save_or_remat import save_or_remat
+from .passes.scan_residuals import scan_residuals
+from .passes.shared_roundings import shared_roundings
+from .passes.widen import widen
+from .primitives import Entry
+from .rules import Rules
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Context:
+    """What a pass may ask about the program that it is given.
+
+    Attributes:
+      planner: plans bodies.
+      entries: the rule of each recorded equation.
+      flow: what becomes of each value.
+      precisions: what the arguments are.
+      out_flags: what becomes of the results.
+      roundable: positions of arguments that a loop computed, so that a copy handed out may be rounded.
+    """
+
+    planner: Planner
+    entries: list[Entry]
+    flow: Backward
+    precisions: Sequence[Precision]
+    out_flags: Sequence[Flags]
+    roundable: Sequence[int]
+
+    @property
+    def saves_low(self) -> bool:
+        """Whether float32 residuals are saved in the compute dtype."""
+        return self.planner.rules.low_residuals
+
+    @property
+    def reduce_dtype(self) -> np.dtype:
+        return self.planner.policy.reduce_dtype
+
+
+Pass = Callable[[Program, Context], Program]
+
+# From a recorded program to one whose every use names a dtype; each body before the equation that it belongs to.
+PLANNING: tuple[Pass, ...] = (
+    assign_dtypes,  # all that follows asks what a value is
+    save_or_remat,  # by dtype: a float32 value is another candidate than a 16-bit one
+    widen,  # undoes narrowing that saves nothing, which the residuals have to be known for
+    rewrite_planned,  # what the primitives of equations are no longer matters to what is above
+    shared_roundings,  # which values are still narrow, and read by rematerialized exponentials
+    mark_dead,  # what is only rematerialized now
+)
+# From there to a program that says all that runs; the bodies first.
+LOWERING: tuple[Callable[[Program, Planner], Program], ...] = (
+    insert_casts,  # from here on a value has one dtype, and what follows can compare bytes
+    scan_residuals,  # exchanges what one scan stacks for another
+    rewrite_lowered,  # last: scans have the operands that they will have
+)
+
+
+class Planner:
+    """Plans programs under one policy and one set of rules; remembers what it derived from each jaxpr.
+
+    Args:
+      policy: its compute and reduce dtypes hold.
+      rules: the table of primitives with the user's edits.
+      rewrites: the rewrites to apply; without any of them the program is another, not its results.
+    """
+
+    def __init__(self, policy: Policy, rules: Rules, rewrites: Sequence[Rewrite] = REWRITES):
+        self.policy, self.rules, self.rewrites = policy, rules, rewrites
+        self.wide: set[int] = set()  # the ids of equations that are products kept in float32
+        self._recorded: dict[tuple[int, Place], tuple[Any, FlatJaxpr, list[Entry]]] = {}
+        self._flows: dict[tuple, Backward] = {}
+
+    def fresh(self) -> Planner:
+        """Another planner of the same policy and rules, for a program of its own."""
+        return Planner(self.policy, self.rules, self.rewrites)
+
+    def plan_whole(
+        self,
+        jaxpr: ClosedJaxpr | Jaxpr,
+        precisions: Sequence[Precision],
+        out_flags: Sequence[Flags],
+        place: Place = TOP,
+    ) -> Program:
+        """Plans a program that is inside no other, whose results leave as recorded; arguments as of `plan`."""
+        self.find_products(jaxpr, precisions, place)
+        program = self.plan(jaxpr, precisions, out_flags, place)
+        return dataclasses.replace(program, result_dtypes=recorded_dtypes(program.recorded))
+
+    def find_products(self, jaxpr: ClosedJaxpr | Jaxpr, precisions: Sequence[Precision], place: Place = TOP) -> None:
+        """Finds the products of a whole program that have to run in float32; before any of it is planned."""
+        Products(self).find(jaxpr, precisions, place)
+
+    def plan(
+        self,
+        jaxpr: ClosedJaxpr | Jaxpr,
+        precisions: Sequence[Precision],
+        out_flags: Sequence[Flags],
+        place: Place = TOP,
+        roundable: Sequence[int] = (),
+    ) -> Program:
+        """Runs the planning passes.
+
+        Args:
+          jaxpr: the program.
+          precisions: what its arguments are.
+          out_flags: what becomes of its results.
+          place: where it stands.
+          roundable: positions of arguments that a loop computed, so that a copy handed out may be rounded.
+        """
+        *_, (_, program) = self.stages(jaxpr, precisions, out_flags, place, roundable)
+        return program
+
+    def stages(
+        self,
+        jaxpr: ClosedJaxpr | Jaxpr,
+        precisions: Sequence[Precision],
+        out_flags: Sequence[Flags],
+        place: Place = TOP,
+        roundable: Sequence[int] = (),
+    ) -> Iterator[tuple[str, Program]]:
+        """The program after each planning pass, by the name of the pass; arguments as of `plan`."""
+        recorded, entries = self.recorded(jaxpr, place)
+        flow = self.flow(jaxpr, place, out_flags)
+        context = Context(self, entries, flow, precisions, out_flags, roundable)
+        program = self._start(recorded, place, precisions)
+        for run in PLANNING:
+            program = run(program, context)
+            yield run.__name__, program
+
+    def lower(self, program: Program) -> Program:
+        """Runs the lowering passes on a planned program and the programs inside it."""
+        *_, (_, program) = self.lowering_stages(program)
+        return program
+
+    def lowering_stages(self, program: Program) -> Iterator[tuple[str, Program]]:
+        """The program after each lowering pass, by the name of the pass."""
+        equations = [
+            dataclasses.replace(equation, bodies=tuple(map(self.lower, equation.bodies)))
+            for equation in program.equations
+        ]
+        program = dataclasses.replace(program, equations=equations)
+        for run in LOWERING:
+            program = run(program, self)
+            yield run.__name__, program
+
+    def _start(self, recorded: FlatJaxpr, place: Place, precisions: Sequence[Precision]) -> Program:
+        low = self.policy.compute_dtype
+        return Program(
+            recorded=recorded,
+            place=place,
+            low=low,
+            avals=recorded.avals,
+            facts=[],
+            constants=recorded.known,
+            captured=recorded.captured,
+            inputs=recorded.inputs,
+            outputs=recorded.outputs,
+            input_dtypes=[dtype_of(precision, low) for precision in precisions],
+            result_dtypes=[],
+            result_precisions=[],
+            equations=[],
+        )
+
+    def recorded(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place) -> tuple[FlatJaxpr, list[Entry]]:
+        """The flattened program, the rewrites of recorded programs applied, and the rule of each of its equations."""
+        key = (id(jaxpr), place)
+        if key not in self._recorded:
+            program = flatten(jaxpr, replaced=f32_accumulators)
+            for rewrite in self.rewrites:
+                program = rewrite.of_recorded(program)
+            self._recorded[key] = (jaxpr, program, entries_of(program, self.rules, place, self.rewrites))
+        return self._recorded[key][1:]
+
+    def flow(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, out_flags: Sequence[Flags]) -> Backward:
+        """What becomes of each value, given what becomes of the results."""
+        key = (id(jaxpr), place, tuple(out_flags))
+        if key not in self._flows:
+            program, entries = self.recorded(jaxpr, place)
+
+            def enter(node: Node, at: Place, outs: list[Flags]) -> list[Flags]:
+                return control_flow.flags_of(self, node, at.inside(node), outs)
+
+            self._flows[key] = backward(program, entries, place, out_flags, enter)
+        return self._flows[key]
+
+    def in_flags(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, out_flags: Sequence[Flags]) -> list[Flags]:
+        """What becomes of a body's arguments."""
+        flow = self.flow(jaxpr, place, out_flags)
+        return [flow[number] for number in self.recorded(jaxpr, place)[0].inputs]

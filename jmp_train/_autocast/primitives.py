@@ -1,0 +1,254 @@
+"""The table of JAX primitives: what each may run in, why, and the traits that passes ask about.
+
+Decides one rule and a set of traits per primitive, by name. Does not apply any; see `passes`. A primitive that is not
+in the table runs exactly as recorded: forgetting one costs speed, never a result. The rules follow Micikevicius et al.,
+"Mixed precision training" (ICLR 2018), section 3.3: dot products in 16 bits, accumulation and large reductions in
+float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+
+
+class Rule(enum.Enum):
+    """How an operation that was recorded in float32 may run."""
+
+    LOW = "low"  # operands narrowed to the compute dtype: Tensor Cores
+    HIGH = "high"  # operands widened to float32
+    FOLLOW = "follow"  # as its operand comes
+    SHAPE = "shape"  # moves values without computing: as its operand comes, and casts look through it
+    WIDEST = "widest"  # one dtype for all operands: float32 as soon as one of them needs it
+    COLLECTIVE = "collective"  # gradients in the policy's reduce_dtype on the wire; statistics, forward, in float32
+    ENTER = "enter"  # has a program inside, which is planned too
+    RECORDED = "recorded"  # exactly as written
+
+
+class Trait(enum.Flag):
+    """What a primitive does to numbers, as far as passes ask. A primitive has any number of traits."""
+
+    NONE = 0
+    MOVES = enum.auto()  # the result is the first operand's elements, all of them, rearranged or repeated
+    PICKS = enum.auto()  # the result is some of the first operand's elements
+    JOINS = enum.auto()  # every element of the result is one of an operand's
+    BOUNDS = enum.auto()  # elementwise, and the result is one of the operands
+    FLIPS = enum.auto()  # the operand's magnitudes, exactly
+    EXTREMES = enum.auto()  # largest or smallest elements
+    ADDS = enum.auto()  # a pairwise sum or difference
+    ACCUMULATES = enum.auto()  # adds terms to its first operand
+    LINEAR = enum.auto()  # linear in each operand, or in all of them together
+    ROUNDS = enum.auto()  # follows its operands and rounds: worth float32 wherever that costs no bytes
+    FUSES = enum.auto()  # elementwise and cheap: XLA computes it again in every fusion that reads it
+    EXPENSIVE = enum.auto()  # elementwise, and XLA stores the result rather than compute it twice
+    COMPARES = enum.auto()  # an order of two numbers, which few roundings change; equality is another matter
+    BITWISE = enum.auto()  # what JAX writes functions such as erfc's derivative with
+    EXPONENTIAL = enum.auto()  # an absolute error of the operand is a relative one of the result
+    POOL = enum.auto()  # an extreme of each window, in a kernel of its own
+    DOT = enum.auto()  # a matrix product or convolution
+    SYSTEM = enum.auto()  # solves or factorizes: roundings are multiplied by the condition number
+    CONSTANT = enum.auto()  # not arithmetic, and the same result for the same operands on every device
+    CALL = enum.auto()  # runs its body once, with its own operands
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A row of the table.
+
+    Attributes:
+      rule: how the primitive may run.
+      reason: why, as `explain` prints it.
+      never_low: whether 16 bits would accumulate in it or do not exist for it.
+      traits: what it does to numbers.
+    """
+
+    rule: Rule
+    reason: str
+    never_low: bool = False
+    traits: Trait = Trait.NONE
+
+
+_LOW = {
+    "dot_general ragged_dot_general": "Tensor Cores multiply 16-bit operands and accumulate in float32",
+    "conv_general_dilated": "Tensor Cores; never asked for a wider output, which would leave them",
+}
+_HIGH = {
+    "exp exp2 expm1": "float16 overflows above 11.09",
+    "log log1p log2": "loses all digits near one, and float16 inputs below 6e-8 are zero",
+    "pow integer_pow square": "float16 overflows at 256 squared",
+    "sqrt rsqrt cbrt reciprocal": "small arguments are where these matter and what float16 lacks",
+    "sin cos tan asin acos atan sinh cosh asinh acosh atanh": "a 16-bit angle of 1000 is off by half a radian",
+    "one_minus_square": "cancels near one",
+    "erf_inv lgamma digamma polygamma igamma igammac igamma_grad_a random_gamma zeta": "wide range, steep slopes",
+    "regularized_incomplete_beta bessel_i0e bessel_i1e polynomial": "series whose terms cancel",
+    "select_and_gather_add": "pairs a selection with a sum",
+    "scatter-max scatter-min scatter-mul": "combines duplicates in one buffer",
+}
+_SUMS = {
+    "reduce_sum reduce_prod": "a 16-bit running sum stops growing after 2,048 equal terms",
+    "cumsum cumprod cumlogsumexp": "a running sum",
+    "reduce_window_sum": "a sum a window",
+    "scatter-add scatter-sub": "duplicate indices accumulate: an embedding's gradient is such a sum",
+    "select_and_scatter_add": "overlapping windows accumulate; small windows are written as selections",
+    "fft": "no 16-bit form, and a sum of as many terms as points",
+}
+_FACTORIZATIONS = {
+    "cholesky cholesky_update lu qr geqrf geqp3 ormqr svd eigh eig hessenberg schur": "LAPACK has no 16-bit form",
+    "householder_product triangular_solve tridiagonal tridiagonal_solve symmetric_product": "ill-conditioned",
+}
+_FOLLOW = {
+    "neg sign abs floor ceil round is_finite": "exact",
+    "tanh logistic erf erfc": "bounded by one or two",
+    "reduce_max reduce_min argmax argmin reduce_window_max reduce_window_min cummax cummin": "compares, exactly",
+    "sort top_k approx_top_k": "compares; a value is never narrowed before it is compared",
+    "real imag conj": "exact",
+}
+_SHAPE = {
+    "reshape broadcast_in_dim broadcast_to transpose squeeze rev tile": "moves values",
+    "slice dynamic_slice gather split unstack": "picks values; an embedding is cast after its gather",
+    "copy name optimization_barrier stop_gradient tie": "identity",
+    "sharding_constraint reshard relayout layout_constraint with_memory_space_constraint": "moves values",
+    "pvary pbroadcast reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p": "a type",
+    "all_gather all_gather_invariant all_gather_reduced ppermute all_to_all": "as they come",
+}
+_WIDEST = {
+    "add sub add_any": "rounds once, as in hand-written mixed precision",
+    "mul div rem": "one dtype; wide where only a float32 operation consumes it",
+    "max min atan2 nextafter clamp": "one dtype",
+    "eq ne lt le gt ge eq_to le_to lt_to": "a value is never narrowed to be compared with a wider one",
+    "concatenate pad stack dynamic_update_slice scatter select_n": "one dtype for the joined buffer",
+}
+_COLLECTIVE = {
+    "psum psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter preduced": "a sum across devices",
+    "pmax pmin unreduced_pmax unreduced_pmin": "exact, on the same wire",
+}
+_ENTER = {
+    "jit remat2": "the body is planned with what is known of its arguments",
+    "closed_call call eval_jaxpr": "inlined",
+    "scan while cond": "the carry has one dtype; a gradient that accumulates in it stays in float32",
+    "custom_jvp_call custom_vjp_call": "the user's derivative rule is kept",
+    "custom_vmap_call linear_call composite": "the body is planned behind float32 boundaries",
+    "shard_map": "the body is planned; collectives keep their meaning",
+}
+OPAQUE = {
+    "convert_element_type bitcast_convert_type reduce_precision to_edtype from_edtype": "the user asked for this dtype",
+    "reduce reduce_window select_and_scatter": "carries a user's function compiled for float32",
+    "and or not xor reduce_and reduce_or reduce_xor shift_left shift_right_arithmetic shift_right_logical": "integers",
+    "population_count clz mulhi multiple_of": "integers",
+    "random_bits random_seed random_split random_fold_in random_wrap random_unwrap random_clone": "random bits",
+    "threefry2x32 threefry4x32 philox2x32 philox4x32 rng_bit_generator rng_uniform iota_2x32_shape": "random bits",
+    "iota empty empty2 create_token after_all create_linear": "makes values from none",
+    "complex": "complex numbers have no 16-bit form",
+    "custom_linear_solve": "a solver run in 16 bits does not end",
+    "global_array_to_host_local_array host_local_array_to_global_array": "moves arrays between processes",
+    "axis_index platform_index device_put dimension_size dim_as_value shape_assertion": "not arithmetic",
+    "pallas_call mpmd_map core_map run_state run_scoped": "a kernel written for the dtypes it was given",
+    "ffi_call call_exported custom_partitioning cudnn_fusion custom_lin dce_sink": "compiled elsewhere",
+    "pure_callback io_callback buffer_callback debug_callback debug_print check inspect_sharding": "calls the host",
+    "dot_product_attention_fwd dot_product_attention_fwd_wrapper": "takes 16-bit operands only, so it has them",
+    "dot_product_attention_bwd dot_product_attention_bwd_wrapper": "takes 16-bit operands only, so it has them",
+    "dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper": "fp8",
+    "dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper": "fp8",
+    "scaled_dot scaled_matmul scaled_matmul_wrapper": "block-scaled narrow formats",
+    "lu_pivots_to_permutation": "integers",
+    "bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices": "sparse formats",
+    "bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose": "sparse formats",
+    "bcsr_dot_general bcsr_extract bcsr_fromdense bcsr_todense spsolve todense": "sparse formats",
+    "coo_fromdense coo_matmat coo_matvec coo_spmm coo_spmv coo_todense": "sparse formats",
+    "csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv csr_todense": "sparse formats",
+    "all_gather_start all_gather_done all_gather_reduced_start all_to_all_start all_to_all_done": "asynchronous halves",
+    "pbroadcast_start pbroadcast_done pbroadcast_dynamic ppermute_start ppermute_done": "asynchronous halves",
+    "psum_start psum_done psum_invariant_start reduce_scatter_start reduce_scatter_done": "asynchronous halves",
+    "unreduced_psum_start unreduced_reduce_scatter_start psend precv": "asynchronous halves",
+    "get swap": "memory that is read and written in place has one dtype",
+    "program_order": "orders effects",
+    "ragged_all_to_all": "two buffers of one dtype",
+    "pin unpin stage unreachable remat_opt": "internal to JAX's own passes",
+    "xla_metadata_call xla_metadata_value": "annotations of the compiler",
+}
+
+
+TRAITS = {
+    Trait.MOVES: "reshape broadcast_in_dim broadcast_to transpose squeeze rev tile copy name optimization_barrier "
+    "stop_gradient sharding_constraint reshard layout_constraint pvary pbroadcast",
+    Trait.PICKS: "slice dynamic_slice gather split unstack",
+    Trait.JOINS: "select_n concatenate pad stack dynamic_update_slice scatter",
+    Trait.BOUNDS: "max min clamp",
+    Trait.FLIPS: "neg abs",
+    Trait.EXTREMES: "reduce_max reduce_min",
+    Trait.ADDS: "add sub add_any",
+    Trait.ACCUMULATES: "add sub add_any scatter-add scatter-sub",
+    Trait.LINEAR: "add sub add_any mul div neg reduce_sum dot_general",
+    Trait.ROUNDS: "add sub add_any mul div rem atan2 tanh logistic erf erfc",
+    Trait.FUSES: "add sub add_any mul div max min neg abs sign select_n clamp integer_pow square one_minus_square "
+    "broadcast_in_dim reshape squeeze convert_element_type copy",
+    Trait.EXPENSIVE: "exp exp2 expm1 log log1p log2 logistic tanh erf erfc erf_inv pow sin cos tan sqrt rsqrt cbrt",
+    Trait.COMPARES: "lt le gt ge",
+    Trait.BITWISE: "and or bitcast_convert_type polynomial",
+    Trait.EXPONENTIAL: "exp exp2 expm1 sinh cosh",
+    Trait.POOL: "reduce_window_max reduce_window_min",
+    Trait.DOT: "dot_general ragged_dot_general conv_general_dilated",
+    Trait.SYSTEM: " ".join(_FACTORIZATIONS) + " custom_linear_solve",
+    Trait.CONSTANT: "iota convert_element_type bitcast_convert_type reduce_precision and or not xor shift_left "
+    "shift_right_arithmetic shift_right_logical random_bits random_seed random_split random_fold_in random_wrap "
+    "random_unwrap threefry2x32 reduce_and reduce_or complex",
+    Trait.CALL: "jit remat2 shard_map custom_jvp_call custom_vjp_call",
+}
+# The operand of which a rounding to zero, to one or to infinity is no small change: a divisor, a bound, what is near a
+# pole or a branch point.
+DELICATE_OPERAND = {
+    **dict.fromkeys("log log2 log1p sqrt rsqrt cbrt reciprocal pow digamma lgamma".split(), 0),
+    **dict.fromkeys("erf_inv asin acos atanh acosh".split(), 0),
+    **dict.fromkeys("div rem clamp".split(), 1),
+}
+# The operands that a result is made of, where others are indices or predicates.
+DATA_OPERANDS = {
+    "gather": slice(0, 1),
+    "dynamic_slice": slice(0, 1),
+    "dynamic_update_slice": slice(0, 2),
+    "scatter": slice(0, 3, 2),
+    "scatter-add": slice(0, 3, 2),
+    "select_n": slice(1, None),
+}
+
+
+def _entries(rule: Rule, lines: dict[str, str], never_low: bool = False) -> dict[str, Entry]:
+    return {
+        name: Entry(rule, reason, never_low, _traits_of(name))
+        for names, reason in lines.items()
+        for name in names.split()
+    }
+
+
+def _traits_of(name: str) -> Trait:
+    return functools.reduce(
+        Trait.__or__, (trait for trait, names in TRAITS.items() if name in names.split()), Trait.NONE
+    )
+
+
+TABLE: dict[str, Entry] = {
+    **_entries(Rule.LOW, _LOW),
+    **_entries(Rule.HIGH, _HIGH),
+    **_entries(Rule.HIGH, _SUMS, never_low=True),
+    **_entries(Rule.HIGH, _FACTORIZATIONS, never_low=True),
+    **_entries(Rule.FOLLOW, _FOLLOW),
+    **_entries(Rule.SHAPE, _SHAPE),
+    **_entries(Rule.WIDEST, _WIDEST),
+    **_entries(Rule.COLLECTIVE, _COLLECTIVE, never_low=True),
+    **_entries(Rule.ENTER, _ENTER),
+    **_entries(Rule.RECORDED, OPAQUE),
+}
+UNKNOWN = Entry(Rule.RECORDED, "not in the table: a primitive that this version does not know")
+
+
+def having(traits: Trait) -> frozenset[str]:
+    """The primitives that have any of the traits.
+
+    >>> sorted(having(Trait.POOL | Trait.BOUNDS))
+    ['clamp', 'max', 'min', 'reduce_window_max', 'reduce_window_min']
+    """
+    return frozenset(name for name, entry in TABLE.items() if entry.traits & traits)
+
+
+DOTS = having(Trait.DOT)

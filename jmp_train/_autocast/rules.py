@@ -1,0 +1,209 @@
+"""`Rules`: the table with a user's edits, and the marks that set the precision of a region.
+
+Decides which rule holds for an operation: the region it is in, over its named scope, over its primitive. Does not
+decide dtypes, which depend on the operation's neighbours; see `_plan.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from .._dtypes import FLOAT32, cast_floating, did_you_mean, facts, to_dtype
+from .._jaxpr import FULL_PRECISION_MARK, LOW_PRECISION_MARK
+from .._paths import glob_matches
+from .primitives import TABLE, UNKNOWN, Entry, Rule
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_FIXED = (Rule.ENTER, Rule.COLLECTIVE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Which operations run in 16 bits: the table of primitives, with edits. Immutable, hashable.
+
+    Precedence, strongest first: a region (`full_precision`, `low_precision`), a named scope (`with_scopes`), an edit
+    (`replace`), the table.
+
+    Attributes:
+      edits: `(primitive name, rule)` pairs that replace rows of the table.
+      scopes: `(glob, dtype)` pairs over `jax.named_scope` paths; the last that matches wins.
+      low_residuals: whether float32 values that are kept for the backward pass across a dot are stored in the compute
+        dtype. The computation that made them is float32 either way.
+
+    >>> rules = DEFAULT_RULES.replace({"exp": Rule.FOLLOW}).with_scopes({"LayerNorm*": "float32"})
+    >>> rules.entry("exp").rule, rules.scope_dtype("Block_0/LayerNorm_1")
+    (<Rule.FOLLOW: 'follow'>, dtype('float32'))
+    """
+
+    edits: tuple[tuple[str, Rule], ...] = ()
+    scopes: tuple[tuple[str, np.dtype], ...] = ()
+    low_residuals: bool = True
+
+    def replace(self, edits: Mapping[str, Rule | str]) -> Rules:
+        """Returns rules in which the named primitives follow another rule.
+
+        Args:
+          edits: primitive names (`"exp"`, `"dot_general"`: as `jax.make_jaxpr` prints them) and the rule for each,
+            a `Rule` or its name.
+
+        Raises:
+          ValueError: the name is no primitive of the table, or the rule is none that can be given.
+
+        >>> DEFAULT_RULES.replace({"tanh": "high"}).entry("tanh").rule
+        <Rule.HIGH: 'high'>
+        """
+        merged = dict(self.edits)
+        for name, rule in edits.items():
+            if name not in TABLE:
+                raise ValueError(
+                    f"`edits` names {name!r}, which is no primitive of the table{did_you_mean(name, TABLE)}; use a "
+                    f"name as `jax.make_jaxpr` prints it."
+                )
+            merged[name] = _to_rule(name, rule)
+        return dataclasses.replace(self, edits=tuple(sorted(merged.items(), key=lambda edit: edit[0])))
+
+    def with_scopes(self, scopes: Mapping[str, DTypeLike]) -> Rules:
+        """Returns rules that set the precision of parts of a model by their `jax.named_scope` path.
+
+        Linen puts every module on this path; forward and backward operations of a module have the same one. A glob
+        matches whole segments at any depth, and what is below; `Net/.` only what stands in `Net` itself, `.` what has
+        no scope. A scope that matched nothing is reported by `explain` and is an error in `assert_policy`.
+
+        Args:
+          scopes: globs and, for each, `"float32"` (runs as recorded, nothing narrowed) or a 16-bit dtype, which must be
+            the policy's compute dtype (everything narrowed but sums).
+
+        >>> DEFAULT_RULES.with_scopes({"Dense_?": "float32"}).scope_dtype("MLP/Dense_3")
+        dtype('float32')
+        """
+        added = tuple((glob, to_dtype(dtype, f"scopes[{glob!r}]")) for glob, dtype in scopes.items())
+        for glob, dtype in added:
+            if facts(dtype).bits not in (16, 32):
+                raise ValueError(f"`scopes` sets {glob!r} to {dtype.name}; use float32 or a 16-bit dtype.")
+        return dataclasses.replace(self, scopes=self.scopes + added)
+
+    def with_residuals(self, dtype: DTypeLike | None) -> Rules:
+        """Returns rules that store values for the backward pass in `"float32"`, or (`None`) in the compute dtype.
+
+        >>> DEFAULT_RULES.with_residuals("float32").low_residuals
+        False
+        """
+        if dtype is not None and to_dtype(dtype, "dtype") != FLOAT32:
+            raise ValueError(f"`dtype` is {dtype!r}; use 'float32', or None for the policy's compute dtype.")
+        return dataclasses.replace(self, low_residuals=dtype is None)
+
+    def entry(self, primitive: str) -> Entry:
+        """Returns the table's row for a primitive, edits included."""
+        entry = TABLE.get(primitive, UNKNOWN)
+        rule = self._edits.get(primitive)
+        return entry if rule is None else dataclasses.replace(entry, rule=rule, reason="set by Rules.replace")
+
+    def scope_dtype(self, scope: str) -> np.dtype | None:
+        """Returns what `with_scopes` says of a scope path, `None` if nothing."""
+        return next((dtype for glob, dtype in reversed(self.scopes) if glob_matches(glob, scope)), None)
+
+    @functools.cached_property
+    def _edits(self) -> dict[str, Rule]:
+        return dict(self.edits)
+
+
+DEFAULT_RULES = Rules()
+
+
+def _to_rule(name: str, rule: Rule | str) -> Rule:
+    try:
+        rule = Rule(rule)
+    except ValueError:
+        valid = [valid.value for valid in Rule if valid not in _FIXED]
+        raise ValueError(
+            f"`edits[{name!r}]` is {rule!r}, which is no rule{did_you_mean(str(rule), valid)}; use one of {valid}."
+        ) from None
+    if rule in _FIXED or (TABLE[name].rule in _FIXED and rule is not Rule.RECORDED):
+        raise ValueError(
+            f"`edits[{name!r}]` is {rule}, but {name} is {TABLE[name].rule} in the table: a collective, or a primitive "
+            f"with a program inside, can only be set to Rule.RECORDED, and no other primitive can become one."
+        )
+    return rule
+
+
+def _marked(fn: Callable[P, R], mark: str) -> Callable[P, R]:
+    if not callable(fn):
+        raise TypeError(f"`fn` must be callable, got {fn!r}; pass the function whose operations are to be marked.")
+
+    unchecked: Callable[..., R] = fn
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        def body(*leaves: Any) -> Any:
+            traced = iter(leaves)
+            merged = [next(traced) if is_array else leaf for is_array, leaf in zip(arrays, flat, strict=True)]
+            args, kwargs = jax.tree.unflatten(tree, merged)
+            return unchecked(*args, **kwargs)
+
+        flat, tree = jax.tree.flatten((args, kwargs))
+        arrays = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in flat]
+        body.__name__ = body.__qualname__ = mark
+        return jax.jit(body)(*(leaf for is_array, leaf in zip(arrays, flat, strict=True) if is_array))
+
+    return call
+
+
+def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
+    """Marks a function: inside it autocast runs everything as recorded, with nothing narrowed.
+
+    A float32 trace erases `x.astype(jnp.float32)`, the usual guard of hand-written mixed precision: autocast cannot see
+    it. This mark can be seen, and it survives `grad`, `jit`, `vmap` and loops. Without autocast it changes nothing.
+
+    Args:
+      fn: a function of pytrees. Arrays in them are traced, as under `jax.jit`; everything else arrives as it is.
+
+    Returns:
+      A function with the same arguments and results.
+
+    >>> @full_precision
+    ... def normalise(x):
+    ...     return x / jax.numpy.sum(x)
+    >>> float(normalise(np.ones(4, np.float32))[0])
+    0.25
+    """
+    return _marked(fn, FULL_PRECISION_MARK)
+
+
+def low_precision(fn: Callable[P, R], *, dtype: DTypeLike | None = None) -> Callable[P, R]:
+    """Marks a function: inside it autocast narrows every operation but sums, whatever the table says.
+
+    Args:
+      fn: a function of pytrees; arrays in it are traced, as under `jax.jit`.
+      dtype: `None` for the policy's compute dtype, which marks the region and changes nothing without autocast. A dtype
+        casts the floating arguments to it when `fn` is called, and floating results back to float32: what a kernel
+        needs that accepts only 16-bit operands and would not trace with others.
+
+    Returns:
+      A function with the same arguments and results.
+
+    >>> scores = low_precision(jax.numpy.exp)
+    >>> attend = low_precision(lambda x: x.dtype.name, dtype="bfloat16")
+    >>> attend(np.ones(3, np.float32))
+    'bfloat16'
+    """
+    if dtype is None:
+        return _marked(fn, LOW_PRECISION_MARK)
+    narrow = to_dtype(dtype, "dtype")
+    if not callable(fn):
+        raise TypeError(f"`fn` must be callable, got {fn!r}; pass the function whose operations are to be marked.")
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        args, kwargs = cast_floating((args, kwargs), narrow)
+        return cast_floating(fn(*args, **kwargs), FLOAT32)
+
+    return call

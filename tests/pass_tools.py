@@ -1,0 +1,51 @@
+"""A program after each pass of autocast, as text, and with rewrites left out."""
+
+import dataclasses
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+import jmp_train as jmp
+from jmp_train._autocast.analysis.uses import Flags
+from jmp_train._autocast.emit import emit
+from jmp_train._autocast.ir import Precision, Program, is_float32, recorded_dtypes
+from jmp_train._autocast.passes.rewrites import REWRITES, Rewrite
+from jmp_train._autocast.planner import Planner
+
+
+def stages(
+    fn: Callable[..., Any], *args: Any, policy: str = "mixed_float16", rewrites: Sequence[Rewrite] = REWRITES
+) -> Iterator[tuple[str, Program]]:
+    """The name of each pass and the program after it; the first argument holds the parameters, all others are data."""
+    jaxpr = jax.make_jaxpr(fn)(*args)
+    weak = len(jax.tree.leaves(args[0]))
+    precisions = [
+        Precision.RECORDED if not is_float32(aval) else Precision.WEAK if i < weak else Precision.FULL
+        for i, aval in enumerate(jaxpr.in_avals)
+    ]
+    planner = Planner(jmp.get_policy(policy), jmp.DEFAULT_RULES, rewrites)
+    planner.find_products(jaxpr, precisions)
+    program = None
+    for name, program in planner.stages(jaxpr, precisions, [Flags()] * len(jaxpr.out_avals)):
+        yield name, program
+    assert program is not None
+    program = dataclasses.replace(program, result_dtypes=recorded_dtypes(program.recorded))
+    yield from planner.lowering_stages(program)
+
+
+def after(name: str, fn: Callable[..., Any], *args: Any, **options: Any) -> Program:
+    """The program after one pass."""
+    return dict(stages(fn, *args, **options))[name]
+
+
+def lines(text: str) -> str:
+    """A program that a test spells out, without the indentation of the test."""
+    return textwrap.dedent(text).strip("\n ")
+
+
+def run(fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """The results of the last program."""
+    *_, (_, program) = stages(fn, *args, **options)
+    return emit(program, jax.tree.leaves(args))

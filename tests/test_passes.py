@@ -1,0 +1,256 @@
+"""Each pass of autocast on a program of a few lines: what it is given, and what it makes of that.
+
+Passes that only look (`mark_dead`, `shared_roundings`) show in the program that `insert_casts` writes.
+"""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from comparisons import assert_two_programs_agree
+from jax import lax
+from pass_tools import after, lines, run, stages
+
+from jmp_train._autocast.ir import Program, Use, format_program
+from jmp_train._autocast.passes.rewrites import REWRITES
+from jmp_train._autocast.planner import LOWERING, PLANNING
+
+PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
+
+RNG = np.random.default_rng(0)
+W = RNG.normal(size=(8, 4)).astype(np.float32)
+X = RNG.normal(size=(2, 8)).astype(np.float32)
+LAYERS = (0.3 * RNG.normal(size=(3, 8, 8))).astype(np.float32)
+
+
+def squares(w, x):
+    return jnp.sum((x @ w) ** 2)
+
+
+def tanh_between_dots(w, x):
+    return jnp.sum(jnp.tanh(x @ w) @ w.T)
+
+
+def softmax_between_dots(w, x):
+    h = jnp.exp(x @ w)
+    return jnp.sum((h / jnp.sum(h)) @ w.T)
+
+
+def stack_of_layers(w, x):
+    return jnp.sum(lax.scan(lambda h, w: (jnp.exp(h @ w), None), x, w)[0])
+
+
+def recurrent(w, x):
+    return lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), jnp.zeros(8), x)[0]
+
+
+def test_assign_dtypes_narrows_a_dot_and_runs_a_square_and_a_sum_in_float32():
+    assert format_program(after("assign_dtypes", squares, W, X)) == lines("""
+        { lambda  ; a:f32[8,4] b:f32[2,8] . let
+            c:f16[2,4] = dot_general b:float16 a:float16
+            d:f32[2,4] = integer_pow c:float32
+            e:f32[] = reduce_sum d:float32
+          in (e) }
+    """)
+
+
+def test_control_flow_carries_a_residual_stream_in_the_compute_dtype():
+    def layers(w, x):
+        return lax.scan(lambda h, w: (h + jnp.tanh(h @ w) @ w, None), x @ w[0], w)[0]
+
+    body = lines("""
+        { lambda  ; a:f16[2,8] b:f32[8,8] . let
+            c:f16[2,8] = dot_general a:float16 b:float16
+            d:f16[2,8] = tanh c:float16
+            e:f16[2,8] = dot_general d:float16 b:float16
+            f:f16[2,8] = add a:float16 e:float16
+          in (f) }
+    """)
+    (scan,) = (e for e in after("assign_dtypes", layers, LAYERS, X).equations if e.name == "scan")
+    assert [format_program(inner) for inner in scan.bodies] == [body]
+
+
+def test_f32_accumulators_carries_a_sum_that_was_recorded_in_16_bits():
+    def sum_of_rows(w, x):
+        return lax.scan(lambda total, row: (total + row.astype(jnp.float16), None), jnp.zeros(8, jnp.float16), x)[0]
+
+    (scan,) = (e for e in after("insert_casts", sum_of_rows, W, X).equations if e.name == "scan")
+    assert [format_program(inner) for inner in scan.bodies] == [
+        lines("""
+        { lambda  ; a:f32[8] b:f32[8] . let
+            c:f16[8] = convert_element_type b
+            d:f32[8] = convert_element_type c
+            e:f32[8] = add a d
+          in (e) }
+        """)
+    ]
+
+
+def test_save_or_remat_saves_what_a_dot_reads_and_rematerializes_what_is_elementwise_in_it():
+    program = after("save_or_remat", jax.grad(tanh_between_dots), W, X)
+    made = {number: e.name for e in program.equations for number in e.results}
+    read_across = {use.value for e in program.equations for use in e.uses if use.residual}
+    assert {made[number] for number in read_across & program.residuals.saved} == {"tanh"}
+    assert {made[number] for number in read_across & program.residuals.remat} == {"sub"}  # of 1 - tanh
+
+
+def test_insert_casts_writes_saved_copies_and_rematerialized_equations():
+    assert format_program(after("insert_casts", jax.grad(tanh_between_dots), W, X)) == lines("""
+        { lambda  ; a:f32[8,4] b:f32[2,8] . let
+            c:f16[2,8] = cast b
+            d:f16[8,4] = cast a
+            e:f16[2,4] = dot_general c d
+            f:f16[2,4] = tanh e
+            g:f32[4,8] = transpose a
+            h:f32[2,8] = broadcast_in_dim 1.0
+            i:f16[2,8] = cast h
+            j:f16[2,4] = saved f
+            k:f32[8,4] = dot_general i j
+            l:f16[4,8] = cast g
+            m:f16[2,4] = dot_general i l
+            n:f16[2,4] = remat sub 1.0 j
+            o:f16[2,4] = mul m n
+            p:f16[2,4] = mul o j
+            q:f16[2,4] = add_any o p
+            r:f32[8,4] = dot_general c q
+            s:f32[8,4] = add_any k r
+          in (s) }
+    """)
+
+
+def test_shared_roundings_rounds_what_a_rematerialized_exponential_reads():
+    program = after("insert_casts", jax.grad(softmax_between_dots), W, X)
+    makers = {number: e for e in program.equations for number in e.results}
+    exponentials = [e for e in program.equations if e.name == "exp"]
+    assert [e.remat for e in exponentials] == [False, True]
+    near, far = (makers[e.operands[0]] for e in exponentials)
+    assert near.name == "round" and makers[far.operands[0]].name == "saved"  # what is saved is rounded by that
+
+
+def test_mark_dead_leaves_out_what_is_only_rematerialized():
+    program = after("mark_dead", jax.grad(tanh_between_dots), W, X)
+    (distance,) = (e for e in program.equations if e.name == "sub")
+    assert distance.dead
+    assert not any(use.value in distance.results and not use.residual for e in program.equations for use in e.uses)
+
+
+def test_widen_runs_a_sum_in_float32_whose_only_reader_does():
+    def sum_times_data(w, x, d):
+        return (2 * (x @ w) + 1) * d
+
+    def precision_of_sum(program):
+        (number,) = (number for e in program.equations if e.name == "add" for number in e.results)
+        return program.precision(number).value
+
+    args = W, X, np.ones((2, 4), np.float32)
+    assert precision_of_sum(after("assign_dtypes", sum_times_data, *args)) == "low"
+    assert precision_of_sum(after("widen", sum_times_data, *args)) == "full"
+
+
+def test_scan_residuals_stacks_a_dot_in_16_bits_rather_than_an_exponential_in_32():
+    def stacked(program):
+        forward = next(e for e in program.equations if e.name == "scan")
+        return [f"{program.avals[number].str_short(short_dtypes=True)}" for number in forward.results[1:]]
+
+    assert stacked(after("insert_casts", jax.grad(stack_of_layers), LAYERS, X)) == ["f16[3,2,8]", "f32[3,2,8]"]
+    program = after("scan_residuals", jax.grad(stack_of_layers), LAYERS, X)
+    assert stacked(program) == ["f16[3,2,8]", "f16[3,2,8]"]
+    backward = [e for e in program.equations if e.name == "scan"][-1]
+    assert [e.name for e in backward.bodies[0].equations if e.remat] == ["cast", "round", "exp"]
+
+
+REWRITTEN = {
+    "ReluMask": (jax.grad(lambda w, x: jnp.sum(jax.nn.relu(x @ w) @ w.T)), W, X),
+    "MaxPoolGradient": (
+        jax.grad(lambda w, x: jnp.sum(x * lax.reduce_window(x * w, -np.inf, lax.max, (1, 2), (1, 1), "SAME"))),
+        RNG.normal(size=(2, 8)).astype(np.float32),
+        X,
+    ),
+    "OneHotScatter": (
+        jax.grad(lambda w, x: -jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(x @ w), np.array([[1], [2]]), 1))),
+        W,
+        X,
+    ),
+    "DotAsSums": (lambda w, x: x[:, :2] @ w[:2] @ w.T @ x.T[:, :2] + x[:, :3] @ x[:, :3].T, W, X),
+    "FoldTransposes": (jax.grad(squares), W, X),
+    "HoistWeightCasts": (recurrent, LAYERS[0], X),
+}
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_a_rewrite_can_be_left_out_and_the_gradients_are_the_same(name):
+    fn, *args = REWRITTEN[name]
+    others = [rewrite for rewrite in REWRITES if repr(rewrite) != name]
+    assert len(others) == len(REWRITES) - 1
+    *_, (_, program) = stages(fn, *args)
+    *_, (_, without) = stages(fn, *args, rewrites=others)
+    assert format_program(program) != format_program(without)  # so the comparison below is one
+    assert_two_programs_agree(run(fn, *args), run(fn, *args, rewrites=others), "float16")
+
+
+def test_every_rewrite_is_left_out_once():
+    assert sorted(REWRITTEN) == sorted(map(repr, REWRITES))
+
+
+def relu_mask(program: Program) -> set[str]:
+    (mask,) = (e for e in program.equations if e.name == "gt")
+    return {e.name for e in program.equations if mask.operands[0] in e.results}
+
+
+def test_relu_mask_compares_what_the_relu_returns():
+    fn, *args = REWRITTEN["ReluMask"]
+    assert relu_mask(after("insert_casts", fn, *args)) == {"custom_jvp_call"}
+    assert relu_mask(after("insert_casts", fn, *args, rewrites=())) == {"dot_general"}
+
+
+def test_fold_transposes_swaps_the_operands_of_a_gradients_dot():
+    fn, *args = REWRITTEN["FoldTransposes"]
+    assert Counter(e.name for e in after("insert_casts", fn, *args, rewrites=()).equations)["transpose"] == 1
+    assert Counter(e.name for e in after("insert_casts", fn, *args).equations)["transpose"] == 0
+
+
+def test_hoist_weight_casts_leaves_no_cast_of_the_weight_in_the_loop():
+    fn, *args = REWRITTEN["HoistWeightCasts"]
+    (scan,) = (e for e in after("rewrite_lowered", fn, *args).equations if e.name == "scan")
+    weight, copy, *_ = scan.bodies[0].inputs
+    assert [e.name for e in scan.bodies[0].equations if weight in e.operands] == ["hoisted"]
+    assert scan.bodies[0].avals[copy].dtype == np.float16
+
+
+@pytest.mark.parametrize("fn", [jax.grad(tanh_between_dots), jax.grad(softmax_between_dots), jax.grad(squares)])
+def test_after_insert_casts_no_use_names_a_dtype_and_every_value_has_the_one_it_says(fn):
+    program = after("insert_casts", fn, W, X)
+    assert all(use == Use(use.value) for e in program.equations for use in e.uses)
+    *_, (_, last) = stages(fn, W, X)
+    ran = [aval.dtype for aval in jax.eval_shape(lambda *args: run(fn, *args), W, X)]
+    assert ran == [last.avals[number].dtype for number in last.outputs]
+
+
+def test_the_passes_are_those_of_the_planner_in_its_order():
+    names = [name for name, _ in stages(squares, W, X)]
+    assert names == [run.__name__ for run in (*PLANNING, *LOWERING)]
+
+
+def two_layers(params, x):
+    w, v = params
+    return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ v) ** 2)
+
+
+def test_the_architecture_page_shows_what_the_passes_print():
+    shapes = [(16, 32), (32, 16), (64, 16)]
+    w, v, x = (np.ones(shape, np.float32) for shape in shapes)
+    shown = re.findall(r"^```(\w+)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    printed = {name: format_program(program).splitlines() for name, program in stages(jax.grad(two_layers), (w, v), x)}
+    assert [name for name, _ in shown] == [name for name in printed if name in dict(shown)]
+    for name, text in shown:
+        assert set(text.splitlines()) <= set(printed[name]), name
+    assert [len(text.splitlines()) for _, text in shown] == [22, 3, 2, 3, 23]
+
+
+def test_the_architecture_page_lists_the_passes():
+    rows = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)
+    assert rows == ["f32_accumulators", *(run.__name__ for run in (*PLANNING, *LOWERING))]
