@@ -48,6 +48,13 @@ def recurrent(w, x):
     return lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), jnp.zeros(8), x)[0]
 
 
+def residual_stream(w, x):
+    for layer in w:
+        x = x + jnp.exp(-((x @ layer) ** 2)) @ layer
+        x = x / (1 + jnp.mean(x * x))
+    return jnp.sum(x @ w[0])
+
+
 def test_assign_dtypes_narrows_a_dot_and_runs_a_square_and_a_sum_in_float32():
     assert format_program(after("assign_dtypes", squares, W, X)) == lines("""
         { lambda  ; a:f32[8,4] b:f32[2,8] . let
@@ -178,6 +185,7 @@ REWRITTEN = {
     "DotAsSums": (lambda w, x: x[:, :2] @ w[:2] @ w.T @ x.T[:, :2] + x[:, :3] @ x[:, :3].T, W, X),
     "FoldTransposes": (jax.grad(squares), W, X),
     "HoistWeightCasts": (recurrent, LAYERS[0], X),
+    "ChainedCasts": (jax.grad(residual_stream), LAYERS, X),
 }
 
 

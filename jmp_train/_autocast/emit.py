@@ -97,6 +97,22 @@ def _round(params: Mapping[str, Any], value: Any) -> Any:
     return lax.reduce_precision(value, jnp.finfo(FLOAT32).nexp, jnp.finfo(params["dtype"]).nmant)
 
 
+def _chained(params: Mapping[str, Any], value: Any, last: Any) -> Any:
+    del params
+    return _cast_beside(value, last)
+
+
+@jax.custom_jvp
+def _cast_beside(value: jax.Array, last: jax.Array) -> jax.Array:
+    """`value`, float32, in the dtype of `last`, of which it is an elementwise function that keeps NaN: so no change."""
+    return lax.select(lax.ne(last, last), last, lax.convert_element_type(value, last.dtype))
+
+
+@_cast_beside.defjvp
+def _cast_beside_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    return _cast_beside(*primals), lax.convert_element_type(tangents[0], primals[1].dtype)
+
+
 def _hoisted(params: Mapping[str, Any], value: Any, copy: Any) -> Any:
     del params
     return _copy_of(value, copy)
@@ -114,7 +130,7 @@ def _copy_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any,
     return primals[1], lax.convert_element_type(tangents[0], primals[1].dtype)
 
 
-_ADDED = {Op.CAST: _cast, Op.SAVED: _saved, Op.ROUND: _round, Op.HOISTED: _hoisted}
+_ADDED = {Op.CAST: _cast, Op.SAVED: _saved, Op.ROUND: _round, Op.CHAINED: _chained, Op.HOISTED: _hoisted}
 
 
 def _call(equation: Equation, operands: list[Any]) -> list[Any]:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from ...ir import Program
+from .chained_casts import ChainedCasts
 from .dot_as_sums import DotAsSums
 from .fold_transposes import FoldTransposes
 from .hoist_weight_casts import HoistWeightCasts
@@ -24,6 +25,7 @@ REWRITES: tuple[Rewrite, ...] = (
     DotAsSums(),
     FoldTransposes(),
     HoistWeightCasts(),
+    ChainedCasts(),
 )
 
 

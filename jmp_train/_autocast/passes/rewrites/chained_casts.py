@@ -1,0 +1,56 @@
+"""A residual stream's gradient, cast to float16 in a form that XLA for CPUs does not duplicate.
+
+    b:f32 = cast a                       b:f32 = cast a
+    d:f32 = add b c              ->      d:f32 = add b c
+    e:f16 = cast d                       e:f16 = chained d a
+
+Such a gradient is a chain: each value is the last one, saved in float16, plus a branch in float32, rounded to float16
+again. XLA's `CpuInstructionFusion` duplicates a cheap operation with one large operand into all of its consumers, a
+cast to float16 among them (a cast to bfloat16 counts as expensive), and with it the float32 sum, whose only consumer
+the cast is, down to the last cast, and so on: a kernel that reads the gradient at layer k computes it from the head
+down. 24 Llama layers: 56,582 instructions, 1,549 in the largest fusion; with this 20,103 and 76. An operation with two
+large operands is not duplicated if a consumer reaches it through a product as well. So the cast becomes a `select` that
+has the last value as another operand. GPU kernels read that value already: the same kernels, no byte more.
+
+Decides which casts those are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ...._dtypes import FLOAT16
+from ...ir import Op, Program, Use
+from .rewrite import Rewrite
+
+# Elementwise, and NaN where an operand is NaN, which `Op.CHAINED` relies on.
+_KEEP_NAN = frozenset("add sub add_any mul div neg convert_element_type copy".split())
+
+
+class ChainedCasts(Rewrite):
+    def of_lowered(self, program: Program) -> Program:
+        """The program whose float16 residuals that are computed from other ones are cast beside those."""
+        if program.low != FLOAT16:
+            return program
+        links: set[int] = set()  # float32 values, cast to float16
+        last: dict[int, int] = {}  # the saved copy, of the same shape, that a value is computed from
+        equations = []
+        for equation in program.equations:
+            result = equation.results[0] if equation.results else -1
+            found = next((last[number] for number in equation.operands if number in last), None)
+            if found is not None and program.avals[found].shape != getattr(program.avals[result], "shape", None):
+                found = None
+            if equation.op is Op.SAVED and equation.operands[0] in links:
+                last[result] = result
+            elif equation.op is Op.CAST:
+                if program.avals[result].dtype == FLOAT16:
+                    links.add(result)
+                    if found is not None:
+                        uses = [*equation.uses, Use(found)]
+                        equation = dataclasses.replace(equation, op=Op.CHAINED, uses=uses)
+                elif found is not None:
+                    last[result] = found
+            elif equation.name in _KEEP_NAN and found is not None:
+                last[result] = found
+            equations.append(equation)
+        return dataclasses.replace(program, equations=equations)

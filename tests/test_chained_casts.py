@@ -1,0 +1,77 @@
+"""The gradient of a residual stream in float16: what XLA for CPUs makes of it does not grow faster than depth."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from comparisons import assert_same_bits
+from pass_tools import after, run
+
+from jmp_train import autocast
+from jmp_train._autocast.passes.rewrites import REWRITES
+
+ROWS, WIDTH = 8, 16
+WITHOUT = tuple(rewrite for rewrite in REWRITES if repr(rewrite) != "ChainedCasts")
+
+
+def residual_network(norm_first):
+    """`x + relu(norm(x) @ v) @ w` or `norm(x + relu(x @ v) @ w)` a layer, with a norm that runs in float32."""
+
+    def norm(x):
+        return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6)
+
+    def loss(params, x):
+        for v, w in params:
+            x = x + jax.nn.relu(norm(x) @ v) @ w if norm_first else norm(x + jax.nn.relu(x @ v) @ w)
+        return jnp.mean(jnp.square(x @ params[0][0]))
+
+    return loss
+
+
+def arguments(layers):
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal((layers, 2, WIDTH, WIDTH)).astype(np.float32) / 4
+    return [tuple(layer) for layer in weights], rng.standard_normal((ROWS, WIDTH)).astype(np.float32)
+
+
+def largest_fusion(loss, layers):
+    """How many instructions the largest computation of the compiled gradient has, the main one aside."""
+    gradient = jax.jit(
+        autocast(jax.grad(loss), "mixed_float16"), compiler_options={"xla_backend_optimization_level": 0}
+    )
+    sizes, size = [], 0
+    text = gradient.lower(*arguments(layers)).compile().as_text() or ""
+    for line in text.splitlines():
+        if line.startswith("%"):
+            size = 0
+        elif line.startswith("}"):
+            sizes.append(size)
+        size += " = " in line and not line.startswith("ENTRY")
+    return max(sizes[:-1])
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_no_fusion_grows_with_depth(norm_first):
+    loss = residual_network(norm_first)
+    assert largest_fusion(loss, 8) == largest_fusion(loss, 4)
+
+
+@pytest.mark.parametrize("scale", [1, np.inf])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_no_bit_changes(norm_first, scale):
+    loss, (params, x) = residual_network(norm_first), arguments(3)
+    gradient = jax.grad(lambda params, x: loss(params, x) * scale)
+    assert "chained" in [e.name for e in after("rewrite_lowered", gradient, params, x).equations]
+    with jax.disable_jit():
+        assert_same_bits(run(gradient, params, x), run(gradient, params, x, rewrites=WITHOUT))
+
+
+def test_the_derivative_is_that_of_a_cast():
+    loss, (params, x) = residual_network(norm_first=False), arguments(3)
+    got, want = (
+        jax.grad(lambda params, rewrites=rewrites: run(loss, params, x, rewrites=rewrites)[0])
+        for rewrites in (REWRITES, WITHOUT)
+    )
+    assert " ne " in str(jax.make_jaxpr(got)(params))
+    with jax.disable_jit():
+        assert_same_bits(got(params), want(params))
