@@ -1,5 +1,8 @@
 """How an operand gets to its equation: fused into it, or through memory, where its copy in 16 bits will do.
 
+A sum is a kernel of its own and reads what is stored. But what a loss's own softmax makes is only computed when the sum
+over its rows is known, in a kernel that can add up a bias's gradient as well: that sum is fused into it.
+
 Above all this is about residual streams in loops. A loop's carry starts as its first value is. An embedding is a
 parameter, and the gradient of a network's head is float32, yet outside of a loop the first layer would narrow both.
 Here they are narrowed before the loop, since a carry has one dtype.
@@ -11,28 +14,35 @@ a carry in the compute dtype; see `passes.control_flow`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Sequence
 
 from ..._jaxpr import FlatJaxpr, Node, flatten, scan_counts
+from ..._sizes import is_less
 from ..ir import Access, Fact, Place, Precision
 from ..primitives import Entry, Rule, Trait, having
 from .loops import may_be_narrow
 
 _POOLS = having(Trait.POOL)
+_ELEMENTWISE = having(Trait.FUSES | Trait.EXPENSIVE)
+# Compiled for an H200, heads with fewer logits keep the sum in a kernel of its own, and XLA stores float32 for it.
+_MANY = 2**20
 
 
 class Accesses:
     """Says of each equation of a program how its operands get to it; asked in the order of the equations."""
 
-    def __init__(self, program: FlatJaxpr, place: Place, wide: Container[int]):
-        self._program, self._place, self._wide = program, place, wide
+    def __init__(self, program: FlatJaxpr, place: Place, wide: Container[int], returned: Container[int]):
+        self._program, self._place, self._wide, self._returned = program, place, wide, returned
         self._scans: dict[int, Node] = {}
+        self._after_sum: set[int] = set()  # elementwise in sums of the forward pass, without a dot between
 
     def of(self, node: Node, entry: Entry, facts: Sequence[Fact]) -> list[Access]:
         """For each operand of `node`, given what is known of every value so far."""
         if entry.rule is not Rule.ENTER:
-            # A sum or a pool is a kernel of its own: what computes its operands may be another.
-            kernel = (entry.never_low and entry.rule is Rule.HIGH) or node.name in _POOLS
+            is_sum = entry.never_low and entry.rule is Rule.HIGH
+            kernel = (is_sum and not self._is_bias_of_head(node)) or node.name in _POOLS
+            self._note(node, entry, facts, is_sum)
             return [Access.STORED if kernel else Access.FUSED] * len(node.ins)
         if node.name != "scan":
             return [Access.STORED if node.name == "remat2" else Access.FUSED] * len(node.ins)
@@ -41,6 +51,21 @@ class Accesses:
         accesses[consts : consts + carry] = self._carried(node, consts, facts, node.ins[consts : consts + carry])
         self._scans.update(dict.fromkeys(node.outs, node))
         return accesses
+
+    def _is_bias_of_head(self, node: Node) -> bool:
+        """Whether a node sums a large cotangent of a softmax for a result of the program."""
+        size = math.prod(self._program.avals[node.ins[0]].shape)
+        head = node.name == "reduce_sum" and node.ins[0] in self._after_sum and node.outs[0] in self._returned
+        return head and self._place.is_backward(node) and not is_less(size, _MANY)
+
+    def _note(self, node: Node, entry: Entry, facts: Sequence[Fact], is_sum: bool) -> None:
+        depth = max((facts[number].depth for number in node.ins), default=0)
+        near = (number for number in node.ins if facts[number].depth == depth)
+        fuses = node.name in _ELEMENTWISE or entry.rule is Rule.SHAPE
+        if is_sum and not self._place.is_backward(node):
+            self._after_sum.update(node.outs)
+        elif fuses and any(number in self._after_sum for number in near):
+            self._after_sum.update(node.outs)
 
     def _carried(self, node: Node, consts: int, facts: Sequence[Fact], carry: Sequence[int]) -> list[Access]:
         candidates = {

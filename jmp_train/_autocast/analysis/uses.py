@@ -43,14 +43,19 @@ class Flags(NamedTuple):
 
 
 class Backward:
-    """Accumulates `Flags` of every value of a program, from its results back to its arguments."""
+    """Accumulates `Flags` of every value of a program, from its results back to its arguments.
+
+    Attributes:
+      readers: how many equations read a value.
+      returned: the results, and what they are moved from or the sum of.
+    """
 
     def __init__(self, program: FlatJaxpr, out_flags: Sequence[Flags]):
         count = len(program.avals)
         self._reaches, self._to_dot = [False] * count, [False] * count
         self._used, self._not_wide, self._exact = [False] * count, [False] * count, [False] * count
         self._in_exponent, self._known = [False] * count, program.known
-        self._handed_out, self._avals = set(program.outputs), program.avals
+        self.returned, self._avals = set(program.outputs), program.avals
         self.readers = [0] * count
         for number, flags in zip(program.outputs, out_flags, strict=True):
             self.add(number, flags)
@@ -80,7 +85,7 @@ class Backward:
         `weights`: of one that is multiplied by another first, as in low-rank adaptation. `None`: no such product.
         """
         axes = Counter(self._avals[number].shape)  # in any order; symbolic dimensions cannot be sorted
-        of_weight = weights is None or number in self._handed_out or axes in map(Counter, weights)
+        of_weight = weights is None or number in self.returned or axes in map(Counter, weights)
         return not self._reaches[number] and of_weight
 
     def step(self, node: Node, entry: Entry) -> None:
@@ -102,8 +107,8 @@ class Backward:
             to_dot = node.name in _EXACT_OR_POOLS and any(out.to_dot for out in outs)
             # A dot kept in float32 is one too: what a narrow dot hands it is no weight's gradient.
             flags = Flags(reaches or node.name in DOTS, to_dot, False)
-        if (entry.rule is Rule.SHAPE or node.name == "add_any") and not self._handed_out.isdisjoint(node.outs):
-            self._handed_out.update(node.ins)
+        if (entry.rule is Rule.SHAPE or node.name == "add_any") and not self.returned.isdisjoint(node.outs):
+            self.returned.update(node.ins)
         passes = entry.rule is Rule.SHAPE or node.name in _EXACT
         exact = (passes or self._measures_from_constant(node)) and any(out.exact for out in outs)
         exact = exact or entry.rule is Rule.RECORDED

@@ -69,7 +69,7 @@ class _Walk:
         self.program, self.recorded, self.context = program, program.recorded, context
         self.low, self.flow, self.place = program.low, context.flow, program.place
         self.avals = self.recorded.avals
-        self.accesses = Accesses(self.recorded, self.place, context.planner.wide)
+        self.accesses = Accesses(self.recorded, self.place, context.planner.wide, context.flow.returned)
         self.equations: list[Equation] = []
         self.forward_depth = 0
         self.facts: list[Any] = [None] * len(self.avals)

@@ -15,7 +15,9 @@ A value that is read across a dot is, in this order:
 
 1. *saved in the compute dtype*, if a dot reads it in that dtype anyway and no reader minds the rounding
    (`Fact.has_low_copy`), or if it is in the compute dtype and a dot's result, or computed from one: then 2 bytes a
-   number are written once, behind an `optimization_barrier`, and read by all;
+   number are written once, behind an `optimization_barrier`, and read by all. The same holds for a cotangent that a
+   chain with an expensive function makes and that a sum reads beside others, as a norm's backward pass reads the
+   gradient of a GELU: the kernel of the sum ends before the others can start, so XLA stores it, in float32;
 2. *rematerialized*, if it is elementwise (`Trait.FUSES`, `Trait.EXPENSIVE`) in values of which the reader finds the
    very numbers that the equation read, or in one saved value of its own dtype: 0 bytes more are saved, and the sources
    are read instead, which are no larger;
@@ -64,6 +66,9 @@ def save_or_remat(program: Program, context: Context) -> Program:
             for position, use in enumerate(equation.uses)
         ]
         equations.append(dataclasses.replace(equation, uses=uses))
+    shared = _shared_with_sums(program, context, equations) if context.saves_low else set()
+    values.update(dict.fromkeys(shared, _Value(saved=True)))
+    equations = [_reading_saved(equation, shared) for equation in equations]
     saved = frozenset(number for number, value in values.items() if value.saved)
     remat = frozenset(number for number, value in values.items() if value.remat)
     anchors = frozenset(
@@ -137,6 +142,49 @@ def _value_of(program: Program, context: Context, equation: Equation, values: di
         is_low = fact.precision is Precision.LOW
         value = _Value(saved=is_low and (value.saved or value.remat), from_dot=value.from_dot, source=value.source)
     return value
+
+
+def _shared_with_sums(program: Program, context: Context, equations: Sequence[Equation]) -> set[int]:
+    """The cotangents in float32 that XLA would store for a sum and others: expensive chains end in them."""
+    readers: dict[int, list[Equation]] = {}
+    for equation in equations:
+        for number in set(equation.operands):
+            readers.setdefault(number, []).append(equation)
+    expensive: set[int] = set()
+    after_sum: set[int] = set()  # what a kernel computes from a sum, which ends the kernel before
+    found: set[int] = set()
+    for equation in equations:
+        elementwise = equation.node.name in _ELEMENTWISE
+        near = {use.value for use in equation.uses if not use.residual}
+        if _is_sum(equation) or ((elementwise or equation.entry.rule is Rule.SHAPE) and not near.isdisjoint(after_sum)):
+            after_sum.update(equation.results)
+        if elementwise and (is_expensive(equation) or not expensive.isdisjoint(equation.operands)):
+            expensive.update(equation.results)
+        if program.place.is_backward(equation.node) and not expensive.isdisjoint(equation.results):
+            found.update(number for number in equation.results if _may_be_saved_low(program, context, number))
+    return {
+        number
+        for number in found.difference(after_sum, program.outputs)
+        if len(readers.get(number, ())) > 1 and any(map(_is_sum, readers[number]))
+    }
+
+
+def _may_be_saved_low(program: Program, context: Context, number: int) -> bool:
+    fact = program.facts[number]
+    computed = fact.precision is Precision.FULL and not fact.has_low_copy
+    return computed and not is_delicate(fact, context.flow[number], program.low)
+
+
+def _is_sum(equation: Equation) -> bool:
+    return equation.entry.never_low and equation.entry.rule is Rule.HIGH
+
+
+def _reading_saved(equation: Equation, saved: set[int]) -> Equation:
+    """The equation, reading saved copies of some values that are computed on its own side of the dots."""
+    if saved.isdisjoint(equation.operands):
+        return equation
+    uses = [use._replace(residual=use.residual or use.value in saved) for use in equation.uses]
+    return dataclasses.replace(equation, uses=uses)
 
 
 def _is_residual(

@@ -6,9 +6,9 @@
 Rounding the sum saves nothing here: it fuses with its reader, which widens it again. Only the whole program shows
 that: the readers have to be near, or rematerialize it, since across a dot a value in 16 bits is what is saved.
 
-What is computed from a dot's result, as its sum with a bias is, stays rounded. Two kernels may read it, and XLA then
-stores one value of the chain that they share, in the dtype that it has there: on an H200 the loss of a dense network
-moves a third more bytes with that sum in float32.
+The sum of a dot's result and a bias stays rounded. Two kernels may read it, and XLA then stores one value of the chain
+that they share, in the dtype that it has there: on an H200 the loss of a dense network moves a third more bytes with
+that sum in float32.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..planner import Context
 
 _ROUNDS = having(Trait.ROUNDS)
+_ADDS = having(Trait.ADDS)
 
 
 def widen(program: Program, context: Context) -> Program:
@@ -38,8 +39,10 @@ def widen(program: Program, context: Context) -> Program:
     equations = []
     for equation in reversed(program.equations):
         rounds = equation.node.name in _ROUNDS and any(facts[n].precision is Precision.LOW for n in equation.results)
-        of_dot = not dots.isdisjoint(equation.operands)
-        if rounds and not of_dot and narrow_readers.isdisjoint(equation.results) and low in equation.reads:
+        biased = equation.node.name in _ADDS and any(facts[number].parameter for number in equation.operands)
+        if biased and not dots.isdisjoint(equation.operands):
+            rounds = False
+        if rounds and narrow_readers.isdisjoint(equation.results) and low in equation.reads:
             uses = [use if use.dtype is None else use._replace(dtype=FLOAT32) for use in equation.uses]
             equation = dataclasses.replace(equation, uses=uses)
             for number in equation.results:
