@@ -10,7 +10,7 @@ import pytest
 from battery_tools import figures
 from flax import linen as nn
 
-from jmp_train import autocast, get_policy
+from jmp_train import DEFAULT_RULES, autocast, get_policy
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +42,19 @@ class Joined(nn.Module):
             y = nn.relu(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(conv(128, (1, 1))(y)))
             x = jnp.concatenate([x, conv(32, (3, 3))(y)], axis=-1)
         return conv(128, (1, 1))(nn.relu(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x)))
+
+
+class NormedThenActivated(nn.Module):
+    """Convolution, LayerNorm, GELU, as in wav2vec 2.0's feature extractor and, between other layers, in ConvNeXt."""
+
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(3):
+            x = nn.Conv(128, (3, 3), dtype=self.dtype)(x)
+            x = nn.gelu(nn.LayerNorm(dtype=self.dtype)(x))
+        return x
 
 
 class Dense(nn.Module):
@@ -93,27 +106,44 @@ ROWS_OF_TABLE = {
     "silu": (lambda dtype: Dense(nn.silu, dtype), ROWS, mean_square, 1.03),
     "tanh": (lambda dtype: Dense(nn.tanh, dtype), ROWS, mean_square, 1.03),
     "lstm": (Recurrent, STEPS, mean_square, 1.03),
-    "head": (lambda dtype: nn.Dense(32768, dtype=dtype), (4096, 256), cross_entropy, 0.9),
-    "head without bias": (lambda dtype: nn.Dense(32768, use_bias=False, dtype=dtype), (4096, 256), cross_entropy, 0.75),
+    "head": (lambda dtype: nn.Dense(32768, dtype=dtype), (4096, 256), cross_entropy, 0.62),
+    "head without bias": (lambda dtype: nn.Dense(32768, use_bias=False, dtype=dtype), (4096, 256), cross_entropy, 0.62),
+    "norm, then gelu": (NormedThenActivated, (32, 56, 56, 128), mean_square, 1.03),
 }
+# Float32 residuals move fewer bytes in a recurrent cell, whose gates XLA fuses, for 1.24 times the temporary memory.
+OF_FLOAT32_RESIDUALS = {"lstm": 1.04}
+
+
+def gradients_of(name, dtype):
+    """The gradient function of a row with its layers in `dtype`, and the shapes of its arguments."""
+    make, shape, loss_of, _ = ROWS_OF_TABLE[name]
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    variables = jax.eval_shape(make(None).init, jax.random.key(0), x)
+
+    def loss(params, state, x):
+        out, _ = make(dtype).apply({"params": params, **state}, x, mutable=["batch_stats"])
+        return loss_of(jnp.asarray(out).astype(jnp.float32))
+
+    return jax.grad(loss), (variables["params"], {"batch_stats": variables.get("batch_stats", {})}, x)
+
+
+@functools.cache
+def ours_of(name, rules=DEFAULT_RULES):
+    gradients, args = gradients_of(name, None)
+    return figures(autocast(gradients, get_policy("mixed_float16"), rules=rules), *args)
 
 
 @pytest.mark.parametrize("name", ROWS_OF_TABLE)
 def test_no_more_bytes_than_flax_in_float16(name):
-    make, shape, loss_of, bound = ROWS_OF_TABLE[name]
-    x = jax.ShapeDtypeStruct(shape, jnp.float32)
-    variables = jax.eval_shape(make(None).init, jax.random.key(0), x)
-
-    def gradients(dtype):
-        def loss(params, state, x):
-            out, _ = make(dtype).apply({"params": params, **state}, x, mutable=["batch_stats"])
-            return loss_of(jnp.asarray(out).astype(jnp.float32))
-
-        return jax.grad(loss)
-
-    args = variables["params"], {"batch_stats": variables.get("batch_stats", {})}, x
-    ours = figures(autocast(gradients(None), get_policy("mixed_float16")), *args)
-    flax = figures(gradients(jnp.float16), *args)
-    assert ours.bytes <= bound * flax.bytes
+    gradients, args = gradients_of(name, jnp.float16)
+    ours, flax = ours_of(name), figures(gradients, *args)
+    assert ours.bytes <= ROWS_OF_TABLE[name][3] * flax.bytes
     assert ours.temporary <= (1.01 if name in ("batch norm", "relu") else 1.2) * flax.temporary
     assert not ours.wide_products and not ours.sixteen_bit_sums
+
+
+@pytest.mark.parametrize("name", ROWS_OF_TABLE)
+def test_no_more_bytes_than_with_residuals_in_float32(name):
+    wide = ours_of(name, DEFAULT_RULES.with_residuals("float32"))
+    assert ours_of(name).bytes <= OF_FLOAT32_RESIDUALS.get(name, 1.01) * wide.bytes
+    assert ours_of(name).temporary <= 1.01 * wide.temporary

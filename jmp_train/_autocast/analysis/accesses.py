@@ -35,13 +35,14 @@ class Accesses:
     def __init__(self, program: FlatJaxpr, place: Place, wide: Container[int], returned: Container[int]):
         self._program, self._place, self._wide, self._returned = program, place, wide, returned
         self._scans: dict[int, Node] = {}
-        self._after_sum: set[int] = set()  # elementwise in sums of the forward pass, without a dot between
+        self._summed: set[int] = set()  # the depths at which a gradient that is returned was summed
+        self._after_sum: set[int] = set()  # computed from sums of the forward pass, without a dot between
 
     def of(self, node: Node, entry: Entry, facts: Sequence[Fact]) -> list[Access]:
         """For each operand of `node`, given what is known of every value so far."""
         if entry.rule is not Rule.ENTER:
             is_sum = entry.never_low and entry.rule is Rule.HIGH
-            kernel = (is_sum and not self._is_bias_of_head(node)) or node.name in _POOLS
+            kernel = (is_sum and not self._is_bias_of_head(node, facts)) or node.name in _POOLS
             self._note(node, entry, facts, is_sum)
             return [Access.STORED if kernel else Access.FUSED] * len(node.ins)
         if node.name != "scan":
@@ -52,19 +53,25 @@ class Accesses:
         self._scans.update(dict.fromkeys(node.outs, node))
         return accesses
 
-    def _is_bias_of_head(self, node: Node) -> bool:
-        """Whether a node sums a large cotangent of a softmax for a result of the program."""
+    def _is_bias_of_head(self, node: Node, facts: Sequence[Fact]) -> bool:
+        """Whether a node sums a large cotangent of a softmax for a result of the program.
+
+        Where a norm stands between the head and the loss, the kernel that could do that adds up the gradient of the
+        norm's scale already, and XLA would store the cotangent in float32 for another sum.
+        """
+        if node.name != "reduce_sum" or node.outs[0] not in self._returned or not self._place.is_backward(node):
+            return False
+        depth = facts[node.ins[0]].depth
+        first = depth not in self._summed
+        self._summed.add(depth)
         size = math.prod(self._program.avals[node.ins[0]].shape)
-        head = node.name == "reduce_sum" and node.ins[0] in self._after_sum and node.outs[0] in self._returned
-        return head and self._place.is_backward(node) and not is_less(size, _MANY)
+        return first and node.ins[0] in self._after_sum and not is_less(size, _MANY)
 
     def _note(self, node: Node, entry: Entry, facts: Sequence[Fact], is_sum: bool) -> None:
         depth = max((facts[number].depth for number in node.ins), default=0)
-        near = (number for number in node.ins if facts[number].depth == depth)
-        fuses = node.name in _ELEMENTWISE or entry.rule is Rule.SHAPE
-        if is_sum and not self._place.is_backward(node):
-            self._after_sum.update(node.outs)
-        elif fuses and any(number in self._after_sum for number in near):
+        after_sum = any(number in self._after_sum and facts[number].depth == depth for number in node.ins)
+        fuses = is_sum or node.name in _ELEMENTWISE or entry.rule is Rule.SHAPE
+        if (after_sum and fuses) or (is_sum and not self._place.is_backward(node)):
             self._after_sum.update(node.outs)
 
     def _carried(self, node: Node, consts: int, facts: Sequence[Fact], carry: Sequence[int]) -> list[Access]:

@@ -107,7 +107,8 @@ class Backward:
             to_dot = node.name in _EXACT_OR_POOLS and any(out.to_dot for out in outs)
             # A dot kept in float32 is one too: what a narrow dot hands it is no weight's gradient.
             flags = Flags(reaches or node.name in DOTS, to_dot, False)
-        if (entry.rule is Rule.SHAPE or node.name == "add_any") and not self.returned.isdisjoint(node.outs):
+        moves = entry.rule is Rule.SHAPE or node.name == "add_any" or self._sums_ones(node)
+        if moves and not self.returned.isdisjoint(node.outs):
             self.returned.update(node.ins)
         passes = entry.rule is Rule.SHAPE or node.name in _EXACT
         exact = (passes or self._measures_from_constant(node)) and any(out.exact for out in outs)
@@ -116,6 +117,11 @@ class Backward:
         flags = flags._replace(in_exponent=exponent or node.name in _EXPONENTIALS)
         for position, number in enumerate(node.ins):
             self.add(number, flags._replace(exact=exact or _is_delicate(node, position)))
+
+    def _sums_ones(self, node: Node) -> bool:
+        """Whether a node sums over axes of one number each, as the gradient of a broadcast bias does in the end."""
+        shape = self._avals[node.ins[0]].shape if node.name == "reduce_sum" else ()
+        return node.name == "reduce_sum" and all(shape[axis] == 1 for axis in node.params["axes"])
 
     def _measures_from_constant(self, node: Node) -> bool:
         """Whether a node is a step of `1 - x**2` and its like, which is nothing where rounding makes `x` one."""

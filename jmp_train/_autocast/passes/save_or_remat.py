@@ -145,28 +145,36 @@ def _value_of(program: Program, context: Context, equation: Equation, values: di
 
 
 def _shared_with_sums(program: Program, context: Context, equations: Sequence[Equation]) -> set[int]:
-    """The cotangents in float32 that XLA would store for a sum and others: expensive chains end in them."""
+    """The cotangents in float32 that XLA would store: expensive chains end in them, and they meet a sum of themselves.
+
+    So does the gradient of what follows a norm: sums over rows of it are subtracted from it.
+    """
     readers: dict[int, list[Equation]] = {}
     for equation in equations:
         for number in set(equation.operands):
             readers.setdefault(number, []).append(equation)
-    expensive: set[int] = set()
-    after_sum: set[int] = set()  # what a kernel computes from a sum, which ends the kernel before
-    found: set[int] = set()
+    expensive: set[int] = set()  # not known yet without computing an expensive function
+    after_sum: set[int] = set()  # not known before the kernel of a sum has ended
+    meets: set[int] = set()  # read beside what is after a sum
     for equation in equations:
         elementwise = equation.node.name in _ELEMENTWISE
         near = {use.value for use in equation.uses if not use.residual}
         if _is_sum(equation) or ((elementwise or equation.entry.rule is Rule.SHAPE) and not near.isdisjoint(after_sum)):
             after_sum.update(equation.results)
-        if elementwise and (is_expensive(equation) or not expensive.isdisjoint(equation.operands)):
+            meets.update(near if elementwise else ())
+        # A statistic that is broadcast is computed once a row.
+        chained = equation.node.name != "broadcast_in_dim" and not expensive.isdisjoint(equation.operands)
+        if elementwise and (chained or is_expensive(equation)):
             expensive.update(equation.results)
-        if program.place.is_backward(equation.node) and not expensive.isdisjoint(equation.results):
-            found.update(number for number in equation.results if _may_be_saved_low(program, context, number))
-    return {
-        number
-        for number in found.difference(after_sum, program.outputs)
-        if len(readers.get(number, ())) > 1 and any(map(_is_sum, readers[number]))
-    }
+    found: set[int] = set()
+    for equation in reversed(equations):
+        if after_sum.isdisjoint(equation.results) and not meets.isdisjoint(equation.results):
+            meets.update(equation.operands)
+        for number in equation.results if program.place.is_backward(equation.node) else ():
+            shared = len(readers.get(number, ())) > 1 and any(map(_is_sum, readers[number]))
+            if shared and number in expensive and number in meets and _may_be_saved_low(program, context, number):
+                found.add(number)
+    return found.difference(after_sum, program.outputs)
 
 
 def _may_be_saved_low(program: Program, context: Context, number: int) -> bool:
