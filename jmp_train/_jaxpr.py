@@ -54,11 +54,18 @@ class Node:
     calls: tuple[JaxprEqn, ...] = ()
     name: str = dataclasses.field(init=False)
     params: dict[str, Any] = dataclasses.field(init=False)
+    _stack: str | None = dataclasses.field(init=False, default=None)
 
     def __post_init__(self):
         # Fields, since planning reads them many times.
         object.__setattr__(self, "name", self.eqn.primitive.name)
         object.__setattr__(self, "params", self.eqn.params)
+
+    def stack(self) -> str:
+        """The name stack as text, made once."""
+        if self._stack is None:
+            object.__setattr__(self, "_stack", str(self.name_stack))
+        return self._stack or ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -255,22 +262,22 @@ def plain_scope(stack: str) -> str:
 
 def scope_of(node: Node) -> str:
     """The `jax.named_scope` path of a node without its transforms: forward and backward operations have one path."""
-    return plain_scope(str(node.name_stack))
+    return plain_scope(node.stack())
 
 
 def is_backward(node: Node) -> bool:
     """Whether the node was made by transposing, that is, belongs to a backward pass."""
-    return "transpose(" in str(node.name_stack)
+    return "transpose(" in node.stack()
 
 
 def in_jvp(node: Node) -> bool:
     """Whether the node was made by differentiating forward, with the function itself or beside it."""
-    return "jvp(" in str(node.name_stack)
+    return "jvp(" in node.stack()
 
 
 def is_recomputed(node: Node) -> bool:
     """Whether the node is a piece of the forward pass that rematerialisation runs again in the backward pass."""
-    return _RECOMPUTED in str(node.name_stack)
+    return _RECOMPUTED in node.stack()
 
 
 def source_line(node: Node) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import operator
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -83,6 +84,8 @@ class Fact:
       has_low_copy: computed in float32, with a copy in the compute dtype that readers across a dot see.
       computed: computed by the program, rather than an argument or a rearranged one.
       parameter: a differentiated argument, possibly rearranged.
+      to_dot: a dot consumes it, directly or through equations that pass values on as they are.
+      delicate: a rounding of it would be more than a rounding for what reads it.
       numbers: what is known of its numbers.
     """
 
@@ -91,6 +94,8 @@ class Fact:
     has_low_copy: bool = False
     computed: bool = False
     parameter: bool = False
+    to_dot: bool = False
+    delicate: bool = False
     numbers: Numbers = UNKNOWN
 
 
@@ -115,6 +120,9 @@ class Use(NamedTuple):
     value: int
     dtype: np.dtype | None = None
     residual: bool = False
+
+
+_VALUE, _DTYPE = operator.itemgetter(0), operator.itemgetter(1)
 
 
 class Op(enum.Enum):
@@ -177,11 +185,31 @@ class Equation:
 
     @property
     def operands(self) -> tuple[int, ...]:
-        return tuple(use.value for use in self.uses)
+        return tuple(map(_VALUE, self.uses))
 
     @property
     def reads(self) -> list[np.dtype | None]:
-        return [use.dtype for use in self.uses]
+        return list(map(_DTYPE, self.uses))
+
+    def explicit(self, uses: list[Use], results: tuple[int, ...], at: Node | None = None) -> Equation:
+        """The equation on other values, of which no dtype is left to say; `at` if it is rematerialized there.
+
+        Without `dataclasses.replace`, which reads every field: this runs for all equations of a program.
+        """
+        return Equation(
+            self.node,
+            self.entry,
+            uses,
+            results,
+            self.op,
+            self.params,
+            rewrite=self.rewrite,
+            bodies=self.bodies,
+            counts=self.counts,
+            derive=self.derive,
+            at=at,
+            remat=at is not None,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -159,10 +159,10 @@ class Planner:
 
     def lowering_stages(self, program: Program) -> Iterator[tuple[str, Program]]:
         """The program after each lowering pass, by the name of the pass."""
-        equations = [
-            dataclasses.replace(equation, bodies=tuple(map(self.lower, equation.bodies)))
-            for equation in program.equations
-        ]
+        equations = [*program.equations]
+        for i, equation in enumerate(equations):
+            if equation.bodies:
+                equations[i] = dataclasses.replace(equation, bodies=tuple(map(self.lower, equation.bodies)))
         program = dataclasses.replace(program, equations=equations)
         for run in LOWERING:
             program = run(program, self)

@@ -68,8 +68,8 @@ class Accesses:
         return first and node.ins[0] in self._after_sum and not is_less(size, _MANY)
 
     def _note(self, node: Node, entry: Entry, facts: Sequence[Fact], is_sum: bool) -> None:
-        depth = max((facts[number].depth for number in node.ins), default=0)
-        after_sum = any(number in self._after_sum and facts[number].depth == depth for number in node.ins)
+        found = self._after_sum.intersection(node.ins)
+        after_sum = bool(found) and max(facts[n].depth for n in node.ins) == max(facts[n].depth for n in found)
         fuses = is_sum or node.name in _ELEMENTWISE or entry.rule is Rule.SHAPE
         if (after_sum and fuses) or (is_sum and not self._place.is_backward(node)):
             self._after_sum.update(node.outs)

@@ -71,7 +71,7 @@ class _Walk:
         self.avals = self.recorded.avals
         self.accesses = Accesses(self.recorded, self.place, context.planner.wide, context.flow.returned)
         self.equations: list[Equation] = []
-        self.forward_depth = 0
+        self.forward_depth, self.saves_low = 0, context.saves_low
         self.facts: list[Any] = [None] * len(self.avals)
         for number, precision in zip(program.inputs, context.precisions, strict=True):
             numbers = Numbers(overflows=precision is Precision.OVERFLOWS)
@@ -140,9 +140,11 @@ class _Walk:
             parameter=moves and any(operand.parameter for operand in operands),
             numbers=_numbers_of(equation.node, operands, precision, self.low),
         )
-        if fact.precision is Precision.FULL and fact.computed and self.context.saves_low:
-            flags = self.flow[number]
-            fact.has_low_copy = flags.to_dot and not is_delicate(fact, flags, self.low)
+        flags = self.flow[number]
+        fact.to_dot = flags.to_dot
+        fact.delicate = flags.exact or flags.in_exponent or fact.numbers.exceed(self.low)
+        if fact.precision is Precision.FULL and fact.computed and self.saves_low:
+            fact.has_low_copy = flags.to_dot and not fact.delicate
         values = fact.numbers.range
         if fact.precision is Precision.WEAK and values is not None and not values.fits(self.low):
             fact.precision = Precision.FULL
@@ -274,11 +276,6 @@ class _Walk:
         precision = self._across(number, fact.precision)
         rounded = flags.to_dot and not delicate and precision is Precision.FULL and (fact.has_low_copy or carried)
         return Precision.LOW if rounded else precision
-
-
-def is_delicate(fact: Fact, flags: Flags, low: np.dtype) -> bool:
-    """Whether a rounding of a value would be more than a rounding for what reads it."""
-    return flags.exact or flags.in_exponent or fact.numbers.exceed(low)
 
 
 def _equation(node: Node, entry: Entry, reads: Sequence[np.dtype | None], **fields: Any) -> Equation:

@@ -22,7 +22,7 @@ import numpy as np
 
 from ..._dtypes import FLOAT32
 from ..._jaxpr import Node
-from ..ir import Equation, Op, Program, Residuals, Use, dtype_of, with_dtype
+from ..ir import Equation, Op, Precision, Program, Residuals, Use, with_dtype
 from ..primitives import Entry, Rule
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ class _Writer:
         self.residuals = program.residuals
         self.avals = [*program.avals]
         for number, fact in enumerate(program.facts):
-            if fact is not None:
-                self.avals[number] = with_dtype(self.avals[number], dtype_of(fact.precision, program.low))
+            if fact is not None and fact.precision is Precision.LOW:
+                self.avals[number] = with_dtype(self.avals[number], program.low)
         for number, dtype in zip(program.inputs, program.input_dtypes, strict=True):
             if dtype is not None:
                 self.avals[number] = self.avals[number].update(dtype=dtype, weak_type=False)
@@ -76,11 +76,13 @@ class _Writer:
         node = equation.node
         uses = [Use(self.read(use, node)) for use in equation.uses]
         stored = equation.results
-        computed = [
-            number if dtype is None or dtype == self.avals[number].dtype else self._new(number, dtype)
-            for number, dtype in zip(stored, equation.computes or [None] * len(stored), strict=True)
-        ]
-        self.equations.append(dataclasses.replace(equation, uses=uses, results=tuple(computed), computes=[]))
+        computed = stored
+        if equation.computes:
+            computed = [
+                number if dtype is None or dtype == self.avals[number].dtype else self._new(number, dtype)
+                for number, dtype in zip(stored, equation.computes, strict=True)
+            ]
+        self.equations.append(equation.explicit(uses, tuple(computed)))
         for number, result in zip(stored, computed, strict=True):
             if number != result:
                 self._add(Op.CAST, result, number, node)
@@ -125,11 +127,8 @@ class _Writer:
             uses = [use._replace(residual=self.residuals.has(use.value)) for use in equation.uses]
             operands = [Use(self.read(use, at)) for use in uses]
             self.rematerialized[value] = self._like(value)
-            self.equations.append(
-                dataclasses.replace(
-                    equation, uses=operands, results=(self.rematerialized[value],), at=at, remat=True, dead=False
-                )
-            )
+            node: Any = at  # something reads it
+            self.equations.append(equation.explicit(operands, (self.rematerialized[value],), node))
         return self.rematerialized[value]
 
     def _add(self, op: Op, operand: int, result: int, at: Node | None) -> int:

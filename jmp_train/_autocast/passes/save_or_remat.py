@@ -40,9 +40,8 @@ import numpy as np
 
 from ..analysis.dot_sizes import DotSizes
 from ..analysis.wide_product import Cause, WideProduct
-from ..ir import Access, Equation, Precision, Program, Residuals
+from ..ir import Access, Equation, Fact, Precision, Program, Residuals
 from ..primitives import DOTS, Rule, Trait, having
-from .assign_dtypes import is_delicate
 from .rewrites.relu_mask import is_positive, relu_operand
 
 if TYPE_CHECKING:
@@ -57,16 +56,16 @@ _RULES = (Rule.HIGH, Rule.WIDEST, Rule.FOLLOW, Rule.SHAPE)
 def save_or_remat(program: Program, context: Context) -> Program:
     """The program with its `residuals`, and with those operands marked that are read as saved or rematerialized."""
     values: dict[int, _Value] = {}
-    equations = []
+    equations, saves_low = [], context.saves_low
     for equation in program.equations:
         for number in equation.results:
-            values[number] = _value_of(program, context, equation, values, number)
-        uses = [
-            use._replace(residual=use.residual or _is_residual(program, context, equation, values, position))
-            for position, use in enumerate(equation.uses)
-        ]
-        equations.append(dataclasses.replace(equation, uses=uses))
-    shared = _shared_with_sums(program, context, equations) if context.saves_low else set()
+            values[number] = _value_of(program, equation, values, number, saves_low)
+        uses = equation.uses
+        for position, use in enumerate(uses):
+            if not use.residual and _is_residual(program, context, equation, values, position):
+                uses = [*uses[:position], use._replace(residual=True), *uses[position + 1 :]]
+        equations.append(equation if uses is equation.uses else dataclasses.replace(equation, uses=uses))
+    shared = _shared_with_sums(program, equations) if saves_low else set()
     values.update(dict.fromkeys(shared, _Value(saved=True)))
     equations = [_reading_saved(equation, shared) for equation in equations]
     saved = frozenset(number for number, value in values.items() if value.saved)
@@ -105,9 +104,9 @@ class _Value:
 _ARGUMENT = _Value()
 
 
-def _value_of(program: Program, context: Context, equation: Equation, values: dict[int, _Value], number: int) -> _Value:
+def _value_of(program: Program, equation: Equation, values: dict[int, _Value], number: int, saves_low: bool) -> _Value:
     """What result `number` of an equation is to those who read it across a dot."""
-    fact, flags, node = program.facts[number], context.flow[number], equation.node
+    fact, node = program.facts[number], equation.node
     operands = [values.get(operand, _ARGUMENT) for operand in node.ins]
     value = _Value()
     if fact.precision is Precision.RECORDED:
@@ -121,66 +120,63 @@ def _value_of(program: Program, context: Context, equation: Equation, values: di
         mean = bool(equation.computes)
         moved = equation.entry.rule is Rule.SHAPE and any(operand.from_dot for operand in operands)
         value.from_dot = dot or mean or moved
-        if not (value.from_dot or flags.to_dot):
+        if not (value.from_dot or fact.to_dot):
             value.source = _common_source(program, equation, values)
             value.remat = value.source is not None or _joins_residuals(equation, operands)
         in_memory = value.from_dot or any(operand.from_dot for operand in operands)
-        value.saved = not value.remat and (in_memory or (is_expensive(equation) and not flags.to_dot))
+        value.saved = not value.remat and (in_memory or (is_expensive(equation) and not fact.to_dot))
         value.source = number if value.saved else value.source
     elif fact.precision is Precision.FULL and fact.computed:
-        delicate = is_delicate(fact, flags, program.low)
         value.saved = fact.has_low_copy
         value.remat = not value.saved and (
             _reads_residuals(program, equation, values)
             or _expands(program, equation)
-            or (not delicate and _is_distance(program, equation, values))
+            or (not fact.delicate and _is_distance(program, equation, values))
         )
         value.expensive = is_expensive(equation) or any(o.remat and o.expensive for o in operands)
     low = fact.has_low_copy or fact.precision is Precision.LOW
-    value.dot_reads_relu = flags.to_dot and low and relu_operand(node, program.recorded) is not None
-    if not context.saves_low:  # float32 values wait as they are, and nothing is rematerialized
+    value.dot_reads_relu = fact.to_dot and low and relu_operand(node, program.recorded) is not None
+    if not saves_low:  # float32 values wait as they are, and nothing is rematerialized
         is_low = fact.precision is Precision.LOW
         value = _Value(saved=is_low and (value.saved or value.remat), from_dot=value.from_dot, source=value.source)
     return value
 
 
-def _shared_with_sums(program: Program, context: Context, equations: Sequence[Equation]) -> set[int]:
+def _shared_with_sums(program: Program, equations: Sequence[Equation]) -> set[int]:
     """The cotangents in float32 that XLA would store: expensive chains end in them, and they meet a sum of themselves.
 
     So does the gradient of what follows a norm: sums over rows of it are subtracted from it.
     """
-    readers: dict[int, list[Equation]] = {}
-    for equation in equations:
-        for number in set(equation.operands):
-            readers.setdefault(number, []).append(equation)
     expensive: set[int] = set()  # not known yet without computing an expensive function
     after_sum: set[int] = set()  # not known before the kernel of a sum has ended
     meets: set[int] = set()  # read beside what is after a sum
     for equation in equations:
         elementwise = equation.node.name in _ELEMENTWISE
-        near = {use.value for use in equation.uses if not use.residual}
-        if _is_sum(equation) or ((elementwise or equation.entry.rule is Rule.SHAPE) and not near.isdisjoint(after_sum)):
+        near = [use.value for use in equation.uses if not use.residual]
+        if _is_sum(equation) or ((elementwise or equation.entry.rule is Rule.SHAPE) and not after_sum.isdisjoint(near)):
             after_sum.update(equation.results)
             meets.update(near if elementwise else ())
         # A statistic that is broadcast is computed once a row.
         chained = equation.node.name != "broadcast_in_dim" and not expensive.isdisjoint(equation.operands)
         if elementwise and (chained or is_expensive(equation)):
             expensive.update(equation.results)
-    found: set[int] = set()
+    candidates: set[int] = set()
     for equation in reversed(equations):
-        if after_sum.isdisjoint(equation.results) and not meets.isdisjoint(equation.results):
-            meets.update(equation.operands)
-        for number in equation.results if program.place.is_backward(equation.node) else ():
-            shared = len(readers.get(number, ())) > 1 and any(map(_is_sum, readers[number]))
-            if shared and number in expensive and number in meets and _may_be_saved_low(program, context, number):
-                found.add(number)
-    return found.difference(after_sum, program.outputs)
+        if meets.isdisjoint(equation.results) or not after_sum.isdisjoint(equation.results):
+            continue
+        meets.update(equation.operands)
+        if not expensive.isdisjoint(equation.results) and program.place.is_backward(equation.node):
+            candidates.update([n for n in equation.results if _may_be_saved_low(program.facts[n])])
+    candidates.difference_update(program.outputs)
+    readers: dict[int, list[Equation]] = {number: [] for number in candidates}
+    for equation in equations if candidates else ():
+        for number in candidates.intersection(equation.operands):
+            readers[number].append(equation)
+    return {number for number, found in readers.items() if len(found) > 1 and any(map(_is_sum, found))}
 
 
-def _may_be_saved_low(program: Program, context: Context, number: int) -> bool:
-    fact = program.facts[number]
-    computed = fact.precision is Precision.FULL and not fact.has_low_copy
-    return computed and not is_delicate(fact, context.flow[number], program.low)
+def _may_be_saved_low(fact: Fact) -> bool:
+    return fact.precision is Precision.FULL and not fact.has_low_copy and not fact.delicate
 
 
 def _is_sum(equation: Equation) -> bool:

@@ -51,7 +51,7 @@ def rematerialized_from(program: Program, numbers: Iterable[int]) -> set[int]:
     """All that rematerializing some values reads, saved or rematerialized itself, and these."""
     found, remat = set(numbers), program.residuals.remat
     for equation in reversed(program.equations):
-        if any(number in found and number in remat for number in equation.results):
+        if not (remat.isdisjoint(equation.results) or found.isdisjoint(equation.results)):
             found.update(equation.node.ins)
     return found
 

@@ -38,7 +38,7 @@ def widen(program: Program, context: Context) -> Program:
     dots = {number for equation in program.equations if equation.name in DOTS for number in equation.results}
     equations = []
     for equation in reversed(program.equations):
-        rounds = equation.node.name in _ROUNDS and any(facts[n].precision is Precision.LOW for n in equation.results)
+        rounds = equation.node.name in _ROUNDS and facts[equation.results[0]].precision is Precision.LOW
         biased = equation.node.name in _ADDS and any(facts[number].parameter for number in equation.operands)
         if biased and not dots.isdisjoint(equation.operands):
             rounds = False
@@ -48,9 +48,13 @@ def widen(program: Program, context: Context) -> Program:
             for number in equation.results:
                 if facts[number].precision is Precision.LOW:
                     facts[number] = dataclasses.replace(facts[number], precision=Precision.FULL)
-        for use in equation.uses:
-            far = equation.depth > facts[use.value].depth and use.value not in remat
-            if use.dtype != FLOAT32 or far:
-                narrow_readers.add(use.value)
+        depth = equation.depth
+        narrow_readers.update(
+            [
+                number
+                for number, dtype, _ in equation.uses
+                if dtype != FLOAT32 or (depth > facts[number].depth and number not in remat)
+            ]
+        )
         equations.append(equation)
     return dataclasses.replace(program, facts=facts, equations=equations[::-1])

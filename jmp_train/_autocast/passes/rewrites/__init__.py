@@ -31,11 +31,11 @@ REWRITES: tuple[Rewrite, ...] = (
 
 def rewrite_planned(program: Program, context: Context) -> Program:
     """Applies the rewrites of single equations, then those of programs whose dtypes are decided."""
-    equations = []
-    for equation in program.equations:
-        for rewrite in context.planner.rewrites:
-            equation = rewrite.of_equation(program, equation)
-        equations.append(equation)
+    equations = [*program.equations]
+    for rewrite in context.planner.rewrites:
+        for i, equation in enumerate(equations):
+            if equation.node.name in rewrite.primitives:
+                equations[i] = rewrite.of_equation(program, equation)
     program = dataclasses.replace(program, equations=equations)
     for rewrite in context.planner.rewrites:
         program = rewrite.of_planned(program)

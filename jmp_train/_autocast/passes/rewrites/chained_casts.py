@@ -34,10 +34,13 @@ class ChainedCasts(Rewrite):
             return program
         links: set[int] = set()  # float32 values, cast to float16
         last: dict[int, int] = {}  # the saved copy, of the same shape, that a value is computed from
-        equations = []
-        for equation in program.equations:
+        equations = [*program.equations]
+        for i, equation in enumerate(equations):
             result = equation.results[0] if equation.results else -1
-            found = next((last[number] for number in equation.operands if number in last), None)
+            found = None
+            for number, _, _ in equation.uses:
+                if found is None and number in last:
+                    found = last[number]
             if found is not None and program.avals[found].shape != getattr(program.avals[result], "shape", None):
                 found = None
             if equation.op is Op.SAVED and equation.operands[0] in links:
@@ -47,10 +50,9 @@ class ChainedCasts(Rewrite):
                     links.add(result)
                     if found is not None:
                         uses = [*equation.uses, Use(found)]
-                        equation = dataclasses.replace(equation, op=Op.CHAINED, uses=uses)
+                        equations[i] = dataclasses.replace(equation, op=Op.CHAINED, uses=uses)
                 elif found is not None:
                     last[result] = found
             elif equation.name in _KEEP_NAN and found is not None:
                 last[result] = found
-            equations.append(equation)
         return dataclasses.replace(program, equations=equations)

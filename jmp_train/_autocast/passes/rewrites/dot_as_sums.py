@@ -30,6 +30,8 @@ _MOST_TERMS = 16  # of a sum that is written out: more are reduced
 
 
 class DotAsSums(Rewrite):
+    primitives = frozenset({"dot_general"})
+
     def of_equation(self, program: Program, equation: Equation) -> Equation:
         if not isinstance(equation.entry, WideProduct) or not equation.entry.as_sums:
             return equation

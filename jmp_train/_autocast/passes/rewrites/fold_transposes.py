@@ -19,10 +19,17 @@ from .rewrite import Rewrite
 class FoldTransposes(Rewrite):
     def of_planned(self, program: Program) -> Program:
         """The program without the transposes that follow a dot as its only readers, where a swap of operands can be."""
-        readers: dict[int, list[Equation | None]] = {number: [None] for number in program.outputs}
+        if not any([equation.node.name == "transpose" for equation in program.equations]):
+            return program
+        moved = [e.results[0] for e in program.equations if e.node.name in ("dot_general", "transpose")]
+        readers: dict[int, list[Equation | None]] = {number: [] for number in moved}
         for equation in program.equations:
-            for number in equation.operands:
-                readers.setdefault(number, []).append(equation)
+            for number, _, _ in equation.uses:
+                if number in readers:
+                    readers[number].append(equation)
+        for number in program.outputs:
+            if number in readers:
+                readers[number].append(None)
         changed: dict[int, Equation] = {}
         for dot in program.equations:
             if dot.node.name != "dot_general" or dot.entry.rule is not Rule.LOW or dot.node.params.get("out_sharding"):

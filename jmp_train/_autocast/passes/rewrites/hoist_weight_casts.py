@@ -22,9 +22,11 @@ from .rewrite import Rewrite
 class HoistWeightCasts(Rewrite):
     def of_lowered(self, program: Program) -> Program:
         """The program whose scans are given copies of the constants that their dots read in the compute dtype."""
+        if not any([equation.bodies for equation in program.equations]):
+            return program
         avals, equations = [*program.avals], []
         for equation in program.equations:
-            weights = _weights(equation) if equation.name == "scan" and equation.bodies else {}
+            weights = _weights(equation) if equation.bodies and equation.node.name == "scan" else {}
             copies = []
             for position, cast in weights.items():
                 number = equation.operands[position]

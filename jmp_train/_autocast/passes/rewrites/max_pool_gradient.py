@@ -36,15 +36,15 @@ _ENTRY = Entry(Rule.WIDEST, "a selection in each window, summed in float32")
 
 
 class MaxPoolGradient(Rewrite):
+    primitives = frozenset({"select_and_scatter_add"})
+
     def entry(self, node: Node) -> Entry | None:
         """Selections follow their operands, where a scatter adds in its buffer's dtype."""
         return _ENTRY if node.name == "select_and_scatter_add" and windows_are_small(node) else None
 
     def of_equation(self, program: Program, equation: Equation) -> Equation:
         del program
-        if equation.node.name != "select_and_scatter_add" or not windows_are_small(equation.node):
-            return equation
-        if equation.entry.rule not in (Rule.WIDEST, Rule.FOLLOW, Rule.LOW):
+        if not windows_are_small(equation.node) or equation.entry.rule not in (Rule.WIDEST, Rule.FOLLOW, Rule.LOW):
             return equation
         return dataclasses.replace(equation, op=Op.REWRITTEN, rewrite=scatter_to_windows)
 

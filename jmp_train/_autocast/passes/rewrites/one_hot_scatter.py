@@ -28,11 +28,12 @@ _MODES = ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")
 
 
 class OneHotScatter(Rewrite):
+    primitives = frozenset({"scatter-add"})
+
     def of_equation(self, program: Program, equation: Equation) -> Equation:
         node = equation.node
-        if node.name != "scatter-add" or equation.entry.rule is not Rule.HIGH:
-            return equation
-        if not adds_one_per_row(node, [program.recorded.avals[number] for number in node.ins]):
+        avals = [program.recorded.avals[number] for number in node.ins]
+        if equation.entry.rule is not Rule.HIGH or not adds_one_per_row(node, avals):
             return equation
         return dataclasses.replace(equation, op=Op.REWRITTEN, rewrite=add_one_per_row)
 

@@ -12,7 +12,13 @@ from ...primitives import Entry
 
 
 class Rewrite:
-    """A rewrite that does nothing; each file of this folder has one that overrides what it needs."""
+    """A rewrite that does nothing; each file of this folder has one that overrides what it needs.
+
+    Attributes:
+      primitives: what `of_equation` is asked about.
+    """
+
+    primitives: frozenset[str] = frozenset()
 
     def of_recorded(self, program: FlatJaxpr) -> FlatJaxpr:
         """Rewrites a program as it was recorded."""
