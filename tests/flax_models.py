@@ -12,7 +12,6 @@ import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
-from sklearn.datasets import load_digits
 
 import jmp_train as jmp
 from jmp_train import flax_bridge
@@ -48,10 +47,11 @@ class NNXCNN(nnx.Module):
 
 
 def digits(count, size=32):
-    """`count` batches of images in [0, 1] and their labels."""
-    pixels, labels = load_digits(return_X_y=True)
-    images = (pixels.reshape(-1, 8, 8, 1) / 16).astype(np.float32)
-    return [(images[i * size : (i + 1) * size], labels[i * size : (i + 1) * size]) for i in range(count)]
+    """`count` batches of images in [0, 1] and their labels: of each of ten digits a pattern, and noise."""
+    rng = np.random.default_rng(0)
+    patterns, labels = rng.random((10, 8, 8, 1)), rng.integers(10, size=(count, size))
+    images = (3 * patterns[labels] + rng.random((count, size, 8, 8, 1))).astype(np.float32) / 4
+    return [*zip(images, labels, strict=True)]
 
 
 def spoiled(batch):
