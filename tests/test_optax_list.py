@@ -21,8 +21,8 @@ PARAMS = {"b": jnp.array([0.5, -0.25, 1.0]), "w": jnp.linspace(-1.0, 1.0, 12).re
 # Types are decided for every row without compiling. Of each kind of state and of extra argument, some are compiled; the
 # slow tier compiles all.
 COMPILED = {
-    "adadelta", "adafactor", "adamw", "amsgrad", "lion", "nadam", "noisy_sgd", "novograd", "polyak_sgd", "rprop", "sgd",
-    "sm3", "chain", "multi_steps", "partition", "masked", "inject_hyperparams", "backtracking",
+    "adafactor", "adamw", "noisy_sgd", "polyak_sgd", "sgd", "chain", "multi_steps", "partition", "masked",
+    "inject_hyperparams", "backtracking",
 }  # fmt: skip
 
 
@@ -61,8 +61,7 @@ def test_the_list_is_complete():
     assert {row.name for row in ROWS} >= COMPILED
 
 
-# The slow ones differ from others in arithmetic only, not in what they keep or are given.
-@rows("adadelta", "amsgrad", "lion", "nadam", "novograd", "rprop", "sm3")
+@rows("lbfgs")
 def test_eagerly_a_finite_step_is_the_bare_step(row):
     bare, wrapped = row.build(), with_loss_scale(row.build())
     state, wrapped_state = bare.init(PARAMS), wrapped.init(PARAMS)
