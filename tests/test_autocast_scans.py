@@ -390,9 +390,9 @@ def test_a_16_bit_carry_that_is_no_sum_stays():
     np.testing.assert_array_equal(autocast(difference, "mixed_float16")(x), difference(x))
 
 
-ONES = jnp.ones((4096, 4), jnp.float16)
-ZERO = jnp.zeros(4, jnp.float16)
-INDICES = jnp.array([0, 0, 1, 2])
+ONES = jnp.asarray(np.ones((4096, 4), np.float16))
+ZERO = np.zeros(4, np.float16)
+INDICES = np.array([0, 0, 1, 2])
 SUMS_IN_16_BITS = {
     "masked": lambda x: lax.scan(lambda c, row: (jnp.where(row > 0, c + row, c), None), ZERO, x)[0],
     "branch": lambda x: lax.scan(lambda c, row: (lax.cond(row[0] > 0, jnp.add, lambda c, _: c, c, row), None), ZERO, x)[

@@ -22,7 +22,7 @@ ROWS = ("b, t, 8", lambda n: (n, n + 2, 8))
 IMAGES = ("b, 8, 8, 8", lambda n: (n, 8, 8, 8))
 ANY_IMAGES = ("b, 2*h, 2*h, 8", lambda n: (n, 2 * n + 2, 2 * n + 2, 8))
 SCALE = jmp.StaticLossScale(2.0**10)
-W = jnp.asarray(np.random.default_rng(0).standard_normal((8, 8), np.float32)) / 3
+W = np.random.default_rng(0).standard_normal((8, 8), np.float32) / 3
 
 
 def layer_norm(w, x):
