@@ -16,6 +16,7 @@ BY_NAME = {row.name: row for row in ROWS}
 # whose numbers are large, or whose roundings add up: a loss, a mask or a loop that stands for others does so once.
 IN_BFLOAT16 = {
     "mlp", "targets_1e5", "optax_ctc", "cnn_batchnorm", "resnet", "unet", "gan_gradient_penalty", "gru", "transformer",
-    "transformer_scan_remat", "mask_literal_1e9", "rmsnorm_large", "rotary", "experts", "einsum_attention",
-    "per_example_clipping", "gaussian_process", "fourier", "spectral_norm", "state_space", "quantised",
+    "transformer_block", "transformer_scan_remat", "mask_literal_1e9", "rmsnorm_large", "rotary", "experts",
+    "einsum_attention", "per_example_clipping", "gaussian_process", "fourier", "spectral_norm", "state_space",
+    "quantised",
 }  # fmt: skip

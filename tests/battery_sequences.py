@@ -100,13 +100,13 @@ class Transformer(nn.Module):
         return embed.attend(nn.LayerNorm(**self.kw)(x))
 
 
-def transformer(layers, dropout=0.0):
+def transformer(layers, dropout=0.0, depth=None):
     def batch(size, rng):
         key = {"key": jax.random.key(int(rng.integers(2**31)))} if dropout else {}
         return tokens(size, rng) | key
 
     def model(size, kw):
-        return Transformer(size.width, size.layers, kw, dropout, layers)
+        return Transformer(size.width, depth or size.layers, kw, dropout, layers)
 
     return linen(model, batch, cross_entropy)
 
@@ -214,7 +214,8 @@ def on_vectors(module):
 ROWS = [
     Row("lstm", recurrent(nn.OptimizedLSTMCell), flax16=True, fast=True),
     Row("gru", recurrent(nn.GRUCell), flax16=True),
-    Row("transformer", transformer("loop"), flax16=True, fast=True),
+    Row("transformer", transformer("loop"), flax16=True),
+    Row("transformer_block", transformer("loop", depth=1), flax16=True, fast=True),
     Row("transformer_dropout", transformer("loop", 0.1), flax16=True, oracle=np.float32),
     Row("transformer_remat", transformer("remat"), flax16=True),
     Row("transformer_scan", transformer("scan"), flax16=True),

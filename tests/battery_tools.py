@@ -38,7 +38,7 @@ def quick_jit(fn: Callable[..., Any]) -> Any:
 
 
 def cast_floats(tree: Tree, dtype) -> Tree:
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+    return jax.tree.map(lambda x: np.asarray(x, dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
 def abstract(tree: Tree) -> Tree:
@@ -126,8 +126,8 @@ def kind_of(path: str) -> str:
 
 def relative_error(got: Leaves, want: Leaves) -> float:
     """|got - want| / |want| over all leaves together."""
-    difference = sum(float(np.sum((got[path] - want[path]) ** 2)) for path in want)
-    return float(np.sqrt(difference / sum(float(np.sum(leaf**2)) for leaf in want.values())))
+    difference = sum(float(np.sum(np.square(np.asarray(got[path]) - want[path]))) for path in want)
+    return float(np.sqrt(difference / sum(float(np.sum(np.square(leaf))) for leaf in want.values())))
 
 
 def errors(got: Leaves, want: Leaves) -> dict[str, float]:

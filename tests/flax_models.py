@@ -12,7 +12,6 @@ import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
-from sklearn.datasets import load_digits
 
 import jmp_train as jmp
 from jmp_train import flax_bridge
@@ -48,10 +47,11 @@ class NNXCNN(nnx.Module):
 
 
 def digits(count, size=32):
-    """`count` batches of images in [0, 1] and their labels."""
-    pixels, labels = load_digits(return_X_y=True)
-    images = (pixels.reshape(-1, 8, 8, 1) / 16).astype(np.float32)
-    return [(images[i * size : (i + 1) * size], labels[i * size : (i + 1) * size]) for i in range(count)]
+    """`count` batches of images in [0, 1] and their labels: of each of ten digits a pattern, and noise."""
+    rng = np.random.default_rng(0)
+    patterns, labels = rng.random((10, 8, 8, 1)), rng.integers(10, size=(count, size))
+    images = (3 * patterns[labels] + rng.random((count, size, 8, 8, 1))).astype(np.float32) / 4
+    return [*zip(images, labels, strict=True)]
 
 
 def spoiled(batch):
@@ -69,7 +69,8 @@ def cross_entropy(logits, labels):
 def linen_training(policy="mixed_float16", tx=None, model: Any = None, **fields):
     """A Linen state and its jitted step, which donates the state."""
     model = CNN() if model is None else model
-    variables = model.init(jax.random.key(0), jnp.zeros((1, 8, 8, 1)), train=False)
+    init = jax.jit(model.init, static_argnames="train")
+    variables = init(jax.random.key(0), np.zeros((1, 8, 8, 1), np.float32), train=False)
     state = flax_bridge.TrainState.create(
         apply_fn=model.apply,
         params=jmp.get_policy(policy).cast_to_param(variables["params"]),
@@ -115,10 +116,15 @@ def nnx_training(policy="mixed_float16", tx=None, model: Any = None, **fields):
     return state, jax.jit(train_step, donate_argnums=0)
 
 
+@jax.jit
+def copied(tree):
+    return jax.tree.map(jnp.copy, tree)
+
+
 def run(training, batches):
     """The state after these batches, and the losses of each; the initial state survives the donation."""
     state, step = training
-    state = jax.tree.map(jnp.copy, state)
+    state = copied(state)
     losses = []
     for batch in batches:
         state, loss = step(state, batch)

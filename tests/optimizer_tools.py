@@ -6,10 +6,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-PARAMS = {"a": jnp.arange(3.0), "b": jnp.ones((2, 2)), "c": jnp.float32(-0.0)}
-GOOD = jax.tree.map(jnp.ones_like, PARAMS)
+PARAMS = {"a": np.arange(3, dtype=np.float32), "b": np.ones((2, 2), np.float32), "c": np.float32(-0.0)}
+PARAMS = jax.tree.map(jnp.asarray, PARAMS)
+GOOD = jax.tree.map(lambda x: jnp.asarray(np.ones_like(x)), PARAMS)
 
 
 def broken(*names, value=jnp.inf):

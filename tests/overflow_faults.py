@@ -385,7 +385,7 @@ class Net(nn.Module):
 @fault("29", "dot_general", WIDE, cure="the Flax module `Net/Dense_1` dtype=jnp.float32")
 def linen():
     model = Net(100.0, dtype=F16)
-    params = model.init(jax.random.key(0), X)
+    params = jax.jit(model.init)(jax.random.key(0), X)
     return lambda params, x: jnp.mean(jnp.asarray(model.apply(params, x), F32)), (params, X), {}
 
 
@@ -404,7 +404,7 @@ def linen_training_step():
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    params = model.init(jax.random.key(0), X)
+    params = jax.jit(model.init)(jax.random.key(0), X)
     return step, (params, tx.init(params), X), {}
 
 
@@ -445,7 +445,7 @@ def batch_norm_without_epsilon():
             return nn.BatchNorm(use_running_average=False, epsilon=0.0)(x)  # here 33
 
     model = Normalised()
-    variables = model.init(jax.random.key(0), X)
+    variables = jax.jit(model.init)(jax.random.key(0), X)
 
     def loss(params, x):
         y, _ = model.apply({**variables, "params": params}, x, mutable=["batch_stats"])

@@ -11,8 +11,8 @@ from jax import lax
 from jmp_train import DEFAULT_RULES, Policy, assert_policy, full_precision, get_policy, low_precision
 from jmp_train.checks import float32_loss, no_float64, no_narrow_sums, no_wide_dots, output_dtypes
 
-W, X = jnp.full((8, 8), 0.5), jnp.ones((4, 8))
-HALF = X.astype(jnp.float16)
+W, X = np.full((8, 8), 0.5, np.float32), np.ones((4, 8), np.float32)
+HALF = X.astype(np.float16)
 POLICY = "mixed_float16"
 
 

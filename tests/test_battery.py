@@ -29,7 +29,7 @@ from comparisons import TOLERANCE, assert_only_the_precision_differs, lowered
 
 from jmp_train import autocast, get_policy
 
-FAST_IN_BFLOAT16 = {"cnn_batchnorm", "transformer", "rmsnorm_large"}
+FAST_IN_BFLOAT16 = {"cnn_batchnorm", "transformer_block", "rmsnorm_large"}
 
 
 def each_row(wanted=lambda row: True, fast=lambda row: row.fast):
@@ -53,7 +53,9 @@ def each_row_and_dtype(wanted=lambda row: True, fast=lambda row: row.fast):
 
 
 each_fast_row = each_row(lambda row: row.fast)
-few_fast_rows = each_row(lambda row: row.fast, fast=lambda row: row.name in ("cnn_batchnorm", "lstm", "transformer"))
+few_fast_rows = each_row(
+    lambda row: row.fast, fast=lambda row: row.name in ("cnn_batchnorm", "lstm", "transformer_block")
+)
 each_policy = pytest.mark.parametrize("name", [f"mixed_{dtype}" for dtype in HALVES])
 
 
@@ -129,11 +131,16 @@ def close(row, got, want):
     assert relative_error(unscaled(row, got), unscaled(row, want)) <= bound
 
 
+def stacked(*leaves):
+    is_key = jnp.issubdtype(leaves[0].dtype, jax.dtypes.prng_key)
+    return jnp.stack(leaves) if is_key else np.stack(leaves)
+
+
 def check_vmap(row, mapped):
     params, batches = example(row)[0], [example(row, seed)[1] for seed in (0, 1)]
-    got = quick_jit(mapped)(params, jax.tree.map(lambda *x: jnp.stack(x), *batches))
+    got = quick_jit(mapped)(params, jax.tree.map(stacked, *batches))
     one_by_one = [gradients_at(row, "mixed_float16", params, batch) for batch in batches]
-    want = jax.tree.map(lambda *x: jnp.stack(x), *one_by_one)
+    want = jax.tree.map(stacked, *one_by_one)
     chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
     close(row, got, want)
 

@@ -16,7 +16,6 @@ import pytest
 
 from benchmarks.convergence._application import PRECISIONS, REFERENCE, Application, Player
 from benchmarks.convergence._report import show_tables, summaries
-from benchmarks.convergence._rows import QUICK, applications
 from benchmarks.convergence._store import Store
 from benchmarks.convergence._verdicts import Verdict, margin_of, summarise
 
@@ -24,6 +23,14 @@ pytestmark = pytest.mark.integration
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+
+
+@pytest.fixture
+def rows():
+    """The applications of the suite; what they import takes a second."""
+    from benchmarks.convergence._rows import applications
+
+    return applications()
 
 
 def evaluate(variables):
@@ -98,8 +105,7 @@ def test_runs_of_an_application_that_has_changed_are_not_kept(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_readme_holds_the_tables_of_the_results(capsys):
-    rows = applications()
+def test_the_readme_holds_the_tables_of_the_results(rows, capsys):
     show_tables(Store(RESULTS / "convergence.json"), rows, PRECISIONS, seeds=3)
     readme = (ROOT / "benchmarks" / "README.md").read_text().splitlines()
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("|", "**"))]
@@ -107,8 +113,8 @@ def test_the_readme_holds_the_tables_of_the_results(capsys):
 
 
 @pytest.mark.slow
-def test_mixed_precision_matches_float32_in_the_results():
-    store, found, rows = Store(RESULTS / "convergence.json"), {}, applications()
+def test_mixed_precision_matches_float32_in_the_results(rows):
+    store, found = Store(RESULTS / "convergence.json"), {}
     for application in rows:
         for name, row in summaries(store, application, PRECISIONS, seeds=3).items():
             found.setdefault(name, []).append(row.verdict)
@@ -119,16 +125,18 @@ def test_mixed_precision_matches_float32_in_the_results():
 
 
 @pytest.mark.slow
-def test_the_short_form_matches_float32(tmp_path):
+def test_the_short_form_matches_float32(rows, tmp_path):
+    from benchmarks.convergence._rows import QUICK
+
     command = [sys.executable, "-m", "benchmarks.convergence", "--quick", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "convergence-quick.png").exists()
     store = Store(tmp_path / "convergence-quick.json")
-    for application in applications():
+    for application in rows:
         if application.name in QUICK:
-            rows = summaries(store, application, PRECISIONS, seeds=2)
-            assert {name: row.verdict for name, row in rows.items()} == dict.fromkeys(
+            found = summaries(store, application, PRECISIONS, seeds=2)
+            assert {name: row.verdict for name, row in found.items()} == dict.fromkeys(
                 ("float32", "mixed_bfloat16", "mixed_float16"), Verdict.MATCHES
             ), done.stdout
-            assert rows["mixed_float16"].scales[0] > 1
+            assert found["mixed_float16"].scales[0] > 1

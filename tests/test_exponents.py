@@ -32,8 +32,9 @@ def check(histogram, values, leaf=0):
 @pytest.mark.parametrize("name", ["float16", "bfloat16", *FP8, "float8_e8m0fnu"])
 def test_every_number_of_every_narrow_format(name):
     values = all_values(name)
-    check(diagnostics.exponent_histogram([jnp.asarray(values)]), values)
-    check(jax.jit(diagnostics.exponent_histogram)([values]), values)
+    check(HISTOGRAM([values]), values)
+    if name in ("float16", "float8_e4m3fn"):
+        check(diagnostics.exponent_histogram([jnp.asarray(values)]), values)
 
 
 def test_four_bits():
@@ -118,7 +119,7 @@ class NNXNet(nnx.Module):
 
 
 def test_linen_and_nnx():
-    linen = diagnostics.exponent_histogram(Net().init(jax.random.key(0), jnp.ones((2, 4))))
+    linen = diagnostics.exponent_histogram(jax.jit(Net().init)(jax.random.key(0), jnp.ones((2, 4))))
     assert linen.paths == tuple(
         f"params/{name}" for name in ("Dense_0/bias", "Dense_0/kernel", "LayerNorm_0/bias", "LayerNorm_0/scale")
     )
@@ -172,14 +173,16 @@ def test_counts_beyond_32_bits():
 @settings(max_examples=30)
 @given(st.lists(st.integers(0, 2**48), min_size=1, max_size=20))
 def test_the_sum_of_counts(numbers):
-    counts = np.array([[n % 2**32, n >> 32] for n in numbers], np.uint32)
+    counts = np.zeros((20, 2), np.uint32)  # one size for all, and so one program
+    counts[: len(numbers)] = [[n % 2**32, n >> 32] for n in numbers]
     assert to_int64(sum_uint64(jnp.asarray(counts), 0)) == sum(numbers)
 
 
 def test_large_arrays_are_counted_in_rows():
     index = np.random.default_rng(0).integers(0, 7, (300, 50, 10))
     expected = np.bincount(index.ravel(), minlength=9)
-    np.testing.assert_array_equal(to_int64(bincount(jnp.asarray(index, jnp.int32), 9)), expected)
+    counts = jax.jit(bincount, static_argnums=1)(index.astype(np.int32), 9)
+    np.testing.assert_array_equal(to_int64(counts), expected)
 
 
 def test_what_cannot_be_added():

@@ -1,5 +1,6 @@
 """`find_overflow` against planted faults, and against programs with infinities that are meant to be there."""
 
+import functools
 import itertools
 import json
 import re
@@ -25,7 +26,9 @@ def line_of(mark):
     return line
 
 
+@functools.cache
 def found(name):
+    """The report of a planted fault."""
     (fault,) = (fault for fault in FAULTS if fault.make.__name__ == name)
     fn, args, kwargs = fault.make()
     return find_overflow(fn)(*args, **kwargs)
@@ -33,8 +36,7 @@ def found(name):
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.make.__name__)
 def test_the_planted_line_is_named(fault):
-    fn, args, kwargs = fault.make()
-    report = find_overflow(fn)(*args, **kwargs)
+    report = found(fault.make.__name__)
     assert report and report.file == overflow_faults.__file__
     assert (report.line, report.text) == (line_of(fault.mark), SOURCE[line_of(fault.mark) - 1].strip())
     assert (report.primitive, report.verdict) == (fault.primitive, fault.verdict)
@@ -62,7 +64,7 @@ def test_the_planted_line_is_named(fault):
 def test_the_scale_that_fits_is_the_largest(name, fits):
     (fault,) = (fault for fault in FAULTS if fault.make.__name__ == name)
     fn, args, kwargs = fault.make()
-    report = find_overflow(fn)(*args, **kwargs)
+    report = found(name)
     scale = report.fitting_loss_scale or 0.0
     assert report.loss_scale == float(kwargs["loss_scale"].loss_scale)
     assert scale == 2.0 ** round(np.log2(scale)) and fits in (None, scale)

@@ -36,8 +36,8 @@ def test_loss_and_gradients_are_float32_and_near_float64(policy):
     params, x, y = data()
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda a: np.asarray(a, np.float64), (params, x, y))
-        expected = jax.value_and_grad(loss_fn)(*wide)
-    loss, grads = jmp.value_and_grad(loss_fn, policy)(params, x, y, loss_scale=SCALE)
+        expected = jax.jit(jax.value_and_grad(loss_fn))(*wide)
+    loss, grads = jax.jit(jmp.value_and_grad(loss_fn, policy))(params, x, y, loss_scale=SCALE)
     tolerance = {"float32": 1e-6, "mixed_float16": 2e-3, "mixed_bfloat16": 1.5e-2}[policy]
     assert {loss.dtype, *(g.dtype for g in jax.tree.leaves(grads))} == {np.dtype(np.float32)}
     for got, want in zip(jax.tree.leaves((loss, grads)), jax.tree.leaves(expected), strict=True):

@@ -4,6 +4,7 @@
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportOperatorIssue=false
 
+import functools
 import re
 
 import chex
@@ -40,19 +41,25 @@ def parameters(dtype):
 
 def gradients(seed, params):
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), params)
+    return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), params)
 
 
-def run(tx, params, steps=range(20), state=None):
-    state = tx.init(params) if state is None else state
+@functools.cache
+def stepper(tx):
+    """The jitted step, compiled once for all runs of one transformation."""
 
     @jax.jit
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
+    return step
+
+
+def run(tx, params, steps=range(20), state=None):
+    state = tx.init(params) if state is None else state
     for seed in steps:
-        params, state = step(params, state, gradients(seed, params))
+        params, state = stepper(tx)(params, state, gradients(seed, params))
     return params, state
 
 
@@ -78,8 +85,7 @@ def test_small_updates_are_not_lost(dtype):
     for tx, moved in ((optax.sgd(1.0), False), (with_master_weights(optax.sgd(1.0)), True)):
         p, state = params, tx.init(params)
         for _ in range(64):
-            updates, state = tx.update(grads, state, p)
-            p = optax.apply_updates(p, updates)
+            p, state = stepper(tx)(p, state, grads)
         assert bool(jnp.all(p == (1 + 2.0**-7 if moved else 1)))
 
 
@@ -117,23 +123,24 @@ def test_16_bit_gradients_and_extra_arguments():
     def value_fn(p):
         return jnp.sum(jnp.square(p.astype(jnp.float32) - 3))
 
-    grads = jax.grad(value_fn)(params)
-    updates, _ = tx.update(grads, tx.init(params), params, value=value_fn(params), grad=grads, value_fn=value_fn)
-    assert jnp.all(optax.apply_updates(params, updates) > 1)
+    @jax.jit
+    def step(params):
+        loss, grads = jax.value_and_grad(value_fn)(params)
+        updates, _ = tx.update(grads, tx.init(params), params, value=loss, grad=grads, value_fn=value_fn)
+        return optax.apply_updates(params, updates)
+
+    assert jnp.all(step(params) > 1)
 
 
 @pytest.mark.parametrize("wrap", [with_master_weights, with_stochastic_rounding])
 def test_a_skipped_step_leaves_everything_alone(wrap):
     params = {"w": jnp.linspace(-1, 1, 8).astype(jnp.bfloat16), "b": jnp.zeros(2)}
-
-    def tx():
-        return with_loss_scale(wrap(optax.adam(0.1)), DynamicLossScale(8.0))
-
-    p, state = run(tx(), params, [0, 1])
+    tx = with_loss_scale(wrap(optax.adam(0.1)), DynamicLossScale(8.0))
+    p, state = run(tx, params, [0, 1])
     bad = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), params)
-    updates, skipped = jax.jit(tx().update)(bad, state, p)
+    updates, skipped = jax.jit(tx.update)(bad, state, p)
     assert not any(jnp.any(u) for u in jax.tree.leaves(updates)) and int(skipped.skipped_steps) == 1
-    before, after = run(tx(), p, [2], state), run(tx(), p, [2], skipped)
+    before, after = run(tx, p, [2], state), run(tx, p, [2], skipped)
     plain = [(q, master_or_key(s.inner_state), s.inner_state.inner_state) for q, s in (before, after)]
     assert as_bytes(plain[0]) == as_bytes(plain[1])
 
@@ -187,7 +194,7 @@ class TestStochasticRounding:
     def test_it_is_unbiased_and_picks_a_neighbour(self, value):
         count = 40_000
         exact = np.float32(value)
-        got = np.asarray(_round_stochastically(jnp.full(count, exact), jax.random.key(7)))
+        got = np.asarray(jax.jit(_round_stochastically)(np.full(count, exact), jax.random.key(7)))
         below = (np.array(exact).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
         above = (np.array(below).view(np.uint32) + np.uint32(0x10000)).view(np.float32)
         assert set(got.view(np.uint32).tolist()) <= {int(x.view(np.uint32)) for x in (below, above)}
@@ -198,7 +205,7 @@ class TestStochasticRounding:
     @pytest.mark.parametrize("bits", [0x7F800000, 0xFF800000, 0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF])
     def test_infinities_and_every_nan_stay(self, bits):
         values = np.full(100, bits, np.uint32).view(np.float32)
-        np.testing.assert_array_equal(_round_stochastically(jnp.asarray(values), jax.random.key(0)), values)
+        np.testing.assert_array_equal(jax.jit(_round_stochastically)(values, jax.random.key(0)), values)
 
     def test_it_follows_a_float64_run_where_plain_bfloat16_stands_still(self):
         """A mean over many parameters: its standard error is known, the plain run is 100 of them away."""
@@ -224,7 +231,7 @@ class TestStochasticRounding:
 
         def updated(key):
             tx = with_stochastic_rounding(optax.sgd(1e-3), key=key)
-            return tx.update(grads, tx.init(params), params)[0]
+            return jax.jit(tx.update)(grads, tx.init(params), params)[0]
 
         assert as_bytes(updated(1)) == as_bytes(updated(jax.random.key(1))) != as_bytes(updated(2))
         assert as_bytes(updated(1)["w"]) != as_bytes(updated(1)["v"])  # no two leaves draw the same bits
@@ -232,8 +239,9 @@ class TestStochasticRounding:
     def test_every_step_draws_afresh(self):
         tx = with_stochastic_rounding(optax.sgd(2.0**-8))
         params = jnp.ones(64, jnp.bfloat16)
-        one, state = tx.update(-jnp.ones(64), tx.init(params), params)
-        assert as_bytes(one) != as_bytes(tx.update(-jnp.ones(64), state, params)[0])
+        update = jax.jit(tx.update)
+        one, state = update(-jnp.ones(64), tx.init(params), params)
+        assert as_bytes(one) != as_bytes(update(-jnp.ones(64), state, params)[0])
 
     def test_leaves_that_are_not_bfloat16_get_the_inner_updates(self):
         params = {"w": jnp.ones(3, jnp.bfloat16), "f32": jnp.ones(3)}

@@ -110,7 +110,7 @@ def test_scan_and_vmap():
         return ADAM.update(GOOD, state, PARAMS, value=loss)[1], None
 
     assert int(jax.lax.scan(step, ADAM.init(PARAMS), losses)[0].nonfinite_losses) == 2
-    states = jax.vmap(lambda loss: step(ADAM.init(PARAMS), loss)[0])(losses)
+    states = jax.jit(jax.vmap(lambda loss: step(ADAM.init(PARAMS), loss)[0]))(losses)
     assert states.nonfinite_losses.tolist() == [0, 1, 1, 0]
 
 
@@ -190,11 +190,12 @@ class TestFlax:
     def test_a_state(self):
         tx = with_loss_scale(optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5)))
         state = flax_bridge.TrainState.create(apply_fn=print, params=PARAMS, tx=tx)
+        step = jax.jit(lambda state, value: state.apply_gradients(grads=GOOD, value=value))
         for value in (1.0, jnp.inf, 1.0, 1.0):
-            state = state.apply_gradients(grads=GOOD, value=value)
+            state = step(state, value)
         assert step_metrics(state)["nonfinite_losses"] == 1 and state.step == 4
         assert state.opt_state.inner_state[1].scale < 1
-        by_name = state.apply_gradients(grads=GOOD, extra_args={"value": jnp.nan})
+        by_name = jax.jit(lambda state: state.apply_gradients(grads=GOOD, extra_args={"value": jnp.nan}))(state)
         assert step_metrics(by_name)["nonfinite_losses"] == 2
 
     def test_a_state_that_is_given_no_loss(self):

@@ -84,8 +84,8 @@ def test_python_scalars_are_float32(scale):
 @pytest.mark.parametrize("scale", SCALES)
 def test_strict_promotion(scale):
     with jax.numpy_dtype_promotion("strict"):
-        tree = {"f16": jnp.float16(1), "f32": jnp.float32(1), "c64": jnp.complex64(1)}
-        scale.adjust(jnp.bool_(True)).unscale(scale.scale(tree))
+        tree = {"f16": np.float16(1), "f32": np.float32(1), "c64": np.complex64(1)}
+        jax.eval_shape(lambda finite, tree: scale.adjust(finite).unscale(scale.scale(tree)), jnp.bool_(True), tree)
 
 
 def test_a_16_bit_loss_is_scaled_beyond_what_16_bits_hold():
@@ -138,12 +138,13 @@ def test_any_other_scale_is_off_by_at_most_an_ulp_and_a_half(scale, gradient):
 @pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan])
 @pytest.mark.parametrize("dtype", [*NARROW, jnp.float32, jnp.complex64])
 def test_each_kind_of_non_finite_number_is_seen(bad, dtype):
-    leaf = jnp.ones((3, 5)).astype(dtype)
+    leaf = np.ones((3, 5), dtype)
     assert bool(all_finite({"a": leaf, "b": 1.0}))
     if dtype == jnp.float8_e4m3fn and not np.isnan(bad):
         bad = jnp.nan  # the format has no infinity
-    assert not bool(all_finite({"a": leaf.at[2, 4].set(bad), "b": 1.0}))
-    assert not bool(jax.jit(all_finite)(leaf.at[0, 0].set(bad)))
+    leaf[2, 4] = bad
+    assert not bool(all_finite({"a": leaf, "b": 1.0}))
+    assert not bool(jax.jit(all_finite)(leaf))
     if dtype == jnp.complex64:
         assert not bool(all_finite(jnp.complex64(complex(0, float(bad)))))
 
@@ -163,7 +164,7 @@ def test_many_leaves_are_checked_each_for_itself():
     from jmp_train._finite import leaves_finite
 
     rng = np.random.default_rng(0)
-    tree = {f"{i:03}": np.ones(SHAPES[i % len(SHAPES)], np.float32) for i in range(150)}
+    tree = {f"{i:03}": np.ones(SHAPES[i % len(SHAPES)], np.float32) for i in range(50)}
     tree["flag"] = np.array(True)
     for _ in range(20):
         bad = rng.random(len(tree)) < 0.2

@@ -24,6 +24,7 @@ from jmp_train._diagnostics.formats._underflow_report import OUTCOMES, outcome
 from jmp_train._dtypes import facts
 
 F32 = functools.partial(np.array, dtype=np.float32)
+VALUES = awkward(np.float32, seed=3)  # one size for many tests, and so one program for each format
 SCALES = [1.0, 2.0**15, 2.0**-20, 3.0, 1000.7, 2.0**24, 2.0**126, 2.0**-126, float(np.float32(1 / 3))]
 
 
@@ -86,7 +87,7 @@ def test_every_boundary_is_exact_in_float64(name):
     st.sampled_from(["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz"]),
 )
 def test_any_number_times_any_scale(value, scale, name):
-    report = diagnostics.underflow_report(F32([value]), name, scale).total
+    report = diagnostics.underflow_report({"g": np.full_like(VALUES, value)}, name, scale).total
     shares = {"zero": report.becomes_zero, "subnormal": report.becomes_subnormal, "infinite": report.becomes_infinite}
     found = next((what for what, share in shares.items() if share), "normal")
     assert found == rounding(name).outcome(Fraction(value) * Fraction(scale))
@@ -95,7 +96,7 @@ def test_any_number_times_any_scale(value, scale, name):
 @pytest.mark.parametrize("name", TARGETS)
 def test_shares_equal_a_cast_by_ml_dtypes(name):
     """Without a scale, rounding is a cast, and ml_dtypes has one."""
-    values = awkward(np.float32, seed=3)
+    values = VALUES
     target = np.dtype(getattr(jnp, name))
     ordinary = values[np.isfinite(values) & (values != 0)]
     with np.errstate(all="ignore"):
@@ -118,7 +119,7 @@ def test_every_narrow_source(source):
     with np.errstate(invalid="ignore"):
         wide = values.astype(np.float32)
     ordinary = np.isfinite(wide) & (values.view(np.uint8 if values.itemsize == 1 else np.uint16) != 0)
-    total = diagnostics.underflow_report([values], source).total
+    total = jax.jit(lambda values: diagnostics.underflow_report([values], source))(values).total
     assert total.becomes_zero == total.becomes_infinite == 0
     assert total.largest == facts(source).max and total.headroom == 0
     small = np.abs(wide[ordinary].astype(np.float64)) < facts(source).smallest_normal
@@ -157,6 +158,7 @@ def test_any_loss_scale_and_a_traced_one():
     grads = jnp.float32([2.0**-30, 1.0])
     for scale in (2.0**10, jnp.float32(1024), jmp.StaticLossScale(1024), jmp.DynamicLossScale(1024), np.float32(1024)):
         assert diagnostics.underflow_report(grads, loss_scale=scale).total.becomes_zero == 0
+    for scale in (jnp.float32(1024), jmp.StaticLossScale(1024), jmp.DynamicLossScale(1024)):
         assert jax.jit(lambda s: diagnostics.underflow_report(grads, loss_scale=s))(scale).total.becomes_zero == 0
     assert diagnostics.underflow_report(grads, loss_scale=jmp.NoOpLossScale()).total.becomes_zero == 0.5
 
