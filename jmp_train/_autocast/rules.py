@@ -1,7 +1,7 @@
 """`Rules`: the table with a user's edits, and the marks that set the precision of a region.
 
 Decides which rule holds for an operation: the region it is in, over its named scope, over its primitive. Does not
-decide dtypes, which depend on the operation's neighbours; see `_plan.py`.
+decide dtypes, which depend on the operation's neighbours; see `passes`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ of its digits are a wrong angle; a Gram matrix sums squares; a table of bins hol
 somebody may have asked for float32 by name. Such products run in float32, forward and backward.
 
 Decides which products these are and why, before dtypes are assigned: by what they multiply (a value with itself, few
-numbers, constants) and by what was asked for. Does not decide anything about other operations; see `_plan.py`.
+numbers, constants) and by what was asked for. Does not decide anything about other equations; see `passes`.
 """
 
 from __future__ import annotations
