@@ -4,7 +4,6 @@ The dtypes are read from the emitted program; the numbers are compared with the 
 """
 
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -392,7 +391,7 @@ def test_a_16_bit_carry_that_is_no_sum_stays():
 
 
 ONES = jnp.asarray(np.ones((4096, 4), np.float16))
-ZERO: Any = np.zeros(4, np.float16)
+ZERO = jnp.asarray(np.zeros(4, np.float16))
 INDICES = np.array([0, 0, 1, 2])
 SUMS_IN_16_BITS = {
     "masked": lambda x: lax.scan(lambda c, row: (jnp.where(row > 0, c + row, c), None), ZERO, x)[0],
