@@ -289,17 +289,17 @@ def test_the_gradient_of_a_max_pool_chooses_as_jax_does(window, stride):
 
 @pytest.mark.parametrize("extreme", [jax.lax.max, jax.lax.min])
 def test_the_gradient_of_a_pool_sums_overlapping_windows_in_float32(extreme):
-    """One element is the extreme of 25 windows: 2048 + 24 ones is 2048 where a 16-bit buffer adds."""
+    """One element is the extreme of nine windows: 2048 + 8 ones is 2048 where a 16-bit buffer adds."""
     sign = 1.0 if extreme is jax.lax.max else -1.0
 
     def loss(w, x, weights):
-        pooled = jax.lax.reduce_window(x @ w, -sign * jnp.inf, extreme, (1, 5, 5), (1, 1, 1), "SAME")
-        return jnp.sum(pooled.reshape(1, -1) @ weights)
+        pooled = jax.lax.reduce_window(x @ w, -sign * jnp.inf, extreme, (1, 3, 3), (1, 1, 1), "SAME")
+        return jnp.sum((pooled.reshape(16, 8) @ w) * weights)
 
     x, weights = np.zeros((1, 16, 8), np.float32), np.ones((16, 8), np.float32)
-    x[0, 8, 4], weights[10, 6] = sign, 2048
+    x[0, 8, 4], weights[9, 5] = sign, 2048
     gradient = autocast(jax.grad(loss, 1), "mixed_float16", argnums=(0, 1, 2))
-    assert gradient(np.eye(8, dtype=np.float32), x, weights.reshape(-1, 1))[0, 8, 4] == 2048 + 24
+    assert gradient(np.eye(8, dtype=np.float32), x, weights)[0, 8, 4] == 2048 + 8
 
 
 def test_values_kept_for_the_backward_pass_cost_no_accuracy():

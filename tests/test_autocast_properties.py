@@ -9,6 +9,7 @@ import pytest
 from battery_tools import HALVES, primitives, quick_jit
 from comparisons import TOLERANCE, assert_only_the_precision_differs
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from random_programs import BINARY, SIDE, UNARY, WRAPPERS, Step, as_function, as_gradient, programs
 
 from jmp_train import autocast, get_policy
@@ -89,9 +90,8 @@ def test_twice_is_once(program, build):
 
 
 @either_direction
-@either_half
 @examples(25)
-@given(program=programs())
+@given(program=programs(), dtype=st.sampled_from(HALVES))
 def test_dtypes_and_shapes_are_as_recorded(program, dtype, build):
     run = build(program)
     got, want = (jax.eval_shape(fn, PARAMS, X) for fn in (autocast(run, get_policy(f"mixed_{dtype}")), run))
