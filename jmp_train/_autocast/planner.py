@@ -115,24 +115,9 @@ class Planner:
         """Finds the products of a whole program that have to run in float32; before any of it is planned."""
         Products(self).find(jaxpr, precisions, place)
 
-    def plan(
-        self,
-        jaxpr: ClosedJaxpr | Jaxpr,
-        precisions: Sequence[Precision],
-        out_flags: Sequence[Flags],
-        place: Place = TOP,
-        roundable: Sequence[int] = (),
-    ) -> Program:
-        """Runs the planning passes.
-
-        Args:
-          jaxpr: the program.
-          precisions: what its arguments are.
-          out_flags: what becomes of its results.
-          place: where it stands.
-          roundable: positions of arguments that a loop computed, so that a copy handed out may be rounded.
-        """
-        *_, (_, program) = self.stages(jaxpr, precisions, out_flags, place, roundable)
+    def plan(self, *args: Any, **kwargs: Any) -> Program:
+        """The program after the last of `stages`, which takes the same arguments."""
+        *_, (_, program) = self.stages(*args, **kwargs)
         return program
 
     def stages(
@@ -143,7 +128,15 @@ class Planner:
         place: Place = TOP,
         roundable: Sequence[int] = (),
     ) -> Iterator[tuple[str, Program]]:
-        """The program after each planning pass, by the name of the pass; arguments as of `plan`."""
+        """The program after each planning pass, by the name of the pass.
+
+        Args:
+          jaxpr: the program.
+          precisions: what its arguments are.
+          out_flags: what becomes of its results.
+          place: where it stands.
+          roundable: positions of arguments that a loop computed, so that a copy handed out may be rounded.
+        """
         recorded, entries = self.recorded(jaxpr, place)
         flow = self.flow(jaxpr, place, out_flags)
         context = Context(self, entries, flow, precisions, out_flags, roundable)

@@ -42,8 +42,12 @@ class Accesses:
         """For each operand of `node`, given what is known of every value so far."""
         if entry.rule is not Rule.ENTER:
             is_sum = entry.never_low and entry.rule is Rule.HIGH
-            kernel = (is_sum and not self._is_bias_of_head(node, facts)) or node.name in _POOLS
+            gradient = node.name == "reduce_sum" and node.outs[0] in self._returned and self._place.is_backward(node)
+            fused = gradient and self._is_bias_of_head(node, facts)
+            if gradient:
+                self._summed.add(facts[node.ins[0]].depth)
             self._note(node, entry, facts, is_sum)
+            kernel = (is_sum and not fused) or node.name in _POOLS
             return [Access.STORED if kernel else Access.FUSED] * len(node.ins)
         if node.name != "scan":
             return [Access.STORED if node.name == "remat2" else Access.FUSED] * len(node.ins)
@@ -54,18 +58,15 @@ class Accesses:
         return accesses
 
     def _is_bias_of_head(self, node: Node, facts: Sequence[Fact]) -> bool:
-        """Whether a node sums a large cotangent of a softmax for a result of the program.
+        """Whether the sum of a gradient that the program returns is one over a large cotangent of a softmax.
 
         Where a norm stands between the head and the loss, the kernel that could do that adds up the gradient of the
         norm's scale already, and XLA would store the cotangent in float32 for another sum.
         """
-        if node.name != "reduce_sum" or node.outs[0] not in self._returned or not self._place.is_backward(node):
-            return False
-        depth = facts[node.ins[0]].depth
-        first = depth not in self._summed
-        self._summed.add(depth)
-        size = math.prod(self._program.avals[node.ins[0]].shape)
-        return first and node.ins[0] in self._after_sum and not is_less(size, _MANY)
+        (logits,) = node.ins
+        first = facts[logits].depth not in self._summed
+        size = math.prod(self._program.avals[logits].shape)
+        return first and logits in self._after_sum and not is_less(size, _MANY)
 
     def _note(self, node: Node, entry: Entry, facts: Sequence[Fact], is_sum: bool) -> None:
         found = self._after_sum.intersection(node.ins)

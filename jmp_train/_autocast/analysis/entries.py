@@ -74,5 +74,7 @@ def _refine(node: Node, entry: Entry, producers: Producers, rewrites: Sequence[R
     if node.name == "mul" and node.params.get("out_dtype") is not None:
         return Entry(Rule.RECORDED, "the user asked for this dtype")
     if entry.rule is Rule.HIGH:
-        return next(filter(None, (rewrite.entry(node) for rewrite in rewrites)), entry)
+        for rewrite in rewrites:
+            if node.name in rewrite.primitives:
+                entry = rewrite.entry(node) or entry
     return entry

@@ -62,18 +62,20 @@ def save_or_remat(program: Program, context: Context) -> Program:
             values[number] = _value_of(program, equation, values, number, saves_low)
         uses = equation.uses
         for position, use in enumerate(uses):
-            if not use.residual and _is_residual(program, context, equation, values, position):
+            known = use.value in values and not use.residual
+            if known and _is_residual(program, context, equation, values, position):
                 uses = [*uses[:position], use._replace(residual=True), *uses[position + 1 :]]
         equations.append(equation if uses is equation.uses else dataclasses.replace(equation, uses=uses))
     shared = _shared_with_sums(program, equations) if saves_low else set()
-    values.update(dict.fromkeys(shared, _Value(saved=True)))
-    equations = [_reading_saved(equation, shared) for equation in equations]
+    if shared:
+        values.update(dict.fromkeys(shared, _Value(saved=True)))
+        equations = [_reading_saved(equation, shared) for equation in equations]
     saved = frozenset(number for number, value in values.items() if value.saved)
     remat = frozenset(number for number, value in values.items() if value.remat)
     anchors = frozenset(
         number
         for equation in equations
-        if is_short_product(equation) and not remat.isdisjoint(equation.results)
+        if equation.node.name in DOTS and is_short_product(equation) and not remat.isdisjoint(equation.results)
         for number in equation.operands
         if number not in saved and number not in remat
     )
@@ -196,7 +198,7 @@ def _is_residual(
 ) -> bool:
     """Whether an operand is read as saved or rematerialized; kernels of their own read it so on the near side too."""
     use, access = equation.uses[position], equation.accesses[position]
-    fact, value = program.facts[use.value], values.get(use.value, _ARGUMENT)
+    fact, value = program.facts[use.value], values[use.value]
     if fact.has_low_copy and access is Access.CARRIED:
         return False
     if not (value.saved or (value.remat and use.dtype is not None)):
@@ -215,7 +217,8 @@ def _reads_residuals(program: Program, equation: Equation, values: dict[int, _Va
 
 def _expands(program: Program, equation: Equation) -> bool:
     """Whether an equation is a short product that makes more numbers than it reads: reading those again moves less."""
-    sizes = DotSizes.of(program.recorded, equation.node) if is_short_product(equation) else None
+    product = equation.node.name in DOTS and is_short_product(equation)
+    sizes = DotSizes.of(program.recorded, equation.node) if product else None
     return sizes is not None and sizes.result > max(sizes.operands)
 
 

@@ -40,7 +40,7 @@ class MaxPoolGradient(Rewrite):
 
     def entry(self, node: Node) -> Entry | None:
         """Selections follow their operands, where a scatter adds in its buffer's dtype."""
-        return _ENTRY if node.name == "select_and_scatter_add" and windows_are_small(node) else None
+        return _ENTRY if windows_are_small(node) else None
 
     def of_equation(self, program: Program, equation: Equation) -> Equation:
         del program

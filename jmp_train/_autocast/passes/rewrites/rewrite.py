@@ -15,7 +15,7 @@ class Rewrite:
     """A rewrite that does nothing; each file of this folder has one that overrides what it needs.
 
     Attributes:
-      primitives: what `of_equation` is asked about.
+      primitives: what `entry` and `of_equation` are asked about.
     """
 
     primitives: frozenset[str] = frozenset()
