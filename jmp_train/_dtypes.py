@@ -165,7 +165,7 @@ class Format:
 
 @functools.cache
 def _facts(dtype: np.dtype) -> Format:
-    info = jnp.finfo(dtype)
+    info = jnp.finfo(to_dtype(dtype))
     numbers = (info.max, info.smallest_normal, info.smallest_subnormal, info.eps)
     return Format(dtype.name, info.bits, *map(float, numbers))
 
@@ -178,7 +178,7 @@ def facts(dtype: DTypeLike) -> Format:
     >>> facts("bfloat16").smallest_normal == facts("float32").smallest_normal == 2.0**-126
     True
     """
-    return _facts(to_dtype(dtype))
+    return _facts(dtype if isinstance(dtype, np.dtype) else to_dtype(dtype))
 
 
 def is_floating(leaf: Any) -> bool:

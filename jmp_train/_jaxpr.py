@@ -38,6 +38,17 @@ _RECOMPUTED = "rematted_computation"  # what JAX calls the forward pass that rem
 _WRAPPER = re.compile(r"^[\w.\-]*\((.*)\)$")
 
 
+class Scope:
+    """A name stack, shared by the nodes of one scope."""
+
+    def __init__(self, name_stack: Any):
+        self.name_stack = name_stack
+
+    @functools.cached_property
+    def text(self) -> str:
+        return str(self.name_stack)
+
+
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Node:
     """One operation of a flattened program: `ins` and `outs` index `FlatJaxpr.avals`.
@@ -49,23 +60,16 @@ class Node:
     eqn: JaxprEqn
     ins: tuple[int, ...]
     outs: tuple[int, ...]
-    name_stack: Any
+    scope: Scope
     low_region: bool
     calls: tuple[JaxprEqn, ...] = ()
     name: str = dataclasses.field(init=False)
     params: dict[str, Any] = dataclasses.field(init=False)
-    _stack: str | None = dataclasses.field(init=False, default=None)
 
     def __post_init__(self):
         # Fields, since planning reads them many times.
         object.__setattr__(self, "name", self.eqn.primitive.name)
         object.__setattr__(self, "params", self.eqn.params)
-
-    def stack(self) -> str:
-        """The name stack as text, made once."""
-        if self._stack is None:
-            object.__setattr__(self, "_stack", str(self.name_stack))
-        return self._stack or ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -178,17 +182,22 @@ def flatten(
             env[var] = new(var.aval)
             known[env[var]] = const
             captured.add(env[var])
+        scopes: dict[int, Scope] = {}  # of the equations' name stacks, which JAX shares among those of one scope
         for eqn in body.eqns:
-            ins = tuple(atom(env, var) for var in eqn.invars)
+            ins = tuple([atom(env, var) for var in eqn.invars])
             inner = replaced(eqn) or _inlined_body(eqn, also)
-            inner_stack = stack + eqn.source_info.name_stack
+            inner_stack = eqn.source_info.name_stack
+            if id(inner_stack) not in scopes:
+                scopes[id(inner_stack)] = Scope(stack + inner_stack)
+            scope = scopes[id(inner_stack)]
             if inner is not None:
                 marked = low_region or region_mark(eqn) == LOW_PRECISION_MARK
-                env.update(zip(eqn.outvars, inline(inner, ins, inner_stack, marked, (eqn, *calls)), strict=True))
+                results = inline(inner, ins, scope.name_stack, marked, (eqn, *calls))
+                env.update(zip(eqn.outvars, results, strict=True))
                 continue
-            outs = tuple(new(var.aval) for var in eqn.outvars)
+            outs = tuple([new(var.aval) for var in eqn.outvars])
             env.update(zip(eqn.outvars, outs, strict=True))
-            nodes.append(Node(eqn, ins, outs, inner_stack, low_region, calls))
+            nodes.append(Node(eqn, ins, outs, scope, low_region, calls))
         return [atom(env, var) for var in body.outvars]
 
     inputs = tuple(new(var.aval) for var in open_jaxpr(jaxpr).invars)
@@ -199,7 +208,7 @@ def flatten(
 @contextlib.contextmanager
 def context(node: Node) -> Iterator[None]:
     """Run under the source line, the named scopes and the settings that `node` was recorded with."""
-    stack = source_info_util.current_name_stack() + node.name_stack
+    stack = source_info_util.current_name_stack() + node.scope.name_stack
     with source_info_util.user_context(node.eqn.source_info.traceback, name_stack=stack), node.eqn.ctx.manager:
         yield
 
@@ -262,22 +271,22 @@ def plain_scope(stack: str) -> str:
 
 def scope_of(node: Node) -> str:
     """The `jax.named_scope` path of a node without its transforms: forward and backward operations have one path."""
-    return plain_scope(node.stack())
+    return plain_scope(node.scope.text)
 
 
 def is_backward(node: Node) -> bool:
     """Whether the node was made by transposing, that is, belongs to a backward pass."""
-    return "transpose(" in node.stack()
+    return "transpose(" in node.scope.text
 
 
 def in_jvp(node: Node) -> bool:
     """Whether the node was made by differentiating forward, with the function itself or beside it."""
-    return "jvp(" in node.stack()
+    return "jvp(" in node.scope.text
 
 
 def is_recomputed(node: Node) -> bool:
     """Whether the node is a piece of the forward pass that rematerialisation runs again in the backward pass."""
-    return _RECOMPUTED in node.stack()
+    return _RECOMPUTED in node.scope.text
 
 
 def source_line(node: Node) -> str:

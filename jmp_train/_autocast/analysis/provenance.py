@@ -38,13 +38,14 @@ ROUNDED_PROVENANCES = (Provenance.NARROW, Provenance.ACTIVATION)
 
 def joined(provenances: Iterable[Provenance]) -> Provenance:
     """What an operation makes of operands that it reads in one dtype: float32 data widens all others."""
-    found = set(provenances) - {Provenance.EXACT}
-    if len(found) <= 1:
-        return next(iter(found), Provenance.EXACT)
-    if found.isdisjoint(FLOAT32_PROVENANCES):
+    found = [each for each in provenances if each is not Provenance.EXACT]  # no set: enums hash in Python
+    if not found or found.count(found[0]) == len(found):
+        return found[0] if found else Provenance.EXACT
+    if not any([each in FLOAT32_PROVENANCES for each in found]):
         return Provenance.NARROW
-    activation = found.isdisjoint(UNROUNDED_PROVENANCES[1:]) and not found.isdisjoint(ROUNDED_PROVENANCES)
-    return Provenance.ACTIVATION if activation else Provenance.DATA
+    if any([each in UNROUNDED_PROVENANCES[1:] for each in found]):
+        return Provenance.DATA
+    return Provenance.ACTIVATION if any([each in ROUNDED_PROVENANCES for each in found]) else Provenance.DATA
 
 
 class Fact(NamedTuple):

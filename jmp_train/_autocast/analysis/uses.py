@@ -7,8 +7,8 @@ whether a rounding of it would be more than a rounding later. Does not decide dt
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 from ..._jaxpr import FlatJaxpr, Node
 from ..ir import Place
@@ -40,6 +40,14 @@ class Flags(NamedTuple):
     only_wide: bool = False
     exact: bool = False
     in_exponent: bool = False
+
+
+def merged(flags: Sequence[Flags]) -> Flags:
+    """What becomes of several values together."""
+    if len(flags) == 1:
+        return flags[0]
+    reaches, to_dot, only_wide, exact, in_exponent = zip(*flags, strict=True) if flags else [()] * 5
+    return Flags(any(reaches), any(to_dot), all(only_wide), any(exact), any(in_exponent))
 
 
 class Backward:
@@ -77,51 +85,48 @@ class Backward:
     def is_for_one_dot(self, number: int) -> bool:
         return self._to_dot[number] and self.readers[number] == 1
 
-    def ends_at(self, number: int, weights: Sequence[tuple[int, ...]] | None) -> bool:
+    def ends_at(self, number: int, weights: Collection[frozenset[Any]] | None) -> bool:
         """Whether a backward product is the last on its way, as a weight's gradient is, and no other dot rounds it.
 
         A product with a parameter is the gradient of an activation, on its way to a norm, a bias or an embedding,
-        unless the program returns it (rearranged or summed with others, if need be), or it has the shape of one of the
-        `weights`: of one that is multiplied by another first, as in low-rank adaptation. `None`: no such product.
+        unless the program returns it (rearranged or summed with others, if need be), or its `axes_of` are those of one
+        of the `weights`: of one that is multiplied by another first, as in low-rank adaptation. `None`: no such
+        product.
         """
-        axes = Counter(self._avals[number].shape)  # in any order; symbolic dimensions cannot be sorted
-        of_weight = weights is None or number in self.returned or axes in map(Counter, weights)
-        return not self._reaches[number] and of_weight
+        if self._reaches[number]:
+            return False
+        return weights is None or number in self.returned or axes_of(self._avals[number]) in weights
 
     def step(self, node: Node, entry: Entry) -> None:
         """Passes the flags of a node's results on to its operands, for every rule but ENTER."""
-        outs = [self[number] for number in node.outs]
-        reaches = any(out.reaches_dot for out in outs)
-        if entry.rule is Rule.LOW:
-            flags = Flags(True, True, False)
-        elif entry.rule is Rule.HIGH:
-            flags = Flags(reaches, False, True)
-        elif entry.rule is Rule.SHAPE:
-            flags = Flags(reaches, any(out.to_dot for out in outs), all(out.only_wide for out in outs))
-        elif entry.rule is Rule.WIDEST:
-            to_dot = node.name in _EXACT and any(out.to_dot for out in outs)
-            flags = Flags(reaches, to_dot, all(out.only_wide for out in outs))
+        name, rule, out = node.name, entry.rule, merged([self[number] for number in node.outs])
+        reaches, to_dot, only_wide = out.reaches_dot, False, rule is Rule.HIGH
+        if rule is Rule.LOW:
+            reaches, to_dot = True, True
+        elif rule is Rule.SHAPE or rule is Rule.WIDEST:
+            to_dot = out.to_dot and (rule is Rule.SHAPE or name in _EXACT)
+            only_wide = out.only_wide
         elif isinstance(entry, WideProduct):
-            flags = Flags(True, False, True)
-        else:
-            to_dot = node.name in _EXACT_OR_POOLS and any(out.to_dot for out in outs)
+            reaches, only_wide = True, True
+        elif rule is not Rule.HIGH:
+            to_dot = out.to_dot and name in _EXACT_OR_POOLS
             # A dot kept in float32 is one too: what a narrow dot hands it is no weight's gradient.
-            flags = Flags(reaches or node.name in DOTS, to_dot, False)
-        moves = entry.rule is Rule.SHAPE or node.name == "add_any" or self._sums_ones(node)
+            reaches = reaches or name in DOTS
+        moves = rule is Rule.SHAPE or name == "add_any" or (name == "reduce_sum" and self._sums_ones(node))
         if moves and not self.returned.isdisjoint(node.outs):
             self.returned.update(node.ins)
-        passes = entry.rule is Rule.SHAPE or node.name in _EXACT
-        exact = (passes or self._measures_from_constant(node)) and any(out.exact for out in outs)
-        exact = exact or entry.rule is Rule.RECORDED
-        exponent = (passes or node.name in _AFFINE) and any(out.in_exponent for out in outs)
-        flags = flags._replace(in_exponent=exponent or node.name in _EXPONENTIALS)
+        passes = rule is Rule.SHAPE or name in _EXACT
+        exact = rule is Rule.RECORDED or (out.exact and (passes or self._measures_from_constant(node)))
+        exact = exact or name == "min" or (name == "integer_pow" and node.params["y"] < 0)
+        exponent = name in _EXPONENTIALS or (out.in_exponent and (passes or name in _AFFINE))
+        delicate = DELICATE_OPERAND.get(name)
         for position, number in enumerate(node.ins):
-            self.add(number, flags._replace(exact=exact or _is_delicate(node, position)))
+            self.add(number, Flags(reaches, to_dot, only_wide, exact or position == delicate, exponent))
 
     def _sums_ones(self, node: Node) -> bool:
-        """Whether a node sums over axes of one number each, as the gradient of a broadcast bias does in the end."""
-        shape = self._avals[node.ins[0]].shape if node.name == "reduce_sum" else ()
-        return node.name == "reduce_sum" and all(shape[axis] == 1 for axis in node.params["axes"])
+        """Whether a sum is over axes of one number each, as the gradient of a broadcast bias is in the end."""
+        shape = self._avals[node.ins[0]].shape
+        return all(shape[axis] == 1 for axis in node.params["axes"])
 
     def _measures_from_constant(self, node: Node) -> bool:
         """Whether a node is a step of `1 - x**2` and its like, which is nothing where rounding makes `x` one."""
@@ -130,10 +135,9 @@ class Backward:
         return node.name in ("square", "integer_pow") or (node.name == "mul" and node.ins[0] == node.ins[1])
 
 
-def _is_delicate(node: Node, position: int) -> bool:
-    if node.name == "integer_pow":
-        return node.params["y"] < 0
-    return node.name == "min" or DELICATE_OPERAND.get(node.name) == position
+def axes_of(aval: Any) -> frozenset[Any]:
+    """The sizes of an array's axes in any order; symbolic ones cannot be sorted."""
+    return frozenset(Counter(aval.shape).items())
 
 
 EnterFlags = Callable[[Node, Place, list[Flags]], list[Flags]]

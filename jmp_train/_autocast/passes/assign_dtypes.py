@@ -32,7 +32,7 @@ from ..._jaxpr import Node
 from ..analysis.accesses import Accesses
 from ..analysis.dot_sizes import asks_for_float32, leaves_small_result
 from ..analysis.ranges import Numbers, divides_by_terms, filled_with, overflows_through, range_of, range_through
-from ..analysis.uses import Flags
+from ..analysis.uses import Flags, axes_of
 from ..analysis.wide_product import Cause, WideProduct
 from ..ir import Access, Equation, Fact, Precision, Program, Use, dtype_of, is_float32, is_sixteen_bit
 from ..primitives import DOTS, Entry, Rule, Trait, having
@@ -77,7 +77,7 @@ class _Walk:
             numbers = Numbers(overflows=precision is Precision.OVERFLOWS)
             precision = Precision.FULL if precision is Precision.OVERFLOWS else precision
             self.facts[number] = Fact(precision, parameter=precision is Precision.WEAK, numbers=numbers)
-        self.weights = [self.avals[number].shape for number in program.inputs if self.facts[number].parameter]
+        self.weights = {axes_of(self.avals[number]) for number in program.inputs if self.facts[number].parameter}
         for number, value in program.constants.items():
             precision = precision_of_known(value, self.avals[number], self.low)
             known = None if precision is Precision.RECORDED else range_of(value)
@@ -108,7 +108,7 @@ class _Walk:
         return Precision.OVERFLOWS if overflows else precision
 
     def visit(self, node: Node, entry: Entry) -> None:
-        depth = max((self.facts[number].depth for number in node.ins), default=0)
+        depth = max([self.facts[number].depth for number in node.ins], default=0)
         backward = self.place.is_backward(node)
         if backward:
             depth = max(depth, self.forward_depth)
@@ -121,21 +121,19 @@ class _Walk:
             equation, made = self._DECIDE[entry.rule](self, node, entry, seen)
             has_dot = equation.entry.rule is Rule.LOW and node.name in DOTS
         equation.depth, equation.accesses = depth, accesses
-        for number, fact in [
-            (number, self._fact(equation, number, precision)) for number, precision in zip(node.outs, made, strict=True)
-        ]:
-            fact.depth = depth + has_dot
-            self.facts[number] = fact
+        for number, precision in zip(node.outs, made, strict=True):
+            self.facts[number] = self._fact(equation, number, precision, depth + has_dot)
         self.equations.append(equation)
         if not backward:
             self.forward_depth = max(self.forward_depth, depth + has_dot)
 
-    def _fact(self, equation: Equation, number: int, precision: Precision) -> Fact:
+    def _fact(self, equation: Equation, number: int, precision: Precision, depth: int) -> Fact:
         """What result `number` of an equation is."""
         operands = [self.facts[operand] for operand in equation.node.ins]
         moves = equation.entry.rule is Rule.SHAPE
         fact = Fact(
             Precision.FULL if precision is Precision.OVERFLOWS else precision,
+            depth,
             computed=not moves or any(operand.computed for operand in operands),
             parameter=moves and any(operand.parameter for operand in operands),
             numbers=_numbers_of(equation.node, operands, precision, self.low),

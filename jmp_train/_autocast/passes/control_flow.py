@@ -20,7 +20,7 @@ from ..._dtypes import FLOAT32
 from ..._jaxpr import ClosedJaxpr, Node, flatten, open_jaxpr, scan_counts, trace
 from ..analysis.loop_ends import narrowed_decision, narrowed_stop
 from ..analysis.loops import is_counted, may_be_narrow
-from ..analysis.uses import Flags
+from ..analysis.uses import Flags, merged
 from ..emit import cast, emit, is_array
 from ..ir import Equation, Place, Precision, Program, Use, is_float32, joined, recorded_dtypes
 from ..primitives import DOTS, Entry, Rule
@@ -48,7 +48,7 @@ def flags_of(planner: Planner, node: Node, inside: Place, outs: list[Flags]) -> 
     params = node.params
     if node.name == "cond":
         branches = [planner.in_flags(branch, inside, outs) for branch in params["branches"]]
-        return [Flags(), *map(_merge, *branches)] if len(branches) > 1 else [Flags(), *branches[0]]
+        return [Flags(), *map(merged, zip(*branches, strict=True))]
     if node.name == "scan":
         consts, carry = scan_counts(node.eqn)
         return _loop_flags(planner, params["jaxpr"], inside, outs, consts, carry)
@@ -64,13 +64,8 @@ def flags_of(planner: Planner, node: Node, inside: Place, outs: list[Flags]) -> 
 def _loop_flags(planner: Planner, body: Any, inside: Place, outs: list[Flags], consts: int, carry: int) -> list[Flags]:
     first = planner.in_flags(body, inside, outs)
     pairs = zip(outs[:carry], first[consts : consts + carry], strict=True)
-    fed_back = [_merge(a, b)._replace(only_wide=False) for a, b in pairs]
+    fed_back = [merged(pair)._replace(only_wide=False) for pair in pairs]
     return planner.in_flags(body, inside, [*fed_back, *outs[carry:]])
-
-
-def _merge(*all_flags: Flags) -> Flags:
-    reaches, to_dot, only_wide, exact, in_exponent = zip(*all_flags, strict=True)
-    return Flags(any(reaches), any(to_dot), all(only_wide), any(exact), any(in_exponent))
 
 
 def enter(

@@ -209,10 +209,10 @@ def _is_residual(
 
 def _reads_residuals(program: Program, equation: Equation, values: dict[int, _Value]) -> bool:
     """Whether an equation is elementwise, and readers across a dot find the numbers it read, some of them saved."""
-    facts = [program.facts[number] for number in equation.node.ins]
+    if not is_rematerializable(equation) or any([program.facts[n].has_low_copy for n in equation.node.ins]):
+        return False
     found = [values.get(number, _ARGUMENT) for number in equation.node.ins]
-    exact = any(v.saved or v.remat for v in found) and not any(fact.has_low_copy for fact in facts)
-    return exact and is_rematerializable(equation)
+    return any([value.saved or value.remat for value in found])
 
 
 def _expands(program: Program, equation: Equation) -> bool:
@@ -259,8 +259,9 @@ def is_rematerializable(equation: Equation) -> bool:
 
 def is_expensive(equation: Equation) -> bool:
     """Whether XLA would rather store the result than compute it twice."""
-    inside = equation.bodies[0].equations if equation.bodies and equation.node.name == "custom_jvp_call" else ()
-    return equation.node.name in _EXPENSIVE or any(inner.node.name in _EXPENSIVE for inner in inside)
+    if equation.bodies and equation.node.name == "custom_jvp_call":
+        return any([inner.node.name in _EXPENSIVE for inner in equation.bodies[0].equations])
+    return equation.node.name in _EXPENSIVE
 
 
 def is_short_product(equation: Equation) -> bool:

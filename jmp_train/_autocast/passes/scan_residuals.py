@@ -43,7 +43,7 @@ NOTHING: Values = frozenset()
 
 def scan_residuals(program: Program, planner: Planner) -> Program:
     """The program whose scans stack what others of them rematerialize the rest from, where that is fewer bytes."""
-    scans = {i: _Scan.of(e) for i, e in enumerate(program.equations) if e.name == "scan" and e.bodies}
+    scans = {i: _Scan.of(e) for i, e in enumerate(program.equations) if e.bodies and e.name == "scan"}
     if len(scans) < 2 or not planner.rules.low_residuals:
         return program
     program = dataclasses.replace(program, avals=[*program.avals])

@@ -35,7 +35,7 @@ def widen(program: Program, context: Context) -> Program:
     for equation in program.equations:
         if not remat.isdisjoint(equation.results):  # runs again across a dot, on the values that are saved
             narrow_readers.update(number for number in equation.node.ins if number not in remat)
-    dots = {number for equation in program.equations if equation.name in DOTS for number in equation.results}
+    dots = {number for equation in program.equations if equation.node.name in DOTS for number in equation.results}
     equations = []
     for equation in reversed(program.equations):
         rounds = equation.node.name in _ROUNDS and facts[equation.results[0]].precision is Precision.LOW

@@ -53,6 +53,6 @@ class ChainedCasts(Rewrite):
                         equations[i] = dataclasses.replace(equation, op=Op.CHAINED, uses=uses)
                 elif found is not None:
                     last[result] = found
-            elif equation.name in _KEEP_NAN and found is not None:
+            elif found is not None and equation.name in _KEEP_NAN:
                 last[result] = found
         return dataclasses.replace(program, equations=equations)

@@ -44,7 +44,7 @@ def _weights(scan: Equation) -> dict[int, Equation]:
     """The casts of float32 constants that dots of a scan's body read, by the position of the constant."""
     (body,), consts = scan.bodies, (scan.counts or scan_counts(scan.node.eqn))[0]
     positions = {number: position for position, number in enumerate(body.inputs[:consts])}
-    read = {number for e in body.equations if e.name in DOTS for number in e.operands}
+    read = {number for e in body.equations if e.node.name in DOTS for number in e.operands}
     return {
         positions[cast.operands[0]]: cast
         for cast in body.equations
