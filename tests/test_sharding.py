@@ -493,3 +493,17 @@ def test_a_loss_averaged_by_the_users_own_hand():
     want_loss, want = on_the_whole_batch()
     assert error(grads, want) < 2e-2
     np.testing.assert_allclose(loss, want_loss, rtol=1e-2)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_layer_of_sequences_trains_in_bfloat16(check_vma):
+    """Its gradient is transposed there, which in bfloat16 CPUs refuse to run; see `fold_transposes.py`."""
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in ((8, 4), (16, 3, 8)))
+    loss = lambda w, x: jnp.mean((x @ w) ** 2)  # noqa: E731
+    value_and_grad = jmp.value_and_grad(loss, "mixed_bfloat16", axis_name="data")
+    specs = PartitionSpec(), PartitionSpec("data")
+    step = lambda w, x: value_and_grad(w, x)[1]  # noqa: E731
+    mapped = jax.shard_map(step, mesh=mesh_of(8), in_specs=specs, out_specs=PartitionSpec(), check_vma=check_vma)
+    want = jax.grad(loss)(w, x)
+    assert jnp.linalg.norm(jax.jit(mapped)(w, x) - want) <= TOLERANCE["bfloat16"].gradient * jnp.linalg.norm(want)

@@ -32,7 +32,7 @@ class FoldTransposes(Rewrite):
                 readers[number].append(None)
         changed: dict[int, Equation] = {}
         for dot in program.equations:
-            if dot.node.name != "dot_general" or dot.entry.rule is not Rule.LOW or dot.node.params.get("out_sharding"):
+            if dot.node.name != "dot_general" or dot.entry.rule is not Rule.LOW:
                 continue
             order, chain = tuple(range(len(program.avals[dot.node.outs[0]].shape))), [dot]
             while (following := _only_transpose(readers, chain[-1])) is not None:
@@ -41,7 +41,7 @@ class FoldTransposes(Rewrite):
             unchanged = order == tuple(sorted(order))
             if len(chain) > 1 and (unchanged or order == _swap(program, dot)):
                 folded = dataclasses.replace(dot, results=chain[-1].results)
-                changed[id(dot)] = folded if unchanged else _swapped(folded)
+                changed[id(dot)] = folded if unchanged else _swapped(folded, order)
                 changed.update((id(transpose), dataclasses.replace(transpose, dead=True)) for transpose in chain[1:])
         equations = [changed.get(id(equation), equation) for equation in program.equations]
         return dataclasses.replace(program, equations=equations) if changed else program
@@ -62,7 +62,11 @@ def _swap(program: Program, dot: Equation) -> tuple[int, ...]:
     return (*range(leading), *range(split, total), *range(leading, split))
 
 
-def _swapped(dot: Equation) -> Equation:
+def _swapped(dot: Equation, order: tuple[int, ...]) -> Equation:
     (left, right), (left_batch, right_batch) = dot.node.params["dimension_numbers"]
-    numbers = ((right, left), (right_batch, left_batch))
-    return dataclasses.replace(dot, uses=dot.uses[::-1], params={**dot.params, "dimension_numbers": numbers})
+    params = {**dot.params, "dimension_numbers": ((right, left), (right_batch, left_batch))}
+    sharding = dot.node.params.get("out_sharding")
+    if sharding is not None:  # inside a `shard_map`, or with explicit axes
+        spec = [*sharding.spec, *[None] * (len(order) - len(sharding.spec))]
+        params["out_sharding"] = sharding.update(spec=sharding.spec.update(partitions=[spec[axis] for axis in order]))
+    return dataclasses.replace(dot, uses=dot.uses[::-1], params=params)
