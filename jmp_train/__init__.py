@@ -35,5 +35,6 @@ from ._explain import assert_policy as assert_policy
 from ._grad import grad as grad
 from ._grad import value_and_grad as value_and_grad
 from ._export import export_params as export_params
+from ._attention import dot_product_attention as dot_product_attention
 from . import checks as checks
 from . import diagnostics as diagnostics

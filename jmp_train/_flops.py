@@ -10,7 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
+PRODUCTS = frozenset(
+    {"dot_general", "ragged_dot_general", "conv_general_dilated", "jmp_attention", "jmp_attention_backward"}
+)
 """The primitives that have FLOPs here: what Tensor Cores run. Everything else is bound by memory."""
 
 Shape = Sequence[int]
@@ -44,7 +46,7 @@ def product_flops(primitive: str, operands: Sequence[Shape], result: Shape, para
         return 2 * math.prod(result) * math.prod(operands[0][d] for d in left) // groups
     if primitive == "conv_general_dilated":
         return _convolution_flops(operands[0], operands[1], result, params)
-    return 0
+    return attention_flops(primitive, operands, params) if primitive in PRODUCTS else 0
 
 
 def _convolution_flops(left: Shape, right: Shape, result: Shape, params: Mapping[str, Any]) -> int:
@@ -58,8 +60,13 @@ def _convolution_flops(left: Shape, right: Shape, result: Shape, params: Mapping
     return 2 * products
 
 
-ATTENTION = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
-"""cuDNN's attention, and how many products of the size of `query @ key` it makes: backward it computes one again."""
+ATTENTION = {
+    "jmp_attention": 2,
+    "jmp_attention_backward": 5,
+    "dot_product_attention_fwd_wrapper": 2,
+    "dot_product_attention_bwd_wrapper": 5,
+}
+"""Attention, ours and cuDNN's, and how many products of the size of `query @ key` it makes: backward one again."""
 
 
 def attention_flops(primitive: str, operands: Sequence[Shape], params: Mapping[str, Any]) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from jax.extend import linear_util, source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import Primitive as Primitive
 
 FULL_PRECISION_MARK = "jmp_train_full_precision"
 LOW_PRECISION_MARK = "jmp_train_low_precision"

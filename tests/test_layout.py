@@ -19,7 +19,7 @@ LEVELS = (
     {"_dtypes", "_paths", "_jaxpr", "_flops", "_values", "_static", "_sizes", "_text", "_version"},
     {"_finite", "_tracebacks"},
     {"_policy", "_scaling", "_sharding"},
-    {"_loss_scale"},
+    {"_loss_scale", "_attention"},
     {"_scale_state"},
     {"_optimizer", "_master_weights", "_autocast", "_grad_inputs", "_export"},
     {"_grad", "_explain"},
@@ -36,7 +36,7 @@ FOLDER_LEVEL_OF = {folder: level for level, folders in enumerate(FOLDERS) for fo
 # Who may import a package whose interface moves, or that not every user has.
 ONLY = {
     "jax.extend": {"_jaxpr"},
-    "jax._src": set(),
+    "jax._src": {"_attention"},  # `_cudnn.py` alone
     "optax": {"_optimizer", "_master_weights", "flax_bridge"},
     "flax": {"flax_bridge"},
     "matplotlib": {"_diagnostics"},
@@ -69,6 +69,7 @@ PUBLIC = {
         "autocast",
         "full_precision",
         "low_precision",
+        "dot_product_attention",
         "DEFAULT_RULES",
         "Rule",
         "Rules",

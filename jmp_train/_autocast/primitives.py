@@ -47,6 +47,7 @@ class Trait(enum.Flag):
     EXPONENTIAL = enum.auto()  # an absolute error of the operand is a relative one of the result
     POOL = enum.auto()  # an extreme of each window, in a kernel of its own
     DOT = enum.auto()  # a matrix product or convolution
+    ATTENTION = enum.auto()  # two of them and more, with a softmax between
     SYSTEM = enum.auto()  # solves or factorizes: roundings are multiplied by the condition number
     CONSTANT = enum.auto()  # not arithmetic, and the same result for the same operands on every device
     CALL = enum.auto()  # runs its body once, with its own operands
@@ -72,6 +73,7 @@ class Entry:
 _LOW = {
     "dot_general ragged_dot_general": "Tensor Cores multiply 16-bit operands and accumulate in float32",
     "conv_general_dilated": "Tensor Cores; never asked for a wider output, which would leave them",
+    "jmp_attention jmp_attention_backward": "Tensor Cores; softmax and every sum in float32",
 }
 _HIGH = {
     "exp exp2 expm1": "float16 overflows above 11.09",
@@ -84,6 +86,7 @@ _HIGH = {
     "regularized_incomplete_beta bessel_i0e bessel_i1e polynomial": "series whose terms cancel",
     "select_and_gather_add": "pairs a selection with a sum",
     "scatter-max scatter-min scatter-mul": "combines duplicates in one buffer",
+    "jmp_attention_tangent": "forward-mode derivatives have no fused kernel",
 }
 _SUMS = {
     "reduce_sum reduce_prod": "a 16-bit running sum stops growing after 2,048 equal terms",
@@ -189,6 +192,7 @@ TRAITS = {
     Trait.EXPONENTIAL: "exp exp2 expm1 sinh cosh",
     Trait.POOL: "reduce_window_max reduce_window_min",
     Trait.DOT: "dot_general ragged_dot_general conv_general_dilated",
+    Trait.ATTENTION: "jmp_attention jmp_attention_backward",
     Trait.SYSTEM: " ".join(_FACTORIZATIONS) + " custom_linear_solve",
     Trait.CONSTANT: "iota convert_element_type bitcast_convert_type reduce_precision and or not xor shift_left "
     "shift_right_arithmetic shift_right_logical random_bits random_seed random_split random_fold_in random_wrap "
@@ -196,11 +200,12 @@ TRAITS = {
     Trait.CALL: "jit remat2 shard_map custom_jvp_call custom_vjp_call",
 }
 # The operand of which a rounding to zero, to one or to infinity is no small change: a divisor, a bound, what is near a
-# pole or a branch point.
+# pole or a branch point, a log-sum-exp. Negative positions count from the last operand.
 DELICATE_OPERAND = {
     **dict.fromkeys("log log2 log1p sqrt rsqrt cbrt reciprocal pow digamma lgamma".split(), 0),
     **dict.fromkeys("erf_inv asin acos atanh acosh".split(), 0),
     **dict.fromkeys("div rem clamp".split(), 1),
+    "jmp_attention_backward": -2,
 }
 # The operands that a result is made of, where others are indices or predicates.
 DATA_OPERANDS = {
@@ -251,4 +256,4 @@ def having(traits: Trait) -> frozenset[str]:
     return frozenset(name for name, entry in TABLE.items() if entry.traits & traits)
 
 
-DOTS = having(Trait.DOT)
+DOTS = having(Trait.DOT | Trait.ATTENTION)

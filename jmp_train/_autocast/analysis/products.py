@@ -20,7 +20,7 @@ from jax.core import Tracer
 
 from ..._jaxpr import ClosedJaxpr, FlatJaxpr, Jaxpr, Node, in_jvp, scan_counts, source_line
 from ..ir import Place, Precision, is_float32
-from ..primitives import DATA_OPERANDS, DOTS, TABLE, Entry, Rule, Trait, having
+from ..primitives import DATA_OPERANDS, TABLE, Entry, Rule, Trait, having
 from .dot_sizes import DotSizes, asks_for_float32
 from .loops import is_linear
 from .producers import Producers, Table, known_size, makes_constants, row_of, table_of
@@ -56,6 +56,7 @@ _COMPUTES_FLOAT32 = (Rule.HIGH, Rule.COLLECTIVE, Rule.RECORDED)
 _STAY = (Provenance.EXACT, Provenance.FACTOR, Provenance.SOLUTION)  # what an operation that runs in float32 leaves them
 _PROVENANCE_OF = {Precision.LOW: Provenance.NARROW, Precision.WEAK: Provenance.PARAMETER}
 
+_PRODUCTS = having(Trait.DOT)
 _SYSTEMS = having(Trait.SYSTEM)
 
 
@@ -134,7 +135,7 @@ class Products:
                 view.enter(node)
                 continue
             name, wide = node.name, None
-            if name in DOTS and entry == TABLE[name]:  # no region, scope or edit says otherwise
+            if name in _PRODUCTS and entry == TABLE[name]:  # no region, scope or edit says otherwise
                 wide = view.product(node, position)
             if wide is not None:
                 found.append((entries, position, node, wide))

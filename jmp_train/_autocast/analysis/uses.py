@@ -121,7 +121,8 @@ class Backward:
         exponent = name in _EXPONENTIALS or (out.in_exponent and (passes or name in _AFFINE))
         delicate = DELICATE_OPERAND.get(name)
         for position, number in enumerate(node.ins):
-            self.add(number, Flags(reaches, to_dot, only_wide, exact or position == delicate, exponent))
+            is_delicate = delicate is not None and position == delicate % len(node.ins)
+            self.add(number, Flags(reaches, to_dot, only_wide, exact or is_delicate, exponent))
 
     def _sums_ones(self, node: Node) -> bool:
         """Whether a sum is over axes of one number each, as the gradient of a broadcast bias is in the end."""

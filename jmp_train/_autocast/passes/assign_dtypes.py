@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax import lax
 
+from ..._attention import ATTENTION, names_of_operands, why_not_fused
 from ..._dtypes import FLOAT32
 from ..._jaxpr import Node
 from ..analysis.accesses import Accesses
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 Decided = tuple[Equation, list[Precision]]
 
 _ROUNDS = having(Trait.ROUNDS)
+_ATTENTION = having(Trait.ATTENTION)
 
 
 def assign_dtypes(program: Program, context: Context) -> Program:
@@ -228,6 +230,8 @@ class _Walk:
     def _low(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         if node.name not in DOTS:
             return self._pairwise(node, entry, seen, Precision.LOW)
+        if node.name in _ATTENTION:
+            return self._attention(node, entry, seen)
         if any(self.facts[number].numbers.exceed(self.low) for number in node.ins):
             infinite = Entry(Rule.RECORDED, f"some of its numbers are infinite in {self.low.name}")
             return self._as_recorded(node, infinite, seen)
@@ -249,6 +253,26 @@ class _Walk:
         if leaves == self.low:
             return _equation(node, entry, reads, params=params), [Precision.LOW]
         return _equation(node, entry, reads, params=params, computes=[leaves]), [Precision.FULL]
+
+    def _attention(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
+        settings, avals = node.params["settings"], [self.avals[number] for number in node.ins]
+        names = names_of_operands(node.name, settings)
+        # A bias of -1e9 masks, and does so where it is minus infinity too.
+        exceeds = [
+            name != "bias" and self.facts[n].numbers.exceed(self.low) for name, n in zip(names, node.ins, strict=True)
+        ]
+        if any(exceeds):
+            infinite = Entry(Rule.RECORDED, f"some of its numbers are infinite in {self.low.name}")
+            return self._as_recorded(node, infinite, seen)
+        low = next((aval.dtype for aval in avals[:3] if is_sixteen_bit(aval)), self.low)
+        pairs = zip(names, seen, strict=True)
+        reads = [None if precision is Precision.RECORDED or name == "lse" else low for name, precision in pairs]
+        why = why_not_fused(avals[0], avals[1], avals[3 : 3 + len(settings.extras)], settings)
+        reason = f"in jax.numpy, every sum in float32: {why}" if why else "fused by cuDNN on GPUs from Ampere on"
+        made = [Precision.LOW if is_float32(self.avals[number]) else Precision.RECORDED for number in node.outs]
+        if node.name == ATTENTION:
+            made[1] = Precision.FULL
+        return _equation(node, dataclasses.replace(entry, reason=reason), reads), made
 
     def _collective(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         wire = self.context.reduce_dtype if self.place.is_backward(node) else FLOAT32

@@ -182,10 +182,10 @@ class Product:
 def products_of(found: Iterable[Visit], gpu: GPU) -> Iterator[Product]:
     """Describes every product among some visited operations."""
     for visit in found:
-        if visit.node.name in PRODUCTS:
-            yield _product(visit, gpu)
-        elif visit.node.name in ATTENTION:
+        if visit.node.name in ATTENTION:
             yield _attention(visit, gpu)
+        elif visit.node.name in PRODUCTS:
+            yield _product(visit, gpu)
 
 
 def _product(visit: Visit, gpu: GPU) -> Product:
@@ -198,7 +198,7 @@ def _product(visit: Visit, gpu: GPU) -> Product:
 
 
 def _attention(visit: Visit, gpu: GPU) -> Product:
-    """cuDNN's fused attention, with the size of its product `query @ key`."""
+    """Attention, with the size of its product `query @ key`."""
     query, key, _ = (tuple(aval.shape) for aval in _three_avals(visit))
     flops = attention_flops(visit.node.name, (query, key), visit.node.params)
     length, heads, keys = (2, 1, 2) if visit.node.params.get("layout") else (1, 2, 1)

@@ -1,0 +1,13 @@
+"""Scaled dot-product attention as three primitives, which autocast can narrow as a whole.
+
+`_function.py` is what users call, `_primitives.py` what is recorded, `_reference.py` its arithmetic in `jax.numpy`, and
+`_cudnn.py` the fused kernels that run in its place on NVIDIA GPUs, with their limits.
+"""
+
+from ._cudnn import why_not_fused as why_not_fused
+from ._function import dot_product_attention as dot_product_attention
+from ._primitives import ATTENTION as ATTENTION
+from ._primitives import ATTENTION_BACKWARD as ATTENTION_BACKWARD
+from ._primitives import ATTENTION_TANGENT as ATTENTION_TANGENT
+from ._primitives import names_of_operands as names_of_operands
+from ._settings import Settings as Settings

@@ -1,0 +1,157 @@
+"""`dot_product_attention`, as `jax.nn` has it, for programs in float32.
+
+Decides what arguments are accepted. Does not decide how they are computed; see `_primitives.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from .._sharding import local, varying_axes
+from ._primitives import attention_p
+from ._reference import with_dropout
+from ._settings import EXTRAS, Settings, config
+
+
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+) -> jax.Array:
+    """Scaled dot-product attention, `softmax(scale * query @ key.T + bias) @ value`, that autocast can fuse.
+
+    Arguments, shapes and results are those of `jax.nn.dot_product_attention`. In float32 it is that function's
+    mathematics. Under `autocast`, `value_and_grad` or `grad` with a 16-bit compute dtype, and with 16-bit operands, it
+    runs as cuDNN's fused attention on NVIDIA GPUs from Ampere on: nothing of the size `T x S` is written, forward or
+    backward. Elsewhere, and for what cuDNN does not take, it is the same mathematics in `jax.numpy`, every sum in
+    float32. `explain` says which, and why. `_cudnn.why_not_fused` lists the limits: heads of a multiple of 8 up to 128,
+    even lengths with a bias or a mask, equal lengths with `is_causal` or a window, no dropout.
+
+    Shapes: B examples, T queries, S keys, N heads of the query, K heads of key and value (N is a multiple of K: grouped
+    and multi-query attention), H numbers a head.
+
+    Args:
+      query: `[B, T, N, H]` or `[T, N, H]`, floating.
+      key, value: `[B, S, K, H]` or `[S, K, H]`, in the query's dtype.
+      bias: added to the logits, 4-D and broadcastable to `[B, N, T, S]`, floating. cuDNN is given a copy in the compute
+        dtype.
+      mask: boolean, 4-D and broadcastable to `[B, N, T, S]`; True takes part. cuDNN is given it as a bias in 16 bits;
+        `is_causal`, lengths and windows cost it nothing. A row that masks everything averages all values.
+      scale: of the logits; `1 / sqrt(H)` if `None`.
+      is_causal: whether a position attends to none after it.
+      query_seq_lengths, key_value_seq_lengths: `int32[B]`, how many positions of each example hold data. Output beyond
+        the query's is zero.
+      local_window_size: how many positions to the left and right of its own a position attends to; one number for both.
+      dropout_rate: the share of the attention weights that is set to zero, the others scaled by `1 / (1 - rate)`.
+      dropout_key: a PRNG key, required for a rate above zero. cuDNN takes no traced seed, so this is never fused.
+
+    Returns:
+      The output, in the query's shape and dtype.
+
+    Raises:
+      TypeError: not floating, or different dtypes.
+      ValueError: shapes that do not fit together, or a dropout without its key.
+
+    >>> q = k = v = jnp.ones((2, 16, 4, 8))
+    >>> dot_product_attention(q, k, v, is_causal=True).shape
+    (2, 16, 4, 8)
+    """
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    shape = query.shape
+    query, key, value = (_with_batch(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))
+    _check_shapes(query, key, value)
+    extras = dict(zip(EXTRAS, (bias, mask, query_seq_lengths, key_value_seq_lengths), strict=True))
+    extras = {name: _checked(jnp.asarray(x), name, query, key) for name, x in extras.items() if x is not None}
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[-1])
+    elif not isinstance(scale, int | float | np.number):  # an array, which may be differentiated
+        query, scale = query * jnp.asarray(scale, query.dtype), 1.0
+    settings = Settings(
+        tuple(extras),
+        float(scale),
+        bool(is_causal),
+        _window(local_window_size),
+        config.jax_default_matmul_precision,
+    )
+    operands = query, key, value, *extras.values()
+    # In a `shard_map` that checks, so that the gradient of what is equal on all devices is summed over them.
+    operands = local(operands, tuple(frozenset().union(*map(varying_axes, operands))))
+    if dropout_rate != 0.0:
+        _check_dropout(dropout_rate, dropout_key)
+        return with_dropout(*operands, settings=settings, rate=dropout_rate, key=dropout_key).reshape(shape)
+    return attention_p.bind(*operands, settings=settings)[0].reshape(shape)
+
+
+def _with_batch(x: jax.Array, name: str) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"`{name}` must be floating, got {x.dtype}.")
+    if x.ndim not in (3, 4):
+        raise ValueError(f"`{name}` must have the shape [batch, length, heads, size], or no batch, got {x.shape}.")
+    return x if x.ndim == 4 else x[None]
+
+
+def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
+    if not query.dtype == key.dtype == value.dtype:
+        raise TypeError(
+            f"`query`, `key` and `value` must have one dtype, got {query.dtype}, {key.dtype} and {value.dtype}; "
+            f"cast them to one."
+        )
+    if key.shape != value.shape:
+        raise ValueError(f"`key` and `value` must have one shape, got {key.shape} and {value.shape}.")
+    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        raise ValueError(
+            f"`query` and `key` must agree in batch and head size, got {query.shape} and {key.shape}: "
+            f"[batch, length, heads, size] each."
+        )
+    if query.shape[2] % key.shape[2]:
+        raise ValueError(
+            f"`query` must have a multiple of the heads of `key`, got {query.shape[2]} and {key.shape[2]} heads."
+        )
+
+
+def _checked(x: jax.Array, name: str, query: jax.Array, key: jax.Array) -> jax.Array:
+    batch, rows, heads, _ = query.shape
+    if name in ("bias", "mask"):
+        wanted = (batch, heads, rows, key.shape[1])
+        right = jnp.floating if name == "bias" else jnp.bool_
+        if not jnp.issubdtype(x.dtype, right):
+            raise TypeError(f"`{name}` must be {'floating' if name == 'bias' else 'boolean'}, got {x.dtype}.")
+        x = x.reshape((1,) * (4 - x.ndim) + x.shape) if x.ndim < 4 else x
+        if x.ndim != 4 or any(a not in (1, b) for a, b in zip(x.shape, wanted, strict=True)):
+            raise ValueError(f"`{name}` must be broadcastable to [batch, heads, T, S] = {wanted}, got {x.shape}.")
+        return x
+    if x.shape != (batch,) or not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"`{name}` must be int32[{batch}], a length for each example, got {x.dtype}{list(x.shape)}.")
+    return x.astype(jnp.int32)
+
+
+def _window(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    if size is None:
+        return None
+    window = (size, size) if isinstance(size, int) else tuple(size)
+    if len(window) != 2 or any(not isinstance(side, int) or side < 0 for side in window):
+        raise ValueError(f"`local_window_size` must be one number of positions or (left, right), got {size!r}.")
+    return window
+
+
+def _check_dropout(rate: Any, key: jax.Array | None) -> None:
+    if not 0 <= rate < 1:
+        raise ValueError(f"`dropout_rate` must be at least 0 and less than 1, got {rate!r}.")
+    if key is None:
+        raise ValueError(f"`dropout_rate` is {rate}, which needs a `dropout_key`, such as `jax.random.key(step)`.")

@@ -1,0 +1,213 @@
+"""Attention in `jax.numpy`: logits, softmax and every sum in float32 (or wider), products in the operands' dtype.
+
+With 16-bit operands this is the arithmetic of fused attention (Dao, "FlashAttention-2", 2023, algorithms 1 and 2): the
+unnormalized weights and the gradient of the logits are rounded where a product reads them, and nowhere else. The
+backward pass computes the weights again from the log-sum-exp, so that no array of T x S crosses to it.
+
+    B = batch size, T = length of the query, S = length of key and value, N = heads of the query,
+    K = heads of key and value, G = N // K, H = size of a head
+
+Decides the arithmetic. Does not decide where a fused kernel runs in its place; see `_cudnn.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ._settings import Settings
+
+Array = jax.Array
+
+# What masks in each dtype; otherwise -2**126. cuDNN subtracts two such numbers.
+_LOWEST = {"float16": -(2.0**15), "bfloat16": -(2.0**41)}
+
+
+def forward(*operands: Array, settings: Settings, exact_products: bool = False) -> tuple[Array, Array]:
+    """The output, `[B, T, N, H]` in the query's dtype, and the log-sum-exp of the logits, `[B, N, T]` in float32.
+
+    Args:
+      operands: `query [B, T, N, H]`, `key [B, S, K, H]`, `value [B, S, K, H]` and what `settings.extras` names.
+      settings: the static part.
+      exact_products: widens the operands of products: for CPUs, which have few products of 16-bit numbers.
+    """
+    query, key, value, *extras = operands
+    at = _Attention.of(query, key, extras, settings, exact_products)
+    logits = at.logits(query, key)
+    top = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    weights = jnp.exp(logits - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    out = at.dot("bkgts,bskh->btkgh", weights.astype(value.dtype), value) / jnp.moveaxis(total, 3, 1)
+    out = at.zero_padding(out.reshape(query.shape))
+    return out.astype(query.dtype), (top + jnp.log(total)).reshape(query.shape[0], query.shape[2], query.shape[1])
+
+
+def output(*operands: Array, settings: Settings) -> Array:
+    """The output alone, which JAX can differentiate any number of times.
+
+    With products of widened operands: the derivative of a product of 16-bit operands that leaves in float32 multiplies
+    float32 by 16 bits (jax#34330).
+    """
+    return forward(*operands, settings=settings, exact_products=True)[0]
+
+
+def with_dropout(*operands: Array, settings: Settings, rate: float, key: Any) -> Array:
+    """The output with a share `rate` of the weights set to zero and the others scaled up; plain `jax.numpy`.
+
+    Srivastava et al., "Dropout", 2014.
+    """
+    query, keys, value, *extras = operands
+    at = _Attention.of(query, keys, extras, settings, exact_products=False)
+    weights = jax.nn.softmax(at.logits(query, keys), axis=-1)
+    weights = jnp.where(jax.random.bernoulli(key, 1 - rate, weights.shape), weights / (1 - rate), 0)
+    out = at.dot("bkgts,bskh->btkgh", weights.astype(value.dtype), value).reshape(query.shape)
+    return at.zero_padding(out).astype(query.dtype)
+
+
+def backward(*operands: Array, settings: Settings, exact_products: bool = False) -> tuple[Array, ...]:
+    """The gradients of query, key and value, and of the bias if `settings.bias_has_gradient`.
+
+    Args:
+      operands: those of `forward`, its two results, and the gradient of the output.
+      settings, exact_products: as in `forward`.
+    """
+    query, key, value, *extras, out, lse, gradient = operands
+    at = _Attention.of(query, key, extras, settings, exact_products)
+    groups = (*query.shape[:2], key.shape[2], query.shape[2] // key.shape[2], query.shape[3])
+    gradient = at.zero_padding(gradient)
+    # The sum over S of the weights times their gradients.
+    delta = jnp.sum(at.wide(gradient) * at.wide(out), axis=-1).reshape(groups[:-1])
+    delta = jnp.moveaxis(delta, 1, 3)[..., None]
+    gradient = gradient.reshape(groups)
+    logits = at.logits(query, key)
+    weights = jnp.exp(logits - lse.reshape(logits.shape[:-1])[..., None])
+    of_value = at.dot("bkgts,btkgh->bskh", weights.astype(value.dtype), gradient)
+    of_logits = weights * (at.dot("btkgh,bskh->bkgts", gradient, value) - delta)
+    low = of_logits.astype(query.dtype)
+    of_query = settings.scale * at.dot("bkgts,bskh->btkgh", low, key)
+    of_key = settings.scale * at.dot("bkgts,btkgh->bskh", low, at.attending(query).reshape(groups))
+    gradients = [at.attending(of_query.reshape(query.shape)), of_key, of_value]
+    found = [g.astype(x.dtype) for g, x in zip(gradients, (query, key, value), strict=True)]
+    if settings.bias_has_gradient:
+        bias = settings.named(extras)["bias"]
+        of_bias = of_logits.reshape(of_logits.shape[0], -1, *of_logits.shape[3:])
+        found.append(sum_to(at.where_attending(of_bias), bias.shape).astype(bias.dtype))
+    return tuple(found)
+
+
+def sum_to(x: Array, shape: tuple[int, ...]) -> Array:
+    """`x` summed over the axes along which an array of `shape` was broadcast to it."""
+    axes = tuple(axis for axis, size in enumerate(shape) if size == 1 and x.shape[axis] != 1)
+    return jnp.sum(x, axis=axes, keepdims=True) if axes else x
+
+
+class _Attention(NamedTuple):
+    """One attention's settings, its bias, and which rows attend to anything."""
+
+    settings: Settings
+    dtype: Any  # of logits and sums
+    exact_products: bool
+    bias: Array | None
+    attends: Array | None
+    query_lengths: Array | None
+
+    @classmethod
+    def of(cls, query: Array, key: Array, extras: list[Array], settings: Settings, exact_products: bool) -> _Attention:
+        dtype = jnp.promote_types(query.dtype, jnp.float32)
+        named = settings.named(extras)
+        rows, columns = query.shape[1], key.shape[1]
+        lengths = named["query_seq_lengths"], named["key_value_seq_lengths"]
+        positions = position_mask(rows, columns, settings)
+        masks = [positions, named["mask"], padding_mask(rows, columns, *lengths)]
+        masks = [mask for mask in masks if mask is not None]
+        bias, attends = merged(named["bias"], functools.reduce(jnp.logical_and, masks) if masks else None, dtype)
+        if len(masks) == 1 and positions is not None and settings.window is None:
+            attends = None  # every position attends to the first
+        return cls(settings, dtype, exact_products, bias, attends, lengths[0])
+
+    def wide(self, x: Array) -> Array:
+        return x.astype(self.dtype)
+
+    def dot(self, spec: str, left: Array, right: Array) -> Array:
+        if self.exact_products:
+            left, right = self.wide(left), self.wide(right)
+        precision = self.settings.precision if left.dtype == self.dtype else None
+        return jnp.einsum(spec, left, right, precision=precision, preferred_element_type=self.dtype)
+
+    def logits(self, query: Array, key: Array) -> Array:
+        """`[B, K, G, T, S]`, with the bias and what masks."""
+        batch, length, heads, size = query.shape
+        groups = (batch, length, key.shape[2], heads // key.shape[2], size)
+        logits = self.dot("btkgh,bskh->bkgts", self.attending(query).reshape(groups), key) * self.settings.scale
+        if self.bias is None:
+            return logits
+        axis = self.bias.shape[1]
+        split = groups[2:4] if axis != 1 else (1, 1)
+        return logits + self.bias.reshape(self.bias.shape[0], *split, *self.bias.shape[2:])
+
+    def attending(self, x: Array) -> Array:
+        """`x`, `[B, T, N, H]`, with zeros in the rows that attend to nothing: their weights are then equal."""
+        if self.attends is None:
+            return x
+        return jnp.where(jnp.moveaxis(self.attends, 1, 2)[..., None], x, jnp.zeros((), x.dtype))
+
+    def where_attending(self, x: Array) -> Array:
+        """The same of `x`, `[B, N, T, S]`."""
+        return x if self.attends is None else jnp.where(self.attends[..., None], x, jnp.zeros((), x.dtype))
+
+    def zero_padding(self, x: Array) -> Array:
+        """`x`, `[B, T, N, H]`, with zeros beyond the lengths of the queries."""
+        return zero_padding(x, self.query_lengths)
+
+
+def zero_padding(x: Array, lengths: Array | None) -> Array:
+    if lengths is None:
+        return x
+    inside = jnp.arange(x.shape[1]) < lengths[:, None]
+    return jnp.where(inside[..., None, None], x, jnp.zeros((), x.dtype))
+
+
+def position_mask(rows: int, columns: int, settings: Settings) -> Array | None:
+    """`[1, 1, T, S]`: where causality and the window let a position attend to another."""
+    if not settings.is_causal and settings.window is None:
+        return None
+    distance = jnp.arange(columns) - jnp.arange(rows)[:, None]
+    left, right = (rows, columns) if settings.window is None else settings.window
+    right = min(right, 0) if settings.is_causal else right
+    return ((distance >= -left) & (distance <= right))[None, None]
+
+
+def padding_mask(rows: int, columns: int, query_lengths: Array | None, lengths: Array | None) -> Array | None:
+    """`[B, 1, T, S]`: the rows and columns that hold data."""
+    inside = None
+    if lengths is not None:
+        inside = (jnp.arange(columns) < lengths[:, None])[:, None, None, :]
+    if query_lengths is not None:
+        row = (jnp.arange(rows) < query_lengths[:, None])[:, None, :, None]
+        inside = row if inside is None else inside & row
+    return inside
+
+
+def merged(bias: Array | None, mask: Array | None, dtype: Any) -> tuple[Array | None, Array | None]:
+    """Bias and mask as one bias in `dtype`, and which rows attend to anything; `None` for none and all.
+
+    The largest number of a row is subtracted if it is negative, as in a row of -1e9 that a bias masks throughout: in a
+    log-sum-exp of that size nothing of the logits would be left. Softmax does not change by it. A row that a mask
+    covers throughout gets no bias; with a query of zeros its weights are equal, as `jax.nn` has them.
+    """
+    wide = jnp.promote_types(dtype, jnp.float32)
+    lowest = jnp.asarray(_LOWEST.get(np.dtype(dtype).name, -(2.0**126)), wide)
+    if bias is not None:
+        bias = jnp.maximum(bias.astype(wide), jnp.finfo(jnp.float32).min)
+        bias = bias - jnp.minimum(lax.stop_gradient(jnp.max(bias, axis=-1, keepdims=True)), 0)
+        bias = jnp.maximum(bias, lowest)
+    if mask is None:
+        return (None if bias is None else bias.astype(dtype)), None
+    attends = jnp.any(mask, axis=-1, keepdims=True)
+    masked = jnp.where(mask, jnp.zeros((), wide) if bias is None else bias, lowest)
+    return jnp.where(attends, masked, jnp.zeros((), wide)).astype(dtype), attends[..., 0]

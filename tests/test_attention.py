@@ -1,0 +1,554 @@
+"""`dot_product_attention`: `jax.nn`'s in float32, one equation forward and one backward under autocast.
+
+The fused kernels are emulated here with what cuDNN documents: logits and sums in float32, weights and the gradient of
+the logits rounded for the products that read them. What they are compiled to is in `test_gpu_attention.py`.
+"""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from battery_tools import quick_jit
+from comparisons import TOLERANCE
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+import jmp_train as jmp
+from jmp_train import autocast, dot_product_attention, explain
+from jmp_train._attention import _cudnn, _reference
+from jmp_train._attention._settings import Settings
+
+B, T, N, K, H = 2, 16, 4, 2, 8
+PRIMITIVES = ("jmp_attention", "jmp_attention_backward")
+
+
+def draw(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32))
+
+
+def operands(seed=0, heads=K):
+    return draw(B, T, N, H, seed=seed), draw(B, T, heads, H, seed=seed + 1), draw(B, T, heads, H, seed=seed + 2)
+
+
+MASK = np.random.default_rng(0).random((B, 1, T, T)) > 0.3
+MASK[0, 0, 3] = False  # attends to nothing
+LENGTHS = jnp.array([5, T], jnp.int32)
+CASES = {
+    "plain": {},
+    "scale": {"scale": 0.5},
+    "causal": {"is_causal": True},
+    "bias": {"bias": draw(1, N, T, T)},
+    "bias of one head": {"bias": draw(B, 1, 1, T)},
+    "mask": {"mask": jnp.asarray(MASK)},
+    "bias, mask, causal": {"bias": draw(1, N, T, T), "mask": jnp.asarray(MASK), "is_causal": True},
+    "keys' lengths": {"key_value_seq_lengths": LENGTHS},
+    "both lengths, causal": {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS[::-1], "is_causal": True},
+    "window": {"local_window_size": (3, 0)},
+    "window to both sides": {"local_window_size": 2},
+}
+
+
+def loss(attend, case):
+    """Of query, key, value and the case's bias."""
+    rest = {name: value for name, value in CASES[case].items() if name != "bias"}
+    has_bias = "bias" in CASES[case]
+
+    def of(query, key, value, bias):
+        return jnp.sum(jnp.sin(attend(query, key, value, bias if has_bias else None, **rest)))
+
+    return of
+
+
+def bias_of(case):
+    return CASES[case].get("bias", jnp.zeros(()))
+
+
+def error(got, want):
+    """The largest relative error of some arrays, in the Euclidean norm."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    norm = lambda x: np.linalg.norm(np.asarray(x, np.float64))  # noqa: E731
+    return max(norm(np.asarray(a, np.float64) - np.asarray(b, np.float64)) / max(norm(b), 1e-30) for a, b in pairs)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_float32_it_is_the_attention_of_jax(case):
+    """Value and gradients, and those of a batch of problems."""
+
+    def compute(attend):
+        gradients = jax.value_and_grad(loss(attend, case), (0, 1, 2, 3))
+        query, key, value = operands()
+        many = jnp.stack([query, 2 * query, query - 1], 2), jnp.stack([key, -key, key + 1])
+        return gradients(query, key, value, bias_of(case)), jax.vmap(gradients, (2, 0, None, None))(
+            *many, value, bias_of(case)
+        )
+
+    got, want = quick_jit(lambda: (compute(dot_product_attention), compute(jax.nn.dot_product_attention)))()
+    assert error(got, want) <= TOLERANCE["float32"].gradient
+
+
+def test_derivatives_of_any_order_and_direction():
+    """Forward, backward, and each of the other; batched by the bias alone."""
+    case = "bias, mask, causal"
+    query, key, value = operands()
+
+    def compute(attend):
+        of = loss(attend, case)
+        gradient = jax.grad(of, (0, 3))
+        push = lambda fn: jax.jvp(fn, (query, bias_of(case)), (key.sum() * query, bias_of(case)))[1]  # noqa: E731
+        return (
+            push(lambda q, b: of(q, key, value, b)),
+            push(lambda q, b: gradient(q, key, value, b)),
+            jax.grad(lambda q: jnp.sum(gradient(q, key, value, bias_of(case))[0] ** 2))(query),
+            jax.vmap(gradient, (None, None, None, 0))(query, key, value, jnp.stack([bias_of(case), -bias_of(case)])),
+        )
+
+    got, want = quick_jit(lambda: (compute(dot_product_attention), compute(jax.nn.dot_product_attention)))()
+    assert error(got, want) <= TOLERANCE["float32"].gradient
+
+
+def test_without_a_batch_and_one_head_for_all():
+    query, key, value = (x[0] for x in operands(heads=1))
+    got = dot_product_attention(query, key, value)
+    assert error(got, jax.nn.dot_product_attention(query, key, value)) <= TOLERANCE["float32"].value
+    assert got.shape == query.shape
+
+
+def test_rows_that_a_bias_masks_throughout():
+    """A log-sum-exp of -1e9 would hold none of their logits."""
+    query, key, value = operands()
+    bias = jnp.zeros((B, 1, T, T)).at[:, :, :4].set(-1e9).at[:, :, 5].set(-jnp.inf)
+
+    def compute(attend, bias):
+        return jax.value_and_grad(lambda *args: jnp.sum(jnp.sin(attend(*args, bias))), (0, 1, 2))(query, key, value)
+
+    shifted = jnp.zeros((B, 1, T, T))
+    assert error(compute(dot_product_attention, bias), compute(jax.nn.dot_product_attention, shifted)) < 1e-4
+
+
+# Under autocast.
+
+
+def model(params, x, **kwargs):
+    query, key, value = jnp.split((x @ params["in"]).reshape(*x.shape[:2], 3 * N, H), 3, axis=2)
+    return x + dot_product_attention(query, key, value, **kwargs).reshape(x.shape) @ params["out"]
+
+
+def model_loss(params, x, **kwargs):
+    return jnp.mean(model(params, x, **kwargs) ** 2)
+
+
+PARAMS = {"in": draw(N * H, 3 * N * H) / 4, "out": draw(N * H, N * H) / 4}
+X = draw(B, T, N * H)
+
+
+def equations(jaxpr, found=None):
+    """The equations of attention in a program and those inside it."""
+    found = [] if found is None else found
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive.name.startswith("jmp_attention"):
+            found.append(eqn)
+        for inner in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
+            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                equations(inner, found)
+    return found
+
+
+def stacked(params, x):
+    return jnp.mean(jax.lax.scan(lambda x, w: (model(w, x), None), x, params)[0] ** 2)
+
+
+def remat(params, x):
+    return jnp.mean(jax.checkpoint(model)(params, x) ** 2)
+
+
+def stacked_remat(params, x):
+    return jnp.mean(jax.lax.scan(lambda x, w: (jax.checkpoint(model)(w, x), None), x, params)[0] ** 2)
+
+
+STACK = jax.tree.map(lambda w: jnp.stack([w, w]), PARAMS)
+PLACES = {
+    "plain": (model_loss, PARAMS),
+    "scan": (stacked, STACK),
+    "remat": (remat, PARAMS),
+    "scan of remat": (
+        lambda w, x: jnp.mean(jax.lax.scan(lambda x, w: (jax.checkpoint(model)(w, x), None), x, w)[0] ** 2),
+        STACK,
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("order", ["of a gradient", "differentiated"])
+def test_autocast_narrows_the_whole_attention(place, order):
+    fn, params = PLACES[place]
+    gradient = autocast(jax.grad(fn), "mixed_float16") if order == "of a gradient" else None
+    gradient = gradient or jax.grad(autocast(fn, "mixed_float16"))
+    found = equations(jax.make_jaxpr(gradient)(params, X))
+    assert {eqn.primitive.name for eqn in found} == set(PRIMITIVES)
+    for eqn in found:
+        floating = [var.aval.dtype for var in (*eqn.invars, *eqn.outvars)]
+        assert floating.count(jnp.float32) == 1  # the log-sum-exp
+        assert floating.count(jnp.float16) == len(floating) - 1
+    shapes = {v.aval.shape for eqn in jax.make_jaxpr(gradient)(params, X).jaxpr.eqns for v in eqn.outvars}
+    assert not any(shape[-2:] == (T, T) for shape in shapes)
+    assert error(gradient(params, X), jax.grad(fn)(params, X)) <= TOLERANCE["float16"].gradient
+
+
+def test_the_log_sum_exp_crosses_to_the_backward_pass_as_it_is():
+    """Rounded to 16 bits, it would be a relative error of every weight."""
+    found = equations(jax.make_jaxpr(autocast(jax.grad(model_loss), "mixed_bfloat16"))(PARAMS, X))
+    forward, backward = (next(eqn for eqn in found if eqn.primitive.name == name) for name in PRIMITIVES)
+    assert backward.invars[-2] is forward.outvars[1]
+
+
+def test_under_vmap_and_on_eight_devices():
+    mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
+    x = draw(16, T, N * H)
+    want = jax.grad(model_loss)(PARAMS, x)
+    each = jax.vmap(autocast(jax.grad(model_loss), "mixed_bfloat16"), (None, 0))(PARAMS, x[:, None])
+    assert error(jax.tree.map(lambda g: g.mean(0), each), want) <= TOLERANCE["bfloat16"].gradient
+    for check_vma in (True, False):
+        value_and_grad = jmp.value_and_grad(model_loss, "mixed_bfloat16", axis_name="data")
+        specs = PartitionSpec(), PartitionSpec("data")
+        step = jax.shard_map(
+            lambda w, x, f=value_and_grad: f(w, x)[1],
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=PartitionSpec(),
+            check_vma=check_vma,
+        )
+        assert error(jax.jit(step)(PARAMS, x), want) <= TOLERANCE["bfloat16"].gradient
+
+
+def test_a_shared_bias_in_a_shard_map_has_the_gradient_of_all_devices():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(AxisType.Auto,))
+    bias, (query, key, value) = draw(1, N, T, T), operands()
+
+    def total(bias, query, key, value):
+        return jax.lax.psum(jnp.sum(jnp.sin(dot_product_attention(query, key, value, bias))), "data")
+
+    specs = (PartitionSpec(), *[PartitionSpec("data")] * 3)
+    mapped = jax.shard_map(jax.grad(total), mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+    want = jax.grad(lambda bias: jnp.sum(jnp.sin(dot_product_attention(query, key, value, bias))))(bias)
+    assert error(jax.jit(mapped)(bias, query, key, value), want) <= TOLERANCE["float32"].gradient
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_errors_are_those_of_the_same_attention_written_out(dtype):
+    """Against float64, over seeds: forward and gradient, rows that attend to nothing included."""
+    mask = CASES["mask"]["mask"]
+
+    def errors(attend):
+        def fn(query, key, value):
+            of = lambda *args: attend(*args, mask=mask)  # noqa: E731
+            gradients = jax.grad(lambda *args: jnp.sum(jnp.sin(of(*args))), (0, 1, 2))
+            return of(query, key, value), gradients(query, key, value)
+
+        run, found = quick_jit(autocast(fn, f"mixed_{dtype}")), []
+        for seed in range(0, 40, 4):
+            got, want = run(*operands(seed)), written_out(*operands(seed), mask)
+            found.append([error(got[0], want[0]), error(got[1], want[1])])
+        return np.median(found, axis=0)
+
+    ours, plain = errors(dot_product_attention), errors(jax.nn.dot_product_attention)
+    assert np.all(ours <= 1.1 * plain), (ours, plain)
+
+
+def written_out(query, key, value, mask):
+    """The output, and the gradients of the sum of its sines, in NumPy."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    groups = N // key.shape[2]
+    keys, values = (np.repeat(x, groups, axis=2) for x in (key, value))
+    logits = np.einsum("btnh,bsnh->bnts", query, keys) / np.sqrt(H)
+    logits = np.where(mask, logits, np.where(mask.any(-1, keepdims=True), -np.inf, 0))
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    out = np.einsum("bnts,bsnh->btnh", weights, values)
+    of_out = np.cos(out)
+    of_weights = np.einsum("btnh,bsnh->bnts", of_out, values)
+    of_logits = weights * (of_weights - (weights * of_weights).sum(-1, keepdims=True))
+    of_logits = np.where(mask, of_logits, 0) / np.sqrt(H)
+    of_query = np.einsum("bnts,bsnh->btnh", of_logits, keys)
+    of_key = np.einsum("bnts,btnh->bsnh", of_logits, query)
+    of_value = np.einsum("bnts,btnh->bsnh", weights, of_out)
+    sums = lambda x: x.reshape(*x.shape[:2], -1, groups, H).sum(3)  # noqa: E731
+    return out, (of_query, sums(of_key), sums(of_value))
+
+
+def test_a_float16_bias_of_minus_1e9_masks():
+    """Its 16-bit copy is minus infinity; nothing becomes NaN, and no gradient is lost."""
+    bias = jnp.where(jnp.asarray(MASK), 0, -1e9)
+    got = autocast(jax.grad(lambda w, x, bias: model_loss(w, x, bias=bias)), "mixed_float16")(PARAMS, X, bias)
+    want = jax.grad(lambda w, x: model_loss(w, x, bias=jnp.where(MASK | ~MASK.any(-1, keepdims=True), 0, -1e9)))(
+        PARAMS, X
+    )
+    assert error(got, want) <= TOLERANCE["float16"].gradient
+
+
+def test_full_precision_and_edits_keep_it_in_float32():
+    rules = jmp.DEFAULT_RULES.replace(dict.fromkeys(PRIMITIVES, "high"))
+    whole = jmp.full_precision(dot_product_attention)
+    for fn in (
+        autocast(lambda q, k, v: dot_product_attention(q, k, v), "mixed_float16", rules=rules),
+        autocast(lambda q, k, v: whole(q, k, v), "mixed_float16"),
+    ):
+        (equation,) = equations(jax.make_jaxpr(fn)(*operands()))
+        assert {var.aval.dtype for var in equation.invars} == {np.dtype(np.float32)}
+
+
+def test_queries_known_to_be_beyond_float16_run_in_float32():
+    huge = lambda q, k, v: dot_product_attention(jnp.full_like(q, 1e6), k, v)  # noqa: E731
+    (equation,) = equations(jax.make_jaxpr(autocast(huge, "mixed_float16"))(*operands()))
+    assert equation.invars[0].aval.dtype == jnp.float32
+    found = explain(huge, "mixed_float16")(*operands()).operations
+    assert [op.reason for op in found if op.primitive == "jmp_attention"] == [
+        "some of its numbers are infinite in float16"
+    ]
+
+
+# What it says.
+
+
+def test_explain_says_which_attention_is_fused_and_why_not():
+    def reason(**kwargs):
+        found = explain(functools.partial(model_loss, **kwargs), "mixed_float16")(PARAMS, X)
+        return next(op for op in found.operations if op.primitive == "jmp_attention")
+
+    fused = reason(is_causal=True)
+    assert fused.reason == "fused by cuDNN on GPUs from Ampere on"
+    assert (fused.rule, fused.dtype, fused.flops) == ("low", "float16", 2 * 2 * B * T * T * N * H)
+    assert reason(local_window_size=4).reason == (
+        "in jax.numpy, every sum in float32: cuDNN has no window to the right"
+    )
+
+
+LIMITS = {
+    "size": (((B, T, N, 12), (B, T, N, 12)), {}, {}, "heads of a multiple of 8 up to 128, and these have 12"),
+    "large": (((B, T, N, 256), (B, T, N, 256)), {}, {}, "and these have 256"),
+    "odd": (((B, 15, N, 8), (B, 16, N, 8)), {"mask": (B, 1, 15, 16)}, {}, "even lengths, and these are 15 and 16"),
+    "lengths": (((B, 8, N, 8), (B, 16, N, 8)), {}, {"is_causal": True}, "equal lengths, and these are 8 and 16"),
+    "window": (((B, T, N, 8), (B, T, N, 8)), {}, {"window": (2, 2)}, "no window to the right"),
+    "both": (((B, T, N, 8),) * 2, {"key_value_seq_lengths": (B,)}, {"window": (2, 0)}, "a window and lengths"),
+    "fused": (((B, T, N, 64), (B, T, 1, 64)), {"bias": (1, N, T, T)}, {"window": (2, 2), "is_causal": True}, None),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_what_cudnn_takes(limit):
+    shapes, extras, fields, want = LIMITS[limit]
+    query, key, *rest = (jax.ShapeDtypeStruct(shape, jnp.float16) for shape in (*shapes, *extras.values()))
+    got = _cudnn.why_not_fused(query, key, rest, Settings(tuple(extras), **fields))
+    assert got is None if want is None else want in got
+
+
+def test_dropout_zeroes_its_share_of_the_weights_and_is_planned_like_any_code():
+    query, key, value = operands(heads=N)
+    value = jnp.broadcast_to(jnp.eye(T)[None, :, None, :H], value.shape)
+    run = functools.partial(dot_product_attention, query, key, value, dropout_rate=0.25)
+    outs = np.asarray(jax.jit(jax.vmap(lambda key: run(dropout_key=key)))(jax.random.split(jax.random.key(0), 400)))
+    plain = np.asarray(dot_product_attention(query, key, value))
+    assert abs((outs == 0).mean() - 0.25) < 0.01
+    np.testing.assert_allclose(outs.mean(0), plain, atol=6 * 0.6 * plain.max() / 20)
+    kept = outs != 0
+    np.testing.assert_allclose(outs[kept], np.broadcast_to(plain, outs.shape)[kept] / 0.75, rtol=1e-5)
+
+
+# The fused kernels, emulated.
+
+
+class EmulatedForward:
+    """cuDNN's forward pass, by what it documents."""
+
+    @staticmethod
+    def logits(query, key, bias, query_lengths, key_lengths, params):
+        groups = query.shape[2] // key.shape[2]
+        logits = jnp.einsum("btnh,bsnh->bnts", *(x.astype(jnp.float32) for x in (query, jnp.repeat(key, groups, 2))))
+        logits = logits * params["scale"]
+        if params["variadic_args"][0]:
+            assert bias.dtype == query.dtype and bias.shape[2:] == logits.shape[2:]
+            logits = logits + bias.astype(jnp.float32)
+        row, column = jnp.arange(logits.shape[2])[:, None], jnp.arange(logits.shape[3])
+        inside, kind = jnp.ones(logits.shape, bool), params["mask_type"].name
+        if "CAUSAL" in kind:
+            inside &= row >= column
+        if params["sliding_window_length"]:
+            assert kind == "CAUSAL"
+            inside &= row - column < params["sliding_window_length"]
+        if "PADDING" in kind:
+            inside &= (row < query_lengths[:, None, None, None]) & (column < key_lengths[:, None, None, None])
+        return jnp.where(inside, logits, -jnp.inf)
+
+    @classmethod
+    def bind(cls, query, key, value, bias, query_lengths, key_lengths, *rest, is_training, **params):
+        assert is_training and query.dtype == key.dtype == value.dtype and query.dtype.itemsize == 2
+        logits = cls.logits(query, key, bias, query_lengths, key_lengths, params)
+        top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), -1e30)
+        weights = jnp.exp(logits - top)
+        total = jnp.sum(weights, axis=-1)
+        values = jnp.repeat(value, query.shape[2] // key.shape[2], 2).astype(jnp.float32)
+        out = jnp.einsum("bnts,bsnh->btnh", weights.astype(query.dtype).astype(jnp.float32), values)
+        out = out / jnp.moveaxis(jnp.where(total > 0, total, 1), 1, 2)[..., None]
+        return out.astype(query.dtype), top[..., 0] + jnp.log(total)
+
+
+class EmulatedBackward:
+    """cuDNN's backward pass."""
+
+    @staticmethod
+    def bind(query, key, value, bias, query_lengths, key_lengths, *rest, **params):
+        *_, lse, out, gradient = rest
+        wide = lambda x: x.astype(jnp.float32)  # noqa: E731
+        groups = query.shape[2] // key.shape[2]
+        logits = EmulatedForward.logits(query, key, bias, query_lengths, key_lengths, params)
+        weights = jnp.where(jnp.isfinite(logits), jnp.exp(logits - lse[..., None]), 0)
+        keys, values = (wide(jnp.repeat(x, groups, 2)) for x in (key, value))
+        low = lambda x: wide(x.astype(query.dtype))  # noqa: E731
+        delta = jnp.moveaxis(jnp.sum(wide(gradient) * wide(out), -1), 1, 2)[..., None]
+        of_logits = weights * (jnp.einsum("btnh,bsnh->bnts", wide(gradient), values) - delta)
+        scaled = params["scale"] * low(of_logits)
+        sums = lambda x: x.reshape(*x.shape[:2], -1, groups, x.shape[3]).sum(3).astype(key.dtype)  # noqa: E731
+        found = [
+            jnp.einsum("bnts,bsnh->btnh", scaled, keys).astype(query.dtype),
+            sums(jnp.einsum("bnts,btnh->bsnh", scaled, wide(query))),
+            sums(jnp.einsum("bnts,btnh->bsnh", low(weights), wide(gradient))),
+        ]
+        if params["variadic_args"][1]:
+            found.append(_reference.sum_to(of_logits, bias.shape).astype(query.dtype))
+        return found
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "window to both sides"])
+def test_the_kernels_are_called_for_the_same_attention(case, monkeypatch):
+    """With their operands, masks and lengths as we hand them over, they give what the reference gives."""
+    monkeypatch.setattr(_cudnn, "_FORWARD", EmulatedForward)
+    monkeypatch.setattr(_cudnn, "_BACKWARD", EmulatedBackward)
+    names = {"bias": "bias", "mask": "mask", "query_seq_lengths": "", "key_value_seq_lengths": ""}
+    extras = {name: CASES[case][name] for name in names if name in CASES[case]}
+    settings = Settings(
+        tuple(extras),
+        CASES[case].get("scale", H**-0.5),
+        CASES[case].get("is_causal", False),
+        CASES[case].get("local_window_size"),
+        bias_has_gradient="bias" in extras,
+    )
+    low = [x.astype(jnp.float16) for x in operands()]
+    given = [*low, *(x.astype(jnp.float16) if name == "bias" else x for name, x in extras.items())]
+    assert _cudnn.why_not_fused(given[0], given[1], given[3:], settings) is None
+
+    def run(forward, backward):
+        out, lse = forward(*given, settings=settings)
+        return out, backward(*given, out, lse, jnp.cos(out), settings=settings)
+
+    exact = (
+        functools.partial(_reference.forward, exact_products=True),
+        functools.partial(_reference.backward, exact_products=True),
+    )
+    got, want = quick_jit(lambda: (run(_cudnn.forward, _cudnn.backward), run(*exact)))()
+    assert error(got, want) <= TOLERANCE["float16"].value
+
+
+def test_an_example_without_keys_averages_all_values_as_jax_does(monkeypatch):
+    monkeypatch.setattr(_cudnn, "_FORWARD", EmulatedForward)
+    low = [x.astype(jnp.float16) for x in operands()]
+    settings = Settings(("key_value_seq_lengths",), H**-0.5)
+    out, _ = _cudnn.forward(*low, jnp.array([0, T], jnp.int32), settings=settings)
+    want = jax.nn.dot_product_attention(*operands(), key_value_seq_lengths=jnp.array([0, T], jnp.int32))
+    assert error(out, want) <= TOLERANCE["float16"].value
+
+
+# Wrong arguments.
+
+REFUSED = {
+    "integers": (
+        lambda q, k, v: (q.astype(int), k, v),
+        {},
+        TypeError("`query` must be floating, got int32."),
+    ),
+    "rank": (
+        lambda q, k, v: (q[0, 0], k, v),
+        {},
+        ValueError("`query` must have the shape [batch, length, heads, size], or no batch, got (4, 8)."),
+    ),
+    "dtypes": (
+        lambda q, k, v: (q.astype(jnp.float16), k, v),
+        {},
+        TypeError(
+            "`query`, `key` and `value` must have one dtype, got float16, float32 and float32; cast them to one."
+        ),
+    ),
+    "value": (
+        lambda q, k, v: (q, k, v[:, 1:]),
+        {},
+        ValueError("`key` and `value` must have one shape, got (2, 16, 2, 8) and (2, 15, 2, 8)."),
+    ),
+    "batch": (
+        lambda q, k, v: (q[:1], k, v),
+        {},
+        ValueError(
+            "`query` and `key` must agree in batch and head size, got (1, 16, 4, 8) and (2, 16, 2, 8): "
+            "[batch, length, heads, size] each."
+        ),
+    ),
+    "heads": (
+        lambda q, k, v: (q[:, :, :3], k, v),
+        {},
+        ValueError("`query` must have a multiple of the heads of `key`, got 3 and 2 heads."),
+    ),
+    "bias": (
+        lambda *args: args,
+        {"bias": jnp.zeros((3, 1, 1, 1))},
+        ValueError("`bias` must be broadcastable to [batch, heads, T, S] = (2, 4, 16, 16), got (3, 1, 1, 1)."),
+    ),
+    "mask": (
+        lambda *args: args,
+        {"mask": jnp.zeros((T, T))},
+        TypeError("`mask` must be boolean, got float32."),
+    ),
+    "length": (
+        lambda *args: args,
+        {"query_seq_lengths": jnp.zeros(3, jnp.int32)},
+        ValueError("`query_seq_lengths` must be int32[2], a length for each example, got int32[3]."),
+    ),
+    "window": (
+        lambda *args: args,
+        {"local_window_size": (1, -1)},
+        ValueError("`local_window_size` must be one number of positions or (left, right), got (1, -1)."),
+    ),
+    "rate": (
+        lambda *args: args,
+        {"dropout_rate": 1.5},
+        ValueError("`dropout_rate` must be at least 0 and less than 1, got 1.5."),
+    ),
+    "key": (
+        lambda *args: args,
+        {"dropout_rate": 0.5},
+        ValueError("`dropout_rate` is 0.5, which needs a `dropout_key`, such as `jax.random.key(step)`."),
+    ),
+}
+
+
+@pytest.mark.parametrize("argument", REFUSED)
+def test_wrong_arguments(argument):
+    change, kwargs, error = REFUSED[argument]
+    with pytest.raises(type(error), match=f"^{re.escape(str(error))}$"):
+        dot_product_attention(*change(*operands()), **kwargs)
+
+
+def test_it_is_exported_and_takes_any_batch():
+    (batch,) = jax.export.symbolic_shape("b")
+    x = jax.ShapeDtypeStruct((batch, T, N * H), jnp.float32)
+    exported = jax.export.export(jax.jit(autocast(jax.grad(model_loss), "mixed_float16")))(PARAMS, x)
+    assert error(exported.call(PARAMS, X), jax.grad(model_loss)(PARAMS, X)) <= TOLERANCE["float16"].gradient
+
+
+def test_every_combination_of_operands_has_a_name_for_each():
+    from jmp_train._attention import _primitives, names_of_operands
+
+    for extras in itertools.chain.from_iterable(itertools.combinations(("bias", "mask"), n) for n in range(3)):
+        settings = Settings(extras, bias_has_gradient="bias" in extras)
+        assert names_of_operands(_primitives.ATTENTION_BACKWARD, settings)[-3:] == ("out", "lse", "d_out")
