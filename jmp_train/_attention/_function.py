@@ -33,6 +33,7 @@ def dot_product_attention(
     local_window_size: int | tuple[int, int] | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
+    broadcast_dropout: bool = False,
 ) -> jax.Array:
     """Scaled dot-product attention, `softmax(scale * query @ key.T + bias) @ value`, that autocast can fuse.
 
@@ -60,6 +61,7 @@ def dot_product_attention(
       local_window_size: how many positions to the left and right of its own a position attends to; one number for both.
       dropout_rate: the share of the attention weights that is set to zero, the others scaled by `1 / (1 - rate)`.
       dropout_key: a PRNG key, required for a rate above zero. cuDNN takes no traced seed, so this is never fused.
+      broadcast_dropout: whether one draw of `[T, S]` serves all examples and heads, as in Flax's layers.
 
     Returns:
       The output, in the query's shape and dtype.
@@ -94,7 +96,10 @@ def dot_product_attention(
     operands = local(operands, tuple(frozenset().union(*map(varying_axes, operands))))
     if dropout_rate != 0.0:
         _check_dropout(dropout_rate, dropout_key)
-        return with_dropout(*operands, settings=settings, rate=dropout_rate, key=dropout_key).reshape(shape)
+        out = with_dropout(
+            *operands, settings=settings, rate=dropout_rate, key=dropout_key, broadcast=broadcast_dropout
+        )
+        return out.reshape(shape)
     return attention_p.bind(*operands, settings=settings)[0].reshape(shape)
 
 

@@ -56,15 +56,16 @@ def output(*operands: Array, settings: Settings) -> Array:
     return forward(*operands, settings=settings, exact_products=True)[0]
 
 
-def with_dropout(*operands: Array, settings: Settings, rate: float, key: Any) -> Array:
+def with_dropout(*operands: Array, settings: Settings, rate: float, key: Any, broadcast: bool) -> Array:
     """The output with a share `rate` of the weights set to zero and the others scaled up; plain `jax.numpy`.
 
-    Srivastava et al., "Dropout", 2014.
+    Srivastava et al., "Dropout", 2014. One draw for all examples and heads if `broadcast`.
     """
     query, keys, value, *extras = operands
     at = _Attention.of(query, keys, extras, settings, exact_products=False)
     weights = jax.nn.softmax(at.logits(query, keys), axis=-1)
-    weights = jnp.where(jax.random.bernoulli(key, 1 - rate, weights.shape), weights / (1 - rate), 0)
+    drawn = weights.shape[-2:] if broadcast else weights.shape
+    weights = jnp.where(jax.random.bernoulli(key, 1 - rate, drawn), weights / (1 - rate), 0)
     out = at.dot("bkgts,bskh->btkgh", weights.astype(value.dtype), value).reshape(query.shape)
     return at.zero_padding(out).astype(query.dtype)
 

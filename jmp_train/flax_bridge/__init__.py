@@ -16,6 +16,7 @@ resumes bit for bit. `tests/test_checkpoints.py` holds each of these:
     other devices   a template with other shardings
 """
 
+from ._attention_fn import dot_product_attention as dot_product_attention
 from ._layers import module_dtypes as module_dtypes
 from ._modules import NNXTrainState as NNXTrainState
 from ._modules import update_module as update_module

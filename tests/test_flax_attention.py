@@ -1,0 +1,132 @@
+"""`flax_bridge.dot_product_attention` in Flax's layers: every argument that they pass is honoured or refused."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from battery_tools import quick_jit
+from comparisons import TOLERANCE
+from flax import linen as nn
+from flax import nnx
+
+from jmp_train import autocast, explain, flax_bridge
+from jmp_train.flax_bridge import dot_product_attention
+
+WIDTH, HEADS, LENGTH = 32, 4, 8
+X = jnp.asarray(np.random.default_rng(0).standard_normal((2, LENGTH, WIDTH), np.float32))
+MASK = nn.make_causal_mask(jnp.ones((2, LENGTH)))  # of float32, as Flax has it
+
+
+def linen(attention_fn: Any = nn.dot_product_attention, **kwargs: Any) -> Any:
+    return nn.MultiHeadDotProductAttention(num_heads=HEADS, attention_fn=attention_fn, **kwargs)
+
+
+PARAMS = linen().init(jax.random.key(0), X)
+
+
+def assert_near(got: Any, want: Any, dtype: str = "float32") -> None:
+    """In the norm of all arrays together: the gradient of a bias that softmax takes away is zero but for rounding."""
+    got, want = jax.tree.leaves(got), jax.tree.leaves(want)
+    errors = [np.linalg.norm(a - b) for a, b in zip(got, want, strict=True)]
+    assert np.linalg.norm(errors) <= TOLERANCE[dtype].gradient * np.linalg.norm([np.linalg.norm(x) for x in want])
+
+
+@pytest.mark.parametrize("masked", ["mask", "partial", "none"])
+def test_linens_layer_computes_the_same(masked):
+    kwargs = {"mask": None if masked == "none" else MASK}
+    attend = functools.partial(dot_product_attention, is_causal=True) if masked == "partial" else dot_product_attention
+    ours = {"mask": MASK if masked == "mask" else None}
+
+    def loss(attention_fn, kwargs):
+        return lambda params, x: jnp.sum(jnp.sin(linen(attention_fn).apply(params, x, **kwargs)))
+
+    got = quick_jit(jax.grad(loss(attend, ours), (0, 1)))(PARAMS, X)
+    want = quick_jit(jax.grad(loss(nn.dot_product_attention, kwargs), (0, 1)))(PARAMS, X)
+    assert_near(got, want)
+    found = explain(jax.grad(loss(attend, ours)), "mixed_float16")(PARAMS, X).operations
+    assert {"jmp_attention", "jmp_attention_backward"} <= {op.primitive for op in found if op.dtype == "float16"}
+
+
+def test_nnxs_layer_computes_the_same_and_trains_under_autocast():
+    def layer(**kwargs):
+        return nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=nnx.Rngs(0), **kwargs)
+
+    ours, theirs = layer(attention_fn=dot_product_attention), layer()
+    assert_near(ours(X, mask=MASK), theirs(X, mask=MASK))
+    gradient = flax_bridge.value_and_grad(lambda model, x: jnp.mean(model(x, mask=MASK) ** 2), "mixed_bfloat16")
+    _, grads, _ = gradient(ours, X)
+    _, want, _ = flax_bridge.value_and_grad(lambda model, x: jnp.mean(model(x, mask=MASK) ** 2), "float32")(theirs, X)
+    assert_near(grads, want, "bfloat16")
+
+
+def test_decoding_with_a_cache():
+    """One position at a time, the mask saying how far the cache is filled."""
+    outs: list[Any] = []
+    for attention_fn in (dot_product_attention, nn.dot_product_attention):
+        layer = linen(attention_fn, decode=True)
+        variables = {**layer.init(jax.random.key(0), X), **PARAMS}
+        step = jax.jit(lambda cache, x, layer=layer: layer.apply({**PARAMS, "cache": cache}, x, mutable=["cache"]))
+        cache, rows = variables["cache"], []
+        for position in range(LENGTH):
+            out, changed = step(cache, X[:, position : position + 1])
+            cache = changed["cache"]
+            rows.append(out)
+        outs.append(jnp.concatenate(rows, axis=1))
+    assert_near(*outs)
+    assert_near(outs[0], linen().apply(PARAMS, X, mask=MASK))
+
+
+def test_dropout_is_drawn_as_the_layer_asks():
+    def run(**kwargs):
+        layer = linen(dropout_rate=0.5, **kwargs)
+        return layer.apply(PARAMS, X, deterministic=False, rngs={"dropout": jax.random.key(1)})
+
+    # The same draws from the same key: a mask of [T, S] for all, and one for each example and head.
+    assert_near(run(attention_fn=dot_product_attention), run())
+    each = run(attention_fn=dot_product_attention, broadcast_dropout=False)
+    assert not np.allclose(each, run(attention_fn=dot_product_attention))
+    still = linen(dot_product_attention, dropout_rate=0.5).apply(PARAMS, X, deterministic=True)
+    assert_near(still, linen().apply(PARAMS, X))
+
+
+def test_batches_of_any_rank_and_a_dtype():
+    attend = functools.partial(dot_product_attention, dtype=jnp.bfloat16)
+    query = jnp.asarray(np.random.default_rng(1).standard_normal((3, 2, LENGTH, HEADS, 8), np.float32))
+    bias, mask = query[..., 0, 0][:, :, None, None, :], jnp.ones((2, 1, LENGTH, LENGTH), bool)
+    got = attend(query, query, query, bias, mask)
+    assert got.shape == query.shape and got.dtype == jnp.bfloat16
+    want = nn.dot_product_attention(query, query, query, bias, mask)
+    assert_near(got.astype(jnp.float32), want, "bfloat16")
+
+
+REFUSED = {
+    "module": (object(), "^`sow_weights` asks for the attention weights, which fused attention never writes;"),
+    "precision": ("highest", "^`precision` must be None for jmp_train's attention, got 'highest': "),
+    "qk_attn_weights_einsum": (jnp.einsum, "^`qk_attn_weights_einsum` must be None"),
+    "attn_weights_value_einsum": (jnp.einsum, "^`attn_weights_value_einsum` must be None"),
+}
+
+
+@pytest.mark.parametrize("argument", REFUSED)
+def test_what_it_cannot_honour_is_refused(argument):
+    value, message = REFUSED[argument]
+    query = jnp.ones((1, LENGTH, HEADS, 8))
+    with pytest.raises(ValueError, match=message):
+        dot_product_attention(query, query, query, **{argument: value})
+
+
+def test_the_layers_pass_nothing_that_it_does_not_know():
+    """Linen leaves out what `attention_fn` has no name for: it would be ignored silently."""
+    import inspect
+
+    known = set(inspect.signature(dot_product_attention).parameters)
+    theirs = set(inspect.signature(nn.dot_product_attention).parameters)
+    assert theirs - known == {"einsum_dot_general"}  # a default of the function, which the layers do not pass
+
+
+def test_under_autocast_the_layer_is_as_accurate():
+    gradient = jax.grad(lambda params: jnp.sum(jnp.sin(linen(dot_product_attention).apply(params, X, mask=MASK))))
+    assert_near(autocast(gradient, "mixed_float16")(PARAMS), gradient(PARAMS), "float16")
