@@ -290,6 +290,11 @@ def is_recomputed(node: Node) -> bool:
     return _RECOMPUTED in node.scope.text
 
 
+def leave_out_of_source_lines(path: str) -> None:
+    """Names the caller of the functions in a file or folder as the source of what they record, as for JAX's own."""
+    source_info_util.register_exclusion(path)
+
+
 def source_line(node: Node) -> str:
     """`file:line (function)` of the user's code that recorded the node."""
     return source_info_util.summarize(node.eqn.source_info)

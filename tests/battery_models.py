@@ -17,6 +17,6 @@ BY_NAME = {row.name: row for row in ROWS}
 IN_BFLOAT16 = {
     "mlp", "targets_1e5", "optax_ctc", "cnn_batchnorm", "resnet", "unet", "gan_gradient_penalty", "gru", "transformer",
     "transformer_block", "transformer_scan_remat", "mask_literal_1e9", "rmsnorm_large", "rotary", "experts",
-    "einsum_attention", "per_example_clipping", "gaussian_process", "fourier", "spectral_norm", "state_space",
-    "quantised",
+    "einsum_attention", "our_attention", "per_example_clipping", "gaussian_process", "fourier", "spectral_norm",
+    "state_space", "quantised",
 }  # fmt: skip

@@ -1,5 +1,6 @@
 """Battery rows over sequences: recurrent nets, Transformers, masks, norms, rotary embeddings, remat, scan, experts."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,6 +9,8 @@ import numpy as np
 import optax
 from battery_row import Row, linen, normal, wide
 from flax import linen as nn
+
+from jmp_train import flax_bridge
 
 VOCABULARY = 64
 F32_MIN = float(np.finfo(np.float32).min)
@@ -47,16 +50,21 @@ def recurrent(cell):
 
 
 class Block(nn.Module):
-    """A pre-norm Transformer block of Flax's own layers."""
+    """A pre-norm Transformer block of Flax's own layers; `fused`: with this library's attention."""
 
     kw: dict[str, Any]
     dropout: float = 0.0
+    fused: bool = False
 
     @nn.compact
     def __call__(self, x):
-        mask = nn.make_causal_mask(x[..., 0])
+        mask = None if self.fused else nn.make_causal_mask(x[..., 0])
+        attend = functools.partial(flax_bridge.dot_product_attention, is_causal=True)
+        options = {"attention_fn": attend} if self.fused else {}
         h = nn.LayerNorm(**self.kw)(x)
-        h = nn.MultiHeadDotProductAttention(4, dropout_rate=self.dropout, deterministic=False, **self.kw)(h, mask=mask)
+        h = nn.MultiHeadDotProductAttention(4, dropout_rate=self.dropout, deterministic=False, **options, **self.kw)(
+            h, mask=mask
+        )
         x = x + nn.Dropout(self.dropout, deterministic=False)(h)
         h = nn.LayerNorm(**self.kw)(x)
         h = nn.Dense(2 * x.shape[-1], **self.kw)(h)
@@ -76,7 +84,7 @@ class Carried(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A causal language model with tied embeddings; `layers` is "loop", "remat", "scan" or "scan_remat"."""
+    """A causal language model with tied embeddings; `layers` is "loop", "fused", "remat", "scan" or "scan_remat"."""
 
     width: int
     depth: int
@@ -96,7 +104,7 @@ class Transformer(nn.Module):
         else:
             block = nn.remat(Block) if self.layers == "remat" else Block
             for _ in range(self.depth):
-                x = block(self.kw, self.dropout)(x)
+                x = block(self.kw, self.dropout, self.layers == "fused")(x)
         return embed.attend(nn.LayerNorm(**self.kw)(x))
 
 
@@ -106,7 +114,9 @@ def transformer(layers, dropout=0.0, depth=None):
         return tokens(size, rng) | key
 
     def model(size, kw):
-        return Transformer(size.width, depth or size.layers, kw, dropout, layers)
+        # Flax in another dtype, as in the reference, has Flax's own attention.
+        form = "loop" if layers == "fused" and kw else layers
+        return Transformer(size.width, depth or size.layers, kw, dropout, form)
 
     return linen(model, batch, cross_entropy)
 
@@ -216,6 +226,7 @@ ROWS = [
     Row("gru", recurrent(nn.GRUCell), flax16=True),
     Row("transformer", transformer("loop"), flax16=True),
     Row("transformer_block", transformer("loop", depth=1), flax16=True, fast=True),
+    Row("transformer_fused", transformer("fused"), flax16=True),
     Row("transformer_dropout", transformer("loop", 0.1), flax16=True, oracle=np.float32),
     Row("transformer_remat", transformer("remat"), flax16=True),
     Row("transformer_scan", transformer("scan"), flax16=True),

@@ -321,6 +321,7 @@ def test_explain_says_which_attention_is_fused_and_why_not():
 
     fused = reason(is_causal=True)
     assert fused.reason == "fused by cuDNN on GPUs from Ampere on"
+    assert "test_attention.py" in fused.source and "(model)" in fused.source
     assert (fused.rule, fused.dtype, fused.flops) == ("low", "float16", 2 * 2 * B * T * T * N * H)
     assert reason(local_window_size=4).reason == (
         "in jax.numpy, every sum in float32: cuDNN has no window to the right"

@@ -4,6 +4,9 @@
 `_cudnn.py` the fused kernels that run in its place on NVIDIA GPUs, with their limits.
 """
 
+import os
+
+from .._jaxpr import leave_out_of_source_lines
 from ._cudnn import why_not_fused as why_not_fused
 from ._function import dot_product_attention as dot_product_attention
 from ._primitives import ATTENTION as ATTENTION
@@ -11,3 +14,5 @@ from ._primitives import ATTENTION_BACKWARD as ATTENTION_BACKWARD
 from ._primitives import ATTENTION_TANGENT as ATTENTION_TANGENT
 from ._primitives import names_of_operands as names_of_operands
 from ._settings import Settings as Settings
+
+leave_out_of_source_lines(os.path.dirname(__file__) + os.sep)

@@ -14,6 +14,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .. import _attention
+from .._jaxpr import leave_out_of_source_lines
+
+leave_out_of_source_lines(__file__)
 
 
 def dot_product_attention(

@@ -1,4 +1,4 @@
-"""The dots and convolutions of a compiled module: their dtypes, their FLOPs, and the arithmetic they run in.
+"""The dots, convolutions and attentions of a compiled module: their dtypes, FLOPs, and the arithmetic they run in.
 
 Decides which instructions multiply matrices: dots in fusions, and calls of cuBLAS and cuDNN. Does not decide bytes
 (`_kernels.py`), nor FLOPs of a traced program (`jmp_train/_flops.py`): XLA rewrites products, so these are counted
@@ -17,15 +17,17 @@ from ._hlo import Instruction, Module, parse, shapes_of
 from ._kernels import launches
 
 _GEMM_CALL = re.compile(r'custom_call_target="[^"]*(?:cublas|gemm|matmul)')
+_ATTENTION_CALL = re.compile(r'custom_call_target="__cudnn\$fmha\w*?(Backward)?(?:F8)?"')
+_SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s*\[([^\]]*)\]')
 _CUBLAS_CONTRACTION = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompiledProduct:
-    """A dot or a convolution as it was compiled.
+    """A dot, a convolution or a fused attention as it was compiled.
 
     Attributes:
-      kind: `dot` or `convolution`.
+      kind: `dot`, `convolution` or `attention`.
       operands: the dtypes of its operands, as XLA names them.
       result: the dtype of its result.
       unit: which of `UNITS` multiplies.
@@ -49,7 +51,7 @@ class CompiledProduct:
 
 
 def products(text: str) -> list[CompiledProduct]:
-    """Every dot and convolution of one call. One row times a matrix is none for XLA, but a product and a sum."""
+    """Every dot, convolution and attention of one call. One row times a matrix is none for XLA: a product and a sum."""
     module = parse(text)
     found = []
     for launch in launches(module):
@@ -74,6 +76,8 @@ def _with_fusion_body(
 def _kind(instruction: Instruction) -> str | None:
     if instruction.opcode == "convolution" or "__cudnn$conv" in instruction.line:
         return "convolution"
+    if _ATTENTION_CALL.search(instruction.line):
+        return "attention"
     if instruction.opcode == "dot" or _GEMM_CALL.search(instruction.line):
         return "dot"
     return None
@@ -86,7 +90,10 @@ def _product(
     dtypes = tuple(dtype for dtype, _ in operands)
     left, right = operands[0][1], operands[1][1]
     result = shapes_of(each.shape)[0]
-    flops = _dot_flops(each, left, result[1]) if kind == "dot" else _convolution_flops(each, left, right, result[1])
+    if kind == "attention":
+        flops = _attention_flops(each, left)
+    else:
+        flops = _dot_flops(each, left, result[1]) if kind == "dot" else _convolution_flops(each, left, right, result[1])
     # XLA writes a precision as `operand_precision={highest,highest}`, as `algorithm=dot_f32_f32_f32`, or in the JSON of
     # a cuBLAS call.
     algorithm = each.attribute("algorithm")
@@ -112,6 +119,15 @@ def _dot_flops(dot: Instruction, left: tuple[int, ...], result: tuple[int, ...])
     if not dimensions and (found := _CUBLAS_CONTRACTION.search(dot.line)):
         dimensions = found.group(1).replace('"', "")
     return 2 * math.prod(result) * math.prod(left[int(d)] for d in dimensions.split(",") if d)
+
+
+def _attention_flops(attention: Instruction, query: tuple[int, ...]) -> int:
+    """FLOPs of two products of the size of `query @ key`, and of five backward; causal ones are not credited."""
+    call, scores = _ATTENTION_CALL.search(attention.line), _SCORES.search(attention.line)
+    if call is None or scores is None:
+        return 0
+    sizes = (int(size.strip(' "')) for size in scores[1].split(","))
+    return (5 if call[1] else 2) * 2 * math.prod(sizes) * query[-1]
 
 
 def _convolution_flops(
