@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import models
-from _peers import Loss, Step, Tree, hand_scaling, selected
+from _peers import Loss, Step, Tree, hand_scaling, ours, ours_without_scale, selected
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 
@@ -69,7 +69,9 @@ def mlp() -> Case:
     )
 
 
-def workload(name: str, title: str, about: str, **sizes: Any) -> Case:
+def workload(
+    name: str, title: str, about: str, by_hand: Mapping[str, Callable[..., Step]] | None = None, **sizes: Any
+) -> Case:
     """One of `models/`."""
     made = models.make(name, **sizes)
 
@@ -81,7 +83,7 @@ def workload(name: str, title: str, about: str, **sizes: Any) -> Case:
         fn, key = made.loss_fn(dtype), jax.random.key(0)
         return lambda params, model_state, batch: fn(params, model_state, batch, key)
 
-    return Case(title, shapes, loss, about)
+    return Case(title, shapes, loss, about, by_hand or {})
 
 
 def of_battery(name: str, title: str, about: str, size: Size = FILLING) -> Case:
@@ -95,18 +97,30 @@ def of_battery(name: str, title: str, about: str, size: Size = FILLING) -> Case:
     return Case(title, shapes, lambda dtype=None: without_state(row.loss(dtype, size)), about)
 
 
+def gpt2() -> Case:
+    """With rows of its own whose attention is `jmp_train.flax_bridge`'s."""
+    sizes = {"layers": 4, "batch_size": 8}
+    fused = workload("gpt2", "transformer", "", fused=True, **sizes)
+    return workload(
+        "gpt2",
+        "transformer",
+        "GPT-2's width and vocabulary, 4 layers, length 1024, batch 8",
+        {
+            "ours, our attention_fn": lambda _: ours(fused.loss(), "mixed_float16"),
+            "ours, mixed_bfloat16, no scale, our attention_fn": lambda _: ours_without_scale(
+                fused.loss(), "mixed_bfloat16"
+            ),
+        },
+        **sizes,
+    )
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "mlp": mlp,
     "cnn": lambda: of_battery(
         "cnn_groupnorm", "cnn", "two convolutions with group norm and max-pool, 64 images of 32x32, width 256"
     ),
-    "transformer": lambda: workload(
-        "gpt2",
-        "transformer",
-        "GPT-2's width and vocabulary, 4 layers, length 1024, batch 8",
-        layers=4,
-        batch_size=8,
-    ),
+    "transformer": gpt2,
     "lstm": lambda: workload("lstm", "lstm", "two layers of 1536, vocabulary 10,000, length 64, batch 256"),
     "resnet50": lambda: workload("resnet50", "resnet50", "224x224, batch 256, BatchNorm in training mode"),
 }

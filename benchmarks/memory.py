@@ -102,10 +102,15 @@ def largest_batch(peak: Callable[[int], int], budget: float, known: dict[int, in
 
 def deep(results: Results) -> None:
     """The gradients alone of a deep Transformer: what the bound on activations is stated for."""
-    row = BY_NAME["transformer"]
-    arguments = abstract_example(row, DEEP)
-    for policy, how in (("float32", "float32"), ("Flax float16", "flax_float16"), ("mixed_float16", "mixed_float16")):
-        made = memory(gradient_function(row, how, DEEP), *arguments)
+    ways = {
+        "float32": ("transformer", "float32"),
+        "Flax float16": ("transformer", "flax_float16"),
+        "mixed_float16": ("transformer", "mixed_float16"),
+        "mixed_float16, our attention_fn": ("transformer_fused", "mixed_float16"),
+    }
+    for policy, (name, how) in ways.items():
+        row = BY_NAME[name]
+        made = memory(gradient_function(row, how, DEEP), *abstract_example(row, DEEP))
         results.add("12-layer transformer, gradients", {"policy": policy} | made)
 
 

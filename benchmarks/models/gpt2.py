@@ -1,24 +1,36 @@
 """A decoder of GPT-2's smallest size (Radford et al., Language Models are Unsupervised Multitask Learners, 2019)."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 from flax import linen as nn
 
+from jmp_train import flax_bridge
+
 from .workload import Workload, adamw, cross_entropy, tokens
 
 
 class Block(nn.Module):
-    """`[batch, length, width]` to the same: causal self-attention and a feed-forward network on normalised inputs."""
+    """`[batch, length, width]` to the same: causal self-attention and a feed-forward network on normalised inputs.
+
+    `fused`: with this library's attention, which needs no mask.
+    """
 
     heads: int
     dropout: float
     dtype: Any = None
+    fused: bool = False
 
     @nn.compact
     def __call__(self, x, mask, train):
+        attend = functools.partial(flax_bridge.dot_product_attention, is_causal=True)
         attention = nn.MultiHeadDotProductAttention(
-            self.heads, dtype=self.dtype, dropout_rate=self.dropout, deterministic=not train
+            self.heads,
+            dtype=self.dtype,
+            dropout_rate=self.dropout,
+            deterministic=not train,
+            attention_fn=attend if self.fused else nn.dot_product_attention,
         )
         y = attention(nn.LayerNorm(1e-5, dtype=self.dtype)(x), mask=mask)
         x = x + nn.Dropout(self.dropout, deterministic=not train)(y)
@@ -37,23 +49,26 @@ class GPT2(nn.Module):
     length: int = 1024
     dropout: float = 0.0
     dtype: Any = None
+    fused: bool = False
 
     @nn.compact
     def __call__(self, tokens, train):
         embedding = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
         positions = nn.Embed(self.length, self.width, dtype=self.dtype)(jnp.arange(tokens.shape[1]))
         x = nn.Dropout(self.dropout, deterministic=not train)(embedding(tokens) + positions)
-        mask = nn.make_causal_mask(tokens)
+        mask = None if self.fused else nn.make_causal_mask(tokens)
         for _ in range(self.layers):
-            x = Block(self.heads, self.dropout, self.dtype)(x, mask, train)
+            x = Block(self.heads, self.dropout, self.dtype, self.fused)(x, mask, train)
         return embedding.attend(nn.LayerNorm(1e-5, dtype=self.dtype)(x))
 
 
-def gpt2(vocabulary=50304, layers=12, width=768, heads=12, length=1024, dropout=0.0, batch_size=16) -> Workload:
+def gpt2(
+    vocabulary=50304, layers=12, width=768, heads=12, length=1024, dropout=0.0, batch_size=16, fused=False
+) -> Workload:
     """The published vocabulary of 50,257 padded to a multiple of 64."""
     return Workload(
         "gpt2",
-        lambda dtype: GPT2(vocabulary, layers, width, heads, length, dropout, dtype),
+        lambda dtype: GPT2(vocabulary, layers, width, heads, length, dropout, dtype, fused),
         tokens(length, vocabulary),
         cross_entropy,
         adamw,
