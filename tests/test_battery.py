@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from battery_models import BY_NAME, IN_BFLOAT16, ROWS, SMALL
-from battery_plain import SOLVERS, UNCHANGED, dense_params, sequence
+from battery_plain import SOLVERS, UNCHANGED, sequence
 from battery_tools import (
     HALVES,
     abstract_example,
@@ -193,7 +193,7 @@ def test_solvers_take_the_iterations_of_float32(solver, name):
 @pytest.mark.parametrize(("fn", "dtype"), UNCHANGED.values(), ids=UNCHANGED)
 def test_float64_and_complex_programs_stay_as_they_are(fn, dtype, name):
     with jax.enable_x64(np.dtype(dtype).itemsize > 8 or dtype is np.float64):
-        params = cast_floats(dense_params(SMALL, jax.random.key(0)), dtype)
+        params = cast_floats(example(BY_NAME["plain_mlp"])[0], dtype)
         batch = cast_floats(sequence(SMALL, np.random.default_rng(0)), dtype)
         program = jax.value_and_grad(fn)
         ours = autocast(program, get_policy(name))
