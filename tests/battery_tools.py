@@ -47,6 +47,11 @@ def abstract(tree: Tree) -> Tree:
 
 def primitives(fn: Callable[..., Any], *args: Any) -> Counter:
     """How often each primitive occurs with which output dtypes, sub-jaxprs included."""
+    return primitives_of(jax.make_jaxpr(fn)(*args))
+
+
+def primitives_of(program: Any) -> Counter:
+    """`primitives` of a closed jaxpr."""
     found = Counter()
 
     def visit(jaxpr):
@@ -56,7 +61,7 @@ def primitives(fn: Callable[..., Any], *args: Any) -> Counter:
                 if hasattr(leaf, "eqns"):
                     visit(getattr(leaf, "jaxpr", leaf))
 
-    visit(jax.make_jaxpr(fn)(*args).jaxpr)
+    visit(program.jaxpr)
     return found
 
 

@@ -4,6 +4,7 @@ Compiling is most of what tests wait for. The default ones compile with little o
 process compile is compiled once. The slow ones run larger programs, and read what XLA's optimizations make of them.
 """
 
+import functools
 import gc
 import os
 import tempfile
@@ -17,6 +18,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import chex
 import hypothesis
 import jax
+from jax._src.interpreters import mlir
 
 CACHE = "JMP_TRAIN_TESTS_CACHE"
 jax.config.update("jax_num_cpu_devices", 8)
@@ -37,6 +39,9 @@ def compile_quickly(config: pytest.Config) -> None:
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
     jax.config.update("jax_disable_most_optimizations", True)
+    if jax.__version_info__ < (0, 12):  # JAX 0.12 does so itself
+        # Every program is lowered in an MLIR context, of which making one takes a quarter of compiling a small program.
+        pytest.MonkeyPatch().setattr(mlir, "make_ir_context", functools.cache(mlir.make_ir_context))
     # JAX remembers programs by the identity of the Python function; this cache finds equal ones. It is new with each
     # run, and the first process makes it for all. JAX does not write its entries atomically: half of one is a miss.
     if "PYTEST_XDIST_WORKER" not in os.environ:

@@ -132,7 +132,7 @@ def test_gradients_of_a_scan_are_those_of_its_layers(kind, reverse, dtype):
     assert relative_error(leaves(ours), want) < 1.6 * relative_error(leaves(theirs), want)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_scanned_softmax_and_its_gradient_see_the_same_logits(dtype):
     """As in `test_autocast.py`: both sides must drop, or keep, the rounding that a compiler sees undone."""
 
@@ -246,7 +246,7 @@ def test_a_scan_may_hand_on_its_own_rows_constants_and_zeros(length):
     np.testing.assert_allclose(quick_jit(autocast(f, "mixed_float16"))(w, xs), quick_jit(f)(w, xs), rtol=2e-2)
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
+@pytest.mark.parametrize("policy", ["mixed_float16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_every_order_of_transformations_agrees(policy):
     loss = scanned(softmax_layer)
     once = autocast(jax.grad(loss), policy)

@@ -262,11 +262,17 @@ def test_a_loop_whose_end_depends_on_a_narrowed_value_runs_as_recorded(name):
     assert inside and {op.dtype for op in inside if op.primitive == "dot_general"} == {"float32"}
 
 
+# A clock in bfloat16 is off by a step the soonest; one in float16 may follow that of float32 by chance.
 @pytest.mark.parametrize(
     ("fn", "policy"),
-    [(fn, policy) for policy in ("mixed_float16", "mixed_bfloat16") for fn in PLANNED.values()]
-    + [(fn, "mixed_bfloat16") for fn in AS_RECORDED.values()],
-    ids=[*(f"{name}-{bits}" for bits in ("f16", "bf16") for name in PLANNED), *AS_RECORDED],
+    [
+        *(
+            pytest.param(fn, "mixed_float16", id=f"{name}-f16", marks=[pytest.mark.slow] * (name != "constant step"))
+            for name, fn in PLANNED.items()
+        ),
+        *(pytest.param(fn, "mixed_bfloat16", id=f"{name}-bf16") for name, fn in PLANNED.items()),
+        *(pytest.param(fn, "mixed_bfloat16", id=name) for name, fn in AS_RECORDED.items()),
+    ],
 )
 def test_loops_take_the_steps_of_float32(fn, policy):
     (y, steps), (want, wanted) = jax.jit(lambda *args: (autocast(fn, policy)(*args), fn(*args)))(W, X)
@@ -332,7 +338,7 @@ def backsolve(result, cotangent):
 backsolved.defvjp(lambda w, x: (y := backsolved(w, x), (w, y)), backsolve)
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("policy", [pytest.param("mixed_float16", marks=pytest.mark.slow), "mixed_bfloat16"])
 def test_adjoint_equations_are_planned(policy):
     loss = lambda w, x: jnp.mean(backsolved(w, x) ** 2)  # noqa: E731
     assert explain(jax.grad(loss), policy)(W, X).low_flop_share == 1
@@ -420,7 +426,7 @@ def test_scans_that_no_product_stops_are_planned(fn):
 
 
 @pytest.mark.parametrize("fn", [bounded_adaptive, mapped_adaptive])
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("policy", [pytest.param("mixed_float16", marks=pytest.mark.slow), "mixed_bfloat16"])
 def test_scans_that_a_product_stops_take_the_steps_of_float32(fn, policy):
     assert loops(fn, W, X, kind="scan")[0] == [STOP]
     (y, steps), (want, wanted) = jax.jit(lambda *args: (autocast(fn, policy)(*args), fn(*args)))(W, X)

@@ -70,7 +70,7 @@ def test_an_exported_function(policy):
     """Any batch size, half the parameters' bytes, the classes of float32, dots and convolutions on 16-bit operands."""
     ((images, _),) = digits(1)
     model = CNN()
-    variables = model.init(jax.random.key(0), images, train=False)
+    variables = jax.jit(model.init, static_argnames="train")(jax.random.key(0), images, train=False)
     weights = export_params(variables["params"], policy)
 
     def predict(params, batch_stats, x):
@@ -81,7 +81,7 @@ def test_an_exported_function(policy):
     shapes = jax.eval_shape(lambda: (weights, variables["batch_stats"]))
     artifact = jax.export.export(run)(*shapes, x).serialize()
     logits = jax.export.deserialize(artifact).call(weights, variables["batch_stats"], images)
-    exact = predict(variables["params"], variables["batch_stats"], images)
+    exact = jax.jit(predict)(variables["params"], variables["batch_stats"], images)
     assert logits.shape == (32, 10)
     np.testing.assert_allclose(logits, exact, atol=0.03 * np.abs(exact).max())
     assert np.mean(logits.argmax(-1) == exact.argmax(-1)) > 0.9

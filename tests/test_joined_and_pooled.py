@@ -15,7 +15,7 @@ from jmp_train import autocast
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 8, 8, 16)).astype(np.float32)
 W = RNG.standard_normal((16, 16)).astype(np.float32) / 4
-BOTH = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+EITHER = pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 
 
 def pooled(x, count: Any = 4.0):
@@ -32,7 +32,7 @@ def read_by(name, fn, *args, dtype="float16"):
     return [dtypes[0].name for each, dtypes, _ in equations(autocast(fn, f"mixed_{dtype}"), *args) if each == name]
 
 
-@BOTH
+@EITHER
 def test_a_mean_over_windows_is_summed_in_float32_and_kept_in_16_bits(dtype):
     def fn(w, x):
         means = pooled(x @ w)
@@ -106,7 +106,7 @@ class Block(nn.Module):
         return nn.Dense(4)(nn.relu(nn.GroupNorm(4)(x)))
 
 
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@EITHER
 def test_joined_values_are_joined_again_and_not_kept(dtype):
     model = Block()
     params = jax.jit(model.init)(jax.random.key(2), X)

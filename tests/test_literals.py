@@ -59,7 +59,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("policy", [pytest.param("mixed_bfloat16", marks=pytest.mark.slow), "mixed_float16"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_results_are_the_arrays_of_jit(name, policy):
     expected, tree = jax.tree.flatten(jax.jit(PROGRAMS[name])(MATRIX))

@@ -62,7 +62,7 @@ def test_the_list_is_complete():
     assert {row.name for row in ROWS} >= COMPILED
 
 
-@rows("lbfgs")
+@rows("adafactor")
 def test_eagerly_a_finite_step_is_the_bare_step(row):
     bare, wrapped = row.build(), with_loss_scale(row.build())
     state, wrapped_state = bare.init(PARAMS), wrapped.init(PARAMS)

@@ -5,6 +5,7 @@
 # pyright: reportCallIssue=false, reportOperatorIssue=false
 
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,22 +68,22 @@ def batches(*indices, poison=()):
 
 
 @cache
-def stepper(tx, policy):
+def stepper(tx, policy, loss_fn):
     """The jitted step, compiled once for all runs of one transformation."""
-    grad_fn = value_and_grad(network, get_policy(policy))
+    grad_fn = value_and_grad(loss_fn, get_policy(policy))
 
     @jax.jit
     def step(params, state, batch):
         loss, grads = grad_fn(params, batch, loss_scale=get_loss_scale(state))
-        extra = {"value": loss, "grad": grads, "value_fn": partial(network, batch=batch)}
+        extra = {"value": loss, "grad": grads, "value_fn": partial(loss_fn, batch=batch)}
         updates, state = tx.update(grads, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
     return step
 
 
-def train(tx, data, params=PARAMS, policy="float32", scales=None):
-    step = stepper(tx, policy)
+def train(tx, data, params: Any = PARAMS, policy="float32", scales=None, loss=network):
+    step = stepper(tx, policy, loss)
     state = tx.init(params)
     for batch in data:
         params, state = step(params, state, batch)
@@ -123,11 +124,18 @@ def test_100_steps_equal_the_unscaled_run_bit_for_bit(policy, name):
     assert_same_bits(*runs)
 
 
+def linear(params, batch):
+    return jnp.mean(jnp.square(batch[0] @ params - batch[1]))
+
+
 def test_eagerly_a_growing_scale_equals_none_bit_for_bit():
+    start = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)  # each operation on each shape is a program
     with jax.disable_jit():
         scale = DynamicLossScale(2.0**12, growth_interval=1)
-        scaled, state = train(with_loss_scale(INNER["momentum"](), scale), batches(*range(2)))
-        plain, bare = train(with_loss_scale(INNER["momentum"](), NoOpLossScale()), batches(*range(2)))
+        scaled, state = train(with_loss_scale(INNER["momentum"](), scale), batches(*range(2)), start, loss=linear)
+        plain, bare = train(
+            with_loss_scale(INNER["momentum"](), NoOpLossScale()), batches(*range(2)), start, loss=linear
+        )
     assert get_loss_scale(state).loss_scale == 2.0**14
     assert_same_bits((scaled, state.inner_state), (plain, bare.inner_state))
 

@@ -55,10 +55,10 @@ class TestExponents:
         "dtype, beyond, lost, normal, top",
         [
             ("float16", "infinite", -25, -14, 16),
-            ("bfloat16", "infinite", -134, -126, 128),
             ("float8_e4m3fn", "NaN", -10, -6, np.log2(464)),
-            ("float8_e5m2", "infinite", -17, -14, np.log2(61440)),
-            ("float8_e4m3fnuz", "NaN", -11, -7, np.log2(248)),
+            pytest.param("bfloat16", "infinite", -134, -126, 128, marks=pytest.mark.slow),
+            pytest.param("float8_e5m2", "infinite", -17, -14, np.log2(61440), marks=pytest.mark.slow),
+            pytest.param("float8_e4m3fnuz", "NaN", -11, -7, np.log2(248), marks=pytest.mark.slow),
         ],
     )
     def test_regions(self, dtype, beyond, lost, normal, top):

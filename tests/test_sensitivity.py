@@ -140,7 +140,7 @@ def linen_loss(params, x):
 
 
 def test_linen_opens_the_worst_block_only():
-    params = Net().init(jax.random.key(0), X)
+    params = jax.jit(Net().init)(jax.random.key(0), X)
     report = sensitivity(linen_loss, "mixed_float16", rules=CARELESS)(params, X, loss_scale=SCALE)
     assert report.kept == ("Net/Block_1/Offset",)
     finer = {row.scope: row.finer for row in report.rows}

@@ -88,11 +88,12 @@ def policy_of(param, compute, reduce):
     return jmp.Policy(param, compute, "float32", reduce_dtype=reduce)
 
 
-def steps_by(route, devices, policy, steps=3, autocast=True, spoil=lambda x, step: x) -> Any:
-    """Parameters, losses and loss scale after a few steps of SGD on `devices` devices; `spoil(x, step)` edits data."""
+@functools.cache
+def stepper(route, devices, policy):
+    """An optimizer, and the program of one step of it."""
     axis = axis_of(route)
     tx = jmp.with_loss_scale(optax.sgd(0.5, momentum=0.5), jmp.DynamicLossScale(SCALE), axis_name=axis)
-    grad_fn = jmp.value_and_grad(loss_fn, policy, axis_name=axis, autocast=autocast)
+    grad_fn = jmp.value_and_grad(loss_fn, policy, axis_name=axis)
 
     def step(state, x, y):
         params, opt_state = state
@@ -100,10 +101,14 @@ def steps_by(route, devices, policy, steps=3, autocast=True, spoil=lambda x, ste
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), loss
 
+    return tx, ROUTES[route](step, devices)
+
+
+def steps_by(route, devices, policy, steps=3, spoil=lambda x, step: x) -> Any:
+    """Parameters, losses and loss scale after a few steps of SGD on `devices` devices; `spoil(x, step)` edits data."""
     params, x, y = example()
-    params = policy.cast_to_param(params)
+    params, (tx, run) = policy.cast_to_param(params), stepper(route, devices, policy)
     state, losses = (params, tx.init(params)), []
-    run = ROUTES[route](step, devices)
     for number in range(steps):
         state, loss = run(state, spoil(x, number), y)
         losses.append(float(loss))

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from battery_models import BY_NAME, SMALL
+from battery_models import BY_NAME
+from battery_tools import example
 from comparisons import assert_same_bits, assert_two_programs_agree
 from jax import lax
 
@@ -138,10 +139,8 @@ SLOW = ["nnx_mlp", "optax_ctc", "equilibrium", "transformer_scan_remat", "shared
 
 @pytest.mark.parametrize("name", ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_models_of_the_battery(name):
-    program = BY_NAME[name].make(SMALL, None)
-    batch = program.batch(np.random.default_rng(0))
-    params = program.init(jax.random.key(0), batch)
-    grad_fn = jmp.value_and_grad(program.loss, "float32")
+    params, batch = example(BY_NAME[name])
+    grad_fn = jmp.value_and_grad(BY_NAME[name].loss(), "float32")
     results, references = run(grad_fn, params, batch), jax.tree.leaves(jax.jit(grad_fn)(params, batch))
     # Attention's key bias has no gradient but rounding.
     whole = max(float(np.max(np.abs(reference))) for reference in references[1:])
