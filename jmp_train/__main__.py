@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         "and a dictionary of keywords. Arrays or jax.ShapeDtypeStructs: only shapes and dtypes are read",
     )
     report.add_argument("--policy", help="a policy to autocast the function with, such as mixed_float16")
-    report.add_argument("--gpu", default="H200", help="A100, H100 or H200 (the default)")
+    report.add_argument("--gpu", default="H200", help="a name of jmp_train.diagnostics.gpus(); H200 by default")
     report.add_argument("--devices", type=int, default=1, help="how many GPUs, along one mesh axis named data")
     report.add_argument(
         "--donate-argnums",

@@ -18,6 +18,7 @@ from ._diagnostics import tensor_core_report as tensor_core_report
 from ._diagnostics import TensorCoreReport as TensorCoreReport
 from ._diagnostics import round_up as round_up
 from ._diagnostics import gpu_report as gpu_report
+from ._diagnostics import gpus as gpus
 from ._diagnostics import GPUReport as GPUReport
 from ._diagnostics import sensitivity as sensitivity
 from ._diagnostics import Sensitivity as Sensitivity

@@ -132,7 +132,8 @@ def test_a_mesh_is_there_for_both_reports(project, without_plugin, capsys):
          "`--args`: the function must return a tuple of arguments, as in `return state, batch`, or of such a tuple and "
          "a dictionary of keywords; got ArrayImpl."),
         ((*COMMAND, "--gpu", "H20"),
-         "`gpu`: unknown GPU 'H20' (did you mean 'H200'?); the names are A100, H100, H200, and any other GPU can be "
+         "`gpu`: unknown GPU 'H20' (did you mean 'H200'?); the names are T4, A10, A100, A6000, L4, L40S, "
+         "RTX 4090, H100, H200, B200, GB200, RTX PRO 6000, and any other GPU can be "
          "given by the text of its target description (gpu_device_info {...}), as XLA has them."),
         ((*COMMAND, "--devices", "0"), "`devices` must be an integer from 1 to 2**31 - 1, got 0."),
         (("report", "training:jitted", "--args", "training:example", "--policy", "mixed_float16"),

@@ -99,6 +99,7 @@ PUBLIC = {
         "TensorCoreReport",
         "round_up",
         "gpu_report",
+        "gpus",
         "GPUReport",
         "sensitivity",
         "Sensitivity",

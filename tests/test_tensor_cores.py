@@ -210,7 +210,8 @@ def test_round_up():
         (lambda: tensor_core_report(3), TypeError,  # pyright: ignore[reportArgumentType]
          "`fn` must be callable, got 3; pass the function whose products are to be listed."),
         (lambda: tensor_core_report(loss, gpu="H20"), ValueError,
-         "`gpu`: unknown GPU 'H20' (did you mean 'H200'?); the names are A100, H100, H200, and any other GPU can be "
+         "`gpu`: unknown GPU 'H20' (did you mean 'H200'?); the names are T4, A10, A100, A6000, L4, L40S, "
+         "RTX 4090, H100, H200, B200, GB200, RTX PRO 6000, and any other GPU can be "
          "given by the text of its target description (gpu_device_info {...}), as XLA has them."),
         (lambda: tensor_core_report(loss, gpu=8), TypeError,  # pyright: ignore[reportArgumentType]
          "`gpu` must be a name such as 'H200' or the text of a target description, got 8."),

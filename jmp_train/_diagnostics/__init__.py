@@ -13,6 +13,7 @@ from .formats import underflow_report as underflow_report
 from .gpu import Comparison as Comparison
 from .gpu import GPUReport as GPUReport
 from .gpu import gpu_report as gpu_report
+from .gpu import gpus as gpus
 from .overflow import ArrayRange as ArrayRange
 from .overflow import Found as Found
 from .overflow import OverflowReport as OverflowReport

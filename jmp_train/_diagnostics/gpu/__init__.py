@@ -8,6 +8,6 @@ from ._gpus import NARROW_UNITS as NARROW_UNITS
 from ._gpus import UNITS as UNITS
 from ._gpus import flops_by_unit as flops_by_unit
 from ._gpus import get_gpu as get_gpu
-from ._gpus import product_unit as product_unit
+from ._gpus import gpus as gpus
 from ._report import Comparison as Comparison
 from ._report import GPUReport as GPUReport

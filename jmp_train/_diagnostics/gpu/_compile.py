@@ -33,7 +33,13 @@ def gpu_mesh(devices: int | Mapping[str, int] = 1, gpu: str = "H200") -> Mesh:
       gpu: as for `get_gpu`.
     """
     axes = mesh_axes(devices)
-    sizes, target = list(axes.values()), get_gpu(gpu).target
+    sizes, described = list(axes.values()), get_gpu(gpu)
+    if not described.is_compiled_for:
+        raise ValueError(
+            f"`gpu`: the compiler of CUDA 13 makes no kernels for Volta and older, such as {described.name} of compute "
+            f"capability {'.'.join(map(str, described.capability))}; the oldest it compiles for is the T4."
+        )
+    target = described.target
     _check_plugin()
     try:
         topology = topologies.get_topology_desc("", "cuda", target_config=target, topology=f"1x1x{math.prod(sizes)}")

@@ -12,9 +12,11 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from ._gpus import product_unit
+from ._gpus import GPU, get_gpu
 from ._hlo import Instruction, Module, parse, shapes_of
 from ._kernels import launches
+
+HOPPER = get_gpu("H200")
 
 _GEMM_CALL = re.compile(r'custom_call_target="[^"]*(?:cublas|gemm|matmul)')
 _ATTENTION_CALL = re.compile(r'custom_call_target="__cudnn\$fmha\w*?(Backward)?(?:F8)?"')
@@ -50,7 +52,7 @@ class CompiledProduct:
     line: str
 
 
-def products(text: str) -> list[CompiledProduct]:
+def products(text: str, gpu: GPU = HOPPER) -> list[CompiledProduct]:
     """Every dot, convolution and attention of one call. One row times a matrix is none for XLA: a product and a sum."""
     module = parse(text)
     found = []
@@ -58,7 +60,7 @@ def products(text: str) -> list[CompiledProduct]:
         outer = launch.instruction
         for each, shapes in _with_fusion_body(module, outer, launch.shapes):
             if kind := _kind(each):
-                found.append(_product(module, each, kind, shapes, launch.times, outer.name))
+                found.append(_product(module, each, kind, shapes, launch.times, outer.name, gpu))
     return found
 
 
@@ -84,7 +86,7 @@ def _kind(instruction: Instruction) -> str | None:
 
 
 def _product(
-    module: Module, each: Instruction, kind: str, shapes: Mapping[str, str], times: int, kernel: str
+    module: Module, each: Instruction, kind: str, shapes: Mapping[str, str], times: int, kernel: str, gpu: GPU
 ) -> CompiledProduct:
     operands = [shape for name in each.operands if name in shapes for shape in shapes_of(shapes[name])]
     dtypes = tuple(dtype for dtype, _ in operands)
@@ -103,7 +105,7 @@ def _product(
         kind=kind,
         operands=dtypes,
         result=result[0],
-        unit=product_unit(dtypes[:2], is_strict),
+        unit=gpu.unit(dtypes[:2], is_strict, by_triton=each.opcode == "dot"),
         flops=flops,
         times=times,
         kernel=kernel,

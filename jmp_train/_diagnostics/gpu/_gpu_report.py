@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from ..._autocast import autocast
-from ..._explain._emitted import LOOPS, emitted_of
+from ..._explain._emitted import LOOPS, Emitted, emitted_of
+from ..._flops import PRODUCTS
 from ..._policy import Policy, get_policy
 from ._compile import COMPILER_OPTIONS, gpu_mesh, is_jitted, lower_for_gpu, mesh_axes, module_text, traced_program
 from ._compiled_products import products
 from ._copies import explained_copies, unused_donors
-from ._gpus import get_gpu
+from ._gpus import GPU, get_gpu
 from ._hlo import parse
 from ._kernels import collective_kernels, kernels, narrow_sums, opcode_of, unknown_loops
 from ._report import Collective, GPUReport, Memory, NarrowSum
@@ -51,8 +52,8 @@ def gpu_report(
 
     Args:
       fn: any function of arrays, jitted or not, under `autocast` or not.
-      gpu: `"A100"`, `"H100"`, `"H200"`, or the text of another GPU's target description (XLA's
-        `GpuTargetConfigProto`).
+      gpu: one of the names of `gpus()`, such as `"H200"`, `"L40S"` or `"T4"`, or the text of another GPU's target
+        description (XLA's `GpuTargetConfigProto`).
       devices: how many GPUs, along one mesh axis `"data"`; or `{"data": 4, "model": 2}`. The mesh is set while `fn` is
         traced: `shard_map` without `mesh` and partition specs in `jit`'s `in_shardings` find it. All figures are those
         of one GPU.
@@ -63,9 +64,12 @@ def gpu_report(
     Returns:
       A function of `fn`'s arguments (arrays or `jax.ShapeDtypeStruct`s) that returns a `GPUReport`.
 
+    Warns:
+      UserWarning: of products in bfloat16 for a GPU that has none.
+
     Raises:
       TypeError: `fn` is not callable, or is jitted and given options of `jit` here.
-      ValueError: `gpu` or `devices` name none, or `fn` uses devices of this machine.
+      ValueError: `gpu` or `devices` name none, `gpu` is older than the compiler knows, or `fn` uses devices of this machine.
       RuntimeError: the compiler is not installed, or not in jax's version; the error has the command.
 
     ```python
@@ -101,7 +105,10 @@ def gpu_report(
         text = module_text(compiled)
         unused = _unused_donations(raised)
         with jax.set_mesh(mesh):
-            carried = _carried_sums(program, args, kwargs)
+            emitted = tuple(emitted_of(traced_program(program, args, kwargs)))
+        notes = tuple(_notes(emitted, described))
+        for note in notes:
+            warnings.warn(note, stacklevel=2)
         return GPUReport(
             gpu=described.name,
             bandwidth=described.bandwidth,
@@ -110,13 +117,14 @@ def gpu_report(
             policy=None if policy is None else str(get_policy(policy)),
             jax_version=jax.__version__,
             kernels=tuple(kernels(text)),
-            products=tuple(products(text)),
+            products=tuple(products(text, described)),
             collectives=_collectives(text),
-            sixteen_bit_sums=(*_narrow_sums(text), *carried),
+            sixteen_bit_sums=(*_narrow_sums(text), *_carried_sums(emitted)),
             copies=explained_copies(text, lowered.out_info),
             unused_donations=(*unused, *unused_donors(text)),
             unknown_loops=unknown_loops(text),
             memory=_memory(compiled),
+            notes=notes,
         )
 
     return report
@@ -160,10 +168,18 @@ def _narrow_sums(text: str) -> tuple[NarrowSum, ...]:
     return tuple(found)
 
 
-def _carried_sums(fn: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> tuple[NarrowSum, ...]:
+def _notes(emitted: Sequence[Emitted], gpu: GPU) -> Iterator[str]:
+    """What a program asks for that the GPU does not have."""
+    if not gpu.has_bfloat16 and any(each.primitive in PRODUCTS and "bfloat16" in each.operands for each in emitted):
+        yield (
+            f"{gpu.name} has no bfloat16: products of it are computed in float32 there and move twice the bytes; use "
+            f"mixed_float16."
+        )
+
+
+def _carried_sums(emitted: Sequence[Emitted]) -> tuple[NarrowSum, ...]:
     """Sums that a loop carries from iteration to iteration. In the compiled module they are additions like any other,
     hence they are read from the jaxpr."""
-    emitted = emitted_of(traced_program(fn, args, kwargs))
     return tuple(
         NarrowSum(f"{each.primitive} carry", each.sums_in, each.scope, each.source)
         for each in emitted

@@ -3,7 +3,9 @@
 Decides which GPUs have a name, the peak rate of each arithmetic, and which arithmetic multiplies operands of given
 dtypes. Does not compile; see `_compile.py`.
 
-Reference: NVIDIA's data sheets of the A100, H100 and H200, SXM versions, dense rates.
+References: NVIDIA's data sheets of the T4, A10, A100 (SXM, 80 GB), RTX A6000, L4, L40S, H100 and H200 (SXM), HGX B200,
+GB200 NVL72 (a GPU of it) and RTX PRO 6000 Blackwell, and the Ada architecture's white paper for the RTX 4090: dense rates
+with accumulation in float32. The rest of a description is that of XLA's own specifications, or of `deviceQuery`.
 """
 
 from __future__ import annotations
@@ -28,6 +30,12 @@ UNITS = {
 NARROW_UNITS = ("8 bits", "16 bits")
 
 
+# Since which compute capability a GPU multiplies so, and the last that the compiler makes no kernels for.
+_TF32 = (8, 0)
+_NATIVE_FLOAT8_IN_TRITON = (12, 0)
+_LAST_WITHOUT_COMPILER = (7, 4)
+
+
 @dataclasses.dataclass(frozen=True)
 class GPU:
     """A GPU as a compiler and a roofline see it.
@@ -37,12 +45,14 @@ class GPU:
       target: its description, the text of XLA's `GpuTargetConfigProto`.
       bandwidth: of its memory, bytes per second.
       rates: `(arithmetic, FLOP per second)` at peak, dense, for each of `UNITS`.
+      capability: its compute capability, `(9, 0)` for Hopper.
     """
 
     name: str
     target: str
     bandwidth: float
     rates: tuple[tuple[str, float], ...]
+    capability: tuple[int, int] = (9, 0)
 
     def rate(self, unit: str) -> float:
         """FLOP per second in one of `UNITS`."""
@@ -52,12 +62,42 @@ class GPU:
         """FLOP per byte above which arithmetic, not memory, is the limit."""
         return self.rate(unit) / self.bandwidth
 
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether it multiplies bfloat16; where not, XLA computes in float32 and moves twice the bytes."""
+        return self.capability >= _TF32
+
+    @property
+    def is_compiled_for(self) -> bool:
+        """Whether the CUDA 13 compiler makes kernels for it: for Turing and newer."""
+        return self.capability > _LAST_WITHOUT_COMPILER
+
+    def unit(self, dtypes: Any, is_strict: bool, by_triton: bool = False) -> str:
+        """Which of `UNITS` it multiplies operands of these dtypes in; arguments as of `product_unit`.
+
+        `by_triton`: in a kernel of Triton's, which converts float8 to float16 where it is not tuned.
+        """
+        unit = product_unit(dtypes, is_strict)
+        if unit == "tf32" and self.capability < _TF32:
+            return "float32"
+        narrow = unit == "8 bits" and any(re.match(r"f8|float8", name) for name in dtypes)
+        return "16 bits" if narrow and by_triton and self.capability < _NATIVE_FLOAT8_IN_TRITON else unit
+
+
+def gpus() -> tuple[str, ...]:
+    """The names of GPUs that `gpu_report` and `tensor_core_report` take; others can be given by a description.
+
+    >>> "L40S" in gpus()
+    True
+    """
+    return tuple(_NAMED)
+
 
 def get_gpu(gpu: str) -> GPU:
     """Returns the GPU of a name, or of a target description.
 
-    The rates of `A100`, `H100` and `H200` are the data sheets' (SXM, dense); those of a description follow from its
-    cores, its clock and its compute capability.
+    The rates of the named ones are the data sheets'; those of a description follow from its cores, its clock and its
+    compute capability.
 
     Raises:
       ValueError: an unknown name, or a description without what is needed.
@@ -70,86 +110,200 @@ def get_gpu(gpu: str) -> GPU:
         raise TypeError(f"`gpu` must be a name such as 'H200' or the text of a target description, got {gpu!r}.")
     if "gpu_device_info" in gpu:
         return _described(gpu)
-    if gpu.upper() not in _NAMED:
+    name = re.sub(r"NVIDIA|GEFORCE|TESLA|[\s_-]", "", gpu.upper())
+    known = {re.sub(r"\s", "", each): each for each in _NAMED}
+    if name in _TOO_OLD:
+        raise ValueError(
+            f"`gpu`: the compiler of CUDA 13 makes no kernels for Volta and older, such as {gpu!r}; the oldest it "
+            f"compiles for is the T4."
+        )
+    if name not in known:
         raise ValueError(
             f"`gpu`: unknown GPU {gpu!r}{did_you_mean(gpu, _NAMED)}; the names are {', '.join(_NAMED)}, and any other "
             f"GPU can be given by the text of its target description (gpu_device_info {{...}}), as XLA has them."
         )
-    return _NAMED[gpu.upper()]
+    return _NAMED[known[name]]
 
 
-def _target(name: str, specific: str) -> str:
-    return f"""
+_TOO_OLD = frozenset({"P100", "V100", "P4", "P40", "TITANV", "TITANXP"})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Specification:
+    """What a description says beside names and limits that all have.
+
+    Attributes:
+      capability: compute capability.
+      cores: streaming multiprocessors.
+      fpus: float32 units of each.
+      clock: in GHz, boosted.
+      bandwidth, memory, cache: of device memory in bytes a second, its size and that of the L2 cache in bytes.
+      shared, shared_optin: memory shared by a multiprocessor, and what one block may use of it.
+      threads: that a multiprocessor holds.
+      accelerated: whether it has instructions of its generation alone.
+    """
+
+    capability: tuple[int, int]
+    cores: int
+    fpus: int
+    clock: float
+    bandwidth: int
+    memory: int
+    cache: int
+    shared: int
+    shared_optin: int
+    threads: int = 2048
+    accelerated: bool = False
+
+    def target(self, name: str) -> str:
+        # XLA's 8-bit rewriter asks for the CUDA runtime's version, fused attention for cuDNN's.
+        major, minor = self.capability
+        feature = "feature_extension: ACCELERATED_FEATURES" if self.accelerated else ""
+        return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  threads_per_core_limit: 2048
+  shared_memory_per_core: {self.shared} threads_per_core_limit: {self.threads}
+  core_count: {self.cores} fpus_per_core: {self.fpus}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {self.bandwidth} l2_cache_size: {self.cache} clock_rate_ghz: {self.clock}
+  device_memory_size: {self.memory} shared_memory_per_block_optin: {self.shared_optin}
+  cuda_compute_capability {{ major: {major} minor: {minor} {feature} }}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  {specific}
+  device_vendor: "NVIDIA Corporation" thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  driver_version: "13.0.0" runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0"
+  dnn_version: "9.10.0" cub_version: "3.1.2"
 }}
 platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 device_description_str: "{name}"
 """
 
 
-_HOPPER = """shared_memory_per_core: 233472 core_count: 132 fpus_per_core: 128 l2_cache_size: 52428800
-  clock_rate_ghz: 1.98 shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 minor: 0 }"""
-_AMPERE = """shared_memory_per_core: 167936 core_count: 108 fpus_per_core: 64 l2_cache_size: 41943040
-  clock_rate_ghz: 1.41 shared_memory_per_block_optin: 166912 cuda_compute_capability { major: 8 minor: 0 }"""
+def _gpu(name: str, rates: tuple[float, ...], specification: _Specification) -> GPU:
+    """`rates` in TFLOP/s for each of `UNITS`."""
+    named = tuple((unit, rate * 1e12) for unit, rate in zip(UNITS, rates, strict=True))
+    target = specification.target(name)
+    return GPU(name, target, float(specification.bandwidth), named, specification.capability)
 
 
-def _rates(*teraflops: float) -> tuple[tuple[str, float], ...]:
-    return tuple((unit, rate * 1e12) for unit, rate in zip(UNITS, teraflops, strict=True))
-
-
-_HOPPER_RATES = _rates(1979, 990, 495, 67, 67)
+_SMALL_SHARED = (102400, 101376, 1536)  # of consumer and inference GPUs since Ampere
+_LARGE_SHARED = (233472, 232448)  # of data centre GPUs since Hopper
+_HOPPER_RATES = (1979, 990, 495, 67, 67)
 _NAMED = {
-    "A100": GPU(
+    "T4": _gpu(
+        "Tesla T4",
+        (130, 65, 8.1, 8.1, 0.25),
+        _Specification((7, 5), 40, 64, 1.59, 320_064_000_000, 15_655_829_504, 4_194_304, 65536, 65536, 1024),
+    ),
+    "A10": _gpu(
+        "NVIDIA A10",
+        (250, 125, 62.5, 31.2, 0.98),
+        _Specification((8, 6), 72, 128, 1.695, 600_096_000_000, 23_609_475_072, 6_291_456, *_SMALL_SHARED),
+    ),
+    "A100": _gpu(
         "NVIDIA A100",
-        _target("NVIDIA A100", _AMPERE + " memory_bandwidth: 2039000000000 device_memory_size: 85100068864"),
-        2.039e12,
-        _rates(624, 312, 156, 19.5, 19.5),
+        (624, 312, 156, 19.5, 19.5),
+        _Specification((8, 0), 108, 64, 1.41, 2_039_000_000_000, 85_100_068_864, 41_943_040, 167936, 166912),
     ),
-    "H100": GPU(
+    "A6000": _gpu(
+        "NVIDIA RTX A6000",
+        (309.7, 154.8, 77.4, 38.7, 0.6),
+        _Specification((8, 6), 84, 128, 1.8, 768_096_000_000, 51_041_271_808, 6_291_456, *_SMALL_SHARED),
+    ),
+    "L4": _gpu(
+        "NVIDIA L4",
+        (242, 121, 60, 30.3, 0.47),
+        _Specification((8, 9), 58, 128, 2.04, 300_096_000_000, 23_669_571_584, 50_331_648, *_SMALL_SHARED),
+    ),
+    "L40S": _gpu(
+        "NVIDIA L40S",
+        (733, 362, 183, 91.6, 1.4),
+        _Specification((8, 9), 142, 128, 2.52, 864_000_000_000, 48_305_799_168, 100_663_296, *_SMALL_SHARED),
+    ),
+    "RTX 4090": _gpu(
+        "NVIDIA GeForce RTX 4090",
+        (330, 165, 82.6, 82.6, 1.3),
+        _Specification((8, 9), 128, 128, 2.52, 1_008_096_000_000, 25_393_692_672, 75_497_472, *_SMALL_SHARED),
+    ),
+    "H100": _gpu(
         "NVIDIA H100",
-        _target("NVIDIA H100", _HOPPER + " memory_bandwidth: 3350000000000 device_memory_size: 84942979072"),
-        3.35e12,
         _HOPPER_RATES,
+        _Specification(
+            (9, 0), 132, 128, 1.98, 3_350_000_000_000, 84_942_979_072, 52_428_800, *_LARGE_SHARED, accelerated=True
+        ),
     ),
-    "H200": GPU(
+    "H200": _gpu(
         "NVIDIA H200",
-        _target("NVIDIA H200", _HOPPER + " memory_bandwidth: 4800000000000 device_memory_size: 150754820096"),
-        4.8e12,
         _HOPPER_RATES,
+        _Specification(
+            (9, 0), 132, 128, 1.98, 4_800_000_000_000, 150_754_820_096, 52_428_800, *_LARGE_SHARED, accelerated=True
+        ),
+    ),
+    "B200": _gpu(
+        "NVIDIA B200",
+        (4500, 2250, 1125, 75, 37),
+        _Specification(
+            (10, 0), 148, 128, 1.965, 7_672_320_000_000, 191_514_411_008, 132_644_864, *_LARGE_SHARED, accelerated=True
+        ),
+    ),
+    "GB200": _gpu(
+        "NVIDIA GB200",
+        (5000, 2500, 1250, 80, 40),
+        _Specification(
+            (10, 0), 152, 128, 2.062, 8_000_000_000_000, 191_514_411_008, 132_644_864, *_LARGE_SHARED, accelerated=True
+        ),
+    ),
+    "RTX PRO 6000": _gpu(
+        "NVIDIA RTX PRO 6000 Blackwell",
+        (1008, 504, 252, 126, 2),
+        _Specification(
+            (12, 0), 188, 128, 2.6, 1_792_000_000_000, 101_000_000_000, 134_217_728, *_SMALL_SHARED, accelerated=True
+        ),
     ),
 }
 
-# FLOP per clock and core of the data centre GPU of each major compute capability, dense, in 16 bits.
-_PER_CLOCK = {7: 1024, 8: 2048, 9: 4096, 10: 8192}
+# FLOP per clock and core of each compute capability, dense, in 16 bits with accumulation in float32: the data sheets'
+# rates divided by clock and cores. Of consumer cards of 8.6 and 8.9 it is half.
+_PER_CLOCK = {
+    (7, 0): 1024,
+    (7, 5): 1024,
+    (8, 0): 2048,
+    (8, 6): 1024,
+    (8, 9): 1024,
+    (9, 0): 4096,
+    (10, 0): 8192,
+    (12, 0): 1024,
+}
+# The share of float32's rate that float64 has there; 1/64 elsewhere.
+_FLOAT64 = {(7, 0): 0.5, (8, 0): 1.0, (9, 0): 1.0, (10, 0): 0.5}
 
 
 def _described(target: str) -> GPU:
-    cores, fpus, capability = (_field(target, name) for name in ("core_count", "fpus_per_core", "major"))
+    cores, fpus = (_field(target, name) for name in ("core_count", "fpus_per_core"))
+    capability = int(_field(target, "major")), int(_field(target, "minor", 0))
     bandwidth, clock = _field(target, "memory_bandwidth"), _field(target, "clock_rate_ghz") * 1e9
     generation = max((known for known in _PER_CLOCK if known <= capability), default=min(_PER_CLOCK))
     sixteen = cores * clock * _PER_CLOCK[generation]
     float32 = cores * clock * 2 * fpus  # a fused multiply-add is two FLOPs
     name = re.search(r'device_description_str: *"([^"]*)"', target)
-    rates = (2 * sixteen, sixteen, sixteen / 2, float32, float32)  # in the ratios of the A100 and the H100
-    return GPU(name.group(1) if name else "a GPU", target, bandwidth, tuple(zip(UNITS, rates, strict=True)))
+    tf32 = sixteen / 2 if capability >= _TF32 else float32
+    rates = (2 * sixteen, sixteen, tf32, float32, float32 * _FLOAT64.get(generation, 1 / 64))
+    pairs = tuple(zip(UNITS, rates, strict=True))
+    return GPU(name.group(1) if name else "a GPU", target, bandwidth, pairs, capability)
 
 
-def _field(target: str, name: str) -> float:
-    # dnn_version_info, cuDNN's version, has a `major` too.
-    inside = target.partition("cuda_compute_capability")[2] if name == "major" else target
+def _field(target: str, name: str, default: float | None = None) -> float:
+    # Versions have a `major` and a `minor` too.
+    inside = target.partition("cuda_compute_capability")[2].partition("}")[0] if name in ("major", "minor") else target
     found = re.search(rf"\b{name}: *([0-9.]+)", inside)
-    if not found:
-        raise ValueError(
-            f"`gpu`: the target description has no {name}; it must say core_count, fpus_per_core, memory_bandwidth, "
-            f"clock_rate_ghz and cuda_compute_capability {{ major: ... }}."
-        )
-    return float(found.group(1))
+    if found:
+        return float(found.group(1))
+    if default is not None:
+        return default
+    raise ValueError(
+        f"`gpu`: the target description has no {name}; it must say core_count, fpus_per_core, memory_bandwidth, "
+        f"clock_rate_ghz and cuda_compute_capability {{ major: ... }}."
+    )
 
 
 def product_unit(dtypes: Any, is_strict: bool) -> str:

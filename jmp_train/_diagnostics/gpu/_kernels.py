@@ -23,6 +23,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _NOT_A_KERNEL = {
     "parameter", "bitcast", "tuple", "get-tuple-element", "constant", "after-all", "partition-id", "replica-id",
 }  # fmt: skip
+_LIBRARY_CALL = re.compile(r'custom_call_target="__cu(?:blas|dnn)')
 # What reads only a slice of its first operand, as large as its result.
 _SLICES = ("dynamic-slice", "slice", "gather")
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
@@ -160,12 +161,20 @@ def _bytes(module: Module, launch: Launch) -> tuple[int, int]:
     # An operand given twice is read once.
     operands = dict(zip(instruction.operands, names, strict=False))
     read = sum(_bytes_read(inner, name, sizes) for name in operands.values())
-    written = nbytes(instruction.result)
+    written = nbytes(instruction.result) - _workspace(instruction)
     for each in inner:
         update = _IN_PLACE.get(each.opcode)
         if update is not None and each.operands[0] in names and sizes[each.name] <= written:
             written += min(_operand_bytes(each, update, sizes), sizes[each.name]) - sizes[each.name]
     return read, written
+
+
+def _workspace(instruction: Instruction) -> int:
+    """Bytes that a call of cuBLAS or cuDNN is given to work in: how much of them it writes is not known."""
+    shapes = re.findall(r"\w+\[[\d,]*\]", instruction.result)
+    last = shapes[-1] if len(shapes) > 1 else ""
+    scratch = _LIBRARY_CALL.search(instruction.line) and re.fullmatch(r"[su]8\[\d+\]", last)
+    return nbytes(last) if scratch else 0
 
 
 def _operand_bytes(instruction: Instruction, position: int, sizes: Mapping[str, int]) -> int:

@@ -113,13 +113,14 @@ class GPUReport:
       policy: that of `gpu_report`, as text, if it was given one.
       jax_version: the compiler is of this version.
       kernels: every launch, those in loops once with their `times`.
-      products: every dot and convolution.
+      products: every dot, convolution and fused attention.
       collectives: what crosses devices.
       sixteen_bit_sums: sums that accumulate in float16 or bfloat16, those that loops carry included.
       copies: buffers that are copied, with the likely cause.
       unused_donations: donated arguments that fit no result, by shape: their memory is at most used for a while.
       unknown_loops: how many loops count as one iteration, for the compiler does not know their length.
       memory: what it holds at its peak.
+      notes: what the program asks for that the GPU does not have.
     """
 
     gpu: str
@@ -136,6 +137,7 @@ class GPUReport:
     unused_donations: tuple[str, ...]
     unknown_loops: int
     memory: Memory
+    notes: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -235,6 +237,7 @@ def _report_text(report: GPUReport) -> str:
     many = f", {report.devices} devices (figures of one)" if report.devices > 1 else ""
     policy = f", {report.policy}" if report.policy else ""
     lines = [f"Compiled for {report.gpu}{many}, jax {report.jax_version}{policy}"]
+    lines += report.notes
     lines += [f"  {name:18s}  {value}" for name, value in _summary(report)]
     for title, rows in (("16-bit sums", _sums(report)), ("Copies", _copies(report))):
         lines += ["", f"{title}:", *(f"  {row}" for row in rows)] if rows else []

@@ -20,7 +20,7 @@ from ..._explain._operations import Visit, dtype_name
 from ..._flops import ATTENTION, PRODUCTS, attention_flops, product_flops
 from ..._jaxpr import Node, source_line
 from ..._values import as_count
-from ..gpu import GPU, NARROW_UNITS, UNITS, product_unit
+from ..gpu import GPU, NARROW_UNITS, UNITS
 
 Shape = Sequence[int]
 
@@ -215,7 +215,7 @@ def _three_avals(visit: Visit) -> list[Any]:
 def _describe(visit: Visit, gpu: GPU, matrix: Matrix, flops: int, strict: bool) -> Product:
     avals = _three_avals(visit)
     dtypes = tuple(str(dtype_name(aval.dtype)) for aval in avals)
-    unit = product_unit(dtypes[:2], strict)
+    unit = gpu.unit(dtypes[:2], strict)
     padding = _padding(matrix, unit)
     moved = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
     reason = _why_not(matrix, dtypes[:2], unit, padding)

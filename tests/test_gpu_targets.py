@@ -1,0 +1,122 @@
+"""`gpu_report` for every GPU that has a name: what multiplies in which dtype, and what cannot be compiled."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from battery_tools import compile_for_gpu, module_text
+
+from jmp_train import autocast, dot_product_attention
+from jmp_train._diagnostics.gpu import get_gpu
+from jmp_train._diagnostics.gpu._kernels import kernels
+from jmp_train.diagnostics import gpu_report, gpus, tensor_core_report
+
+SIZE = 1024
+DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8")
+TABLE = Path(__file__).parents[1] / "docs" / "guide" / "gpus.md"
+
+# Published peak rates, dense, in TFLOP/s with 16-bit operands.
+PUBLISHED = {
+    "T4": 65, "A10": 125, "A100": 312, "A6000": 155, "L4": 121, "L40S": 362, "RTX 4090": 165, "H100": 989, "H200": 989,
+    "B200": 2250, "GB200": 2500, "RTX PRO 6000": 504,
+}  # fmt: skip
+
+
+def product(dtype):
+    out = jnp.int32 if dtype == "int8" else jnp.float32
+    return lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=out)
+
+
+def square(dtype):
+    return jax.ShapeDtypeStruct((SIZE, SIZE), dtype)
+
+
+def units(gpu):
+    """What a product of each dtype runs in, as compiled."""
+    found = []
+    for dtype in DTYPES:
+        report = gpu_report(product(dtype), gpu=gpu)(*[square(dtype)] * 2)
+        (unit,) = report.unit_flops
+        found.append(unit)
+    return found
+
+
+@pytest.mark.parametrize("name", gpus())
+def test_named_rates_are_the_published_ones_and_near_those_of_their_description(name):
+    """A description knows the clock that is advertised, not the one at which Tensor Cores are rated."""
+    gpu = get_gpu(name)
+    assert gpu.rate("16 bits") == pytest.approx(PUBLISHED[name] * 1e12, rel=0.005)
+    described = get_gpu(gpu.target)
+    assert described.capability == gpu.capability
+    ours = [described.rate(unit) for unit in ("16 bits", "tf32", "float32")]
+    twice = 2 if name == "RTX 4090" else 1  # a consumer card adds in float32 at half the rate
+    assert ours == pytest.approx([twice * gpu.rate("16 bits"), twice * gpu.rate("tf32"), gpu.rate("float32")], rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA L40S", "rtx4090", "Tesla T4", "rtx pro 6000", "h100"])
+def test_names_as_people_write_them(name):
+    assert (
+        get_gpu(name).name.upper().replace(" ", "").endswith(re.sub(r"NVIDIA|TESLA|[ ]", "", name.upper()))
+        or name == "rtx pro 6000"
+    )
+
+
+def test_turing_has_neither_tf32_nor_bfloat16():
+    (row,) = tensor_core_report(jnp.matmul, gpu="T4")(square("float32"), square("float32")).products
+    assert row.unit == "float32"
+    (row,) = tensor_core_report(jnp.matmul, gpu="L4")(square("float32"), square("float32")).products
+    assert row.unit == "tf32"
+    assert not get_gpu("T4").has_bfloat16 and get_gpu("A10").has_bfloat16
+
+
+@pytest.mark.parametrize("name", ["V100", "NVIDIA P100"])
+def test_volta_and_older_are_refused_with_the_reason(name):
+    with pytest.raises(ValueError, match=f"makes no kernels for Volta and older, such as {name!r}; the oldest"):
+        gpu_report(jnp.sin, gpu=name)
+    volta = get_gpu("T4").target.replace("major: 7 minor: 5", "major: 7 minor: 0").replace("Tesla T4", "Mine")
+    with pytest.raises(ValueError, match=r"Volta and older, such as Mine of compute capability 7\.0; the oldest"):
+        gpu_report(jnp.sin, gpu=volta)(jnp.ones(3))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Tesla T4 has no bfloat16")
+def test_the_table_of_the_documentation_is_what_is_compiled():
+    rows = [f"| {name} | {' | '.join(units(name))} |" for name in gpus()]
+    text = TABLE.read_text()
+    assert all(row in text for row in rows), "\n".join(rows)
+
+
+@pytest.mark.slow
+def test_products_of_bfloat16_on_turing_are_warned_of():
+    with pytest.warns(UserWarning, match="Tesla T4 has no bfloat16: .* use mixed_float16"):
+        report = gpu_report(product("bfloat16"), gpu="T4")(*[square("bfloat16")] * 2)
+    assert report.notes[0] in str(report)
+    assert not gpu_report(product("float16"), gpu="T4")(*[square("float16")] * 2).notes
+
+
+@pytest.mark.slow
+def test_float8_is_float16_where_triton_converts_it():
+    assert gpu_report(product("float8_e4m3fn"), gpu="H200")(*[square("float8_e4m3fn")] * 2).unit_flops == {
+        "16 bits": 2 * SIZE**3
+    }
+    (kernel,) = gpu_report(product("float8_e4m3fn"), gpu="L40S")(*[square("float8_e4m3fn")] * 2).kernels
+    assert "__cublas$lt$matmul$f8" in kernel.line
+
+
+@pytest.mark.slow
+def test_the_workspace_of_cublas_is_no_traffic():
+    text = module_text(compile_for_gpu(product("float16"), square("float16"), square("float16"), gpu="T4"))
+    (call,) = (kernel for kernel in kernels(text) if "__cublas" in kernel.line)
+    assert re.search(r"s8\[\d{7,}\]", call.line)  # it has one
+    assert (call.read, call.written) == (2 * 2 * SIZE**2, 4 * SIZE**2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["T4", "A100", "L4", "B200", "RTX PRO 6000"])
+def test_attention_is_fused_from_ampere_on(name):
+    head = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.float32)
+    fn = autocast(jax.grad(lambda x: jnp.sum(dot_product_attention(x, x, x))), "mixed_float16")
+    report = gpu_report(fn, gpu=name)(head)
+    assert sum("__cudnn$fmha" in kernel.line for kernel in report.kernels) == (0 if name == "T4" else 2)
