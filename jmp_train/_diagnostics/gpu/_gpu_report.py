@@ -69,7 +69,8 @@ def gpu_report(
 
     Raises:
       TypeError: `fn` is not callable, or is jitted and given options of `jit` here.
-      ValueError: `gpu` or `devices` name none, `gpu` is older than the compiler knows, or `fn` uses devices of this machine.
+      ValueError: `gpu` or `devices` name none, `gpu` is older than the compiler knows, or `fn` uses devices of this
+        machine.
       RuntimeError: the compiler is not installed, or not in jax's version; the error has the command.
 
     ```python
