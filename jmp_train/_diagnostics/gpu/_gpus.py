@@ -4,8 +4,8 @@ Decides which GPUs have a name, the peak rate of each arithmetic, and which arit
 dtypes. Does not compile; see `_compile.py`.
 
 References: NVIDIA's data sheets of the T4, A10, A100 (SXM, 80 GB), RTX A6000, L4, L40S, H100 and H200 (SXM), HGX B200,
-GB200 NVL72 (a GPU of it) and RTX PRO 6000 Blackwell, and the white paper of the Ada architecture for the RTX 4090: dense
-rates with accumulation in float32. The rest of a description is that of XLA's own specifications, or of `deviceQuery`.
+GB200 NVL72 (a GPU of it) and RTX PRO 6000 Blackwell, and the white paper of Ada for the RTX 4090: dense rates
+with accumulation in float32. The rest of a description is that of XLA's own specifications, or of `deviceQuery`.
 """
 
 from __future__ import annotations
