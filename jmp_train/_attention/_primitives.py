@@ -49,22 +49,19 @@ def _differentiated(settings: Settings) -> tuple[str, ...]:
 def tangent(*operands: Any, settings: Settings) -> tuple[Any]:
     """The tangent of the output, given those of what is differentiated; `out` and `lse` are there for its transpose."""
     count = len(_differentiated(settings))
-    given, tangents = operands[: -count - 2], operands[-count:]
-    names = names_of_operands(ATTENTION, settings)
-    positions = [names.index(name) for name in _differentiated(settings)]
-
-    def output(*differentiated: Any) -> Any:
-        full = list(given)
-        for position, value in zip(positions, differentiated, strict=True):
-            full[position] = value
-        return _reference.output(*full, settings=settings)
-
-    return (jax.jvp(output, tuple(given[position] for position in positions), tuple(tangents))[1],)
+    output, inputs = _function_of_differentiated(operands[: -count - 2], settings)
+    return (jax.jvp(output, inputs, operands[-count:])[1],)
 
 
 def backward_of_inputs(*operands: Any, settings: Settings) -> tuple[Any, ...]:
     """What `jmp_attention_backward` computes, as a function of the inputs alone: to be differentiated again."""
     *given, _, _, gradient = operands
+    output, inputs = _function_of_differentiated(given, settings)
+    return jax.vjp(output, *inputs)[1](gradient)
+
+
+def _function_of_differentiated(given: Sequence[Any], settings: Settings) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The output as a function of the operands that are differentiated, and these."""
     names = names_of_operands(ATTENTION, settings)
     positions = [names.index(name) for name in _differentiated(settings)]
 
@@ -74,7 +71,7 @@ def backward_of_inputs(*operands: Any, settings: Settings) -> tuple[Any, ...]:
             full[position] = value
         return _reference.output(*full, settings=settings)
 
-    return jax.vjp(output, *(given[position] for position in positions))[1](gradient)
+    return output, tuple(given[position] for position in positions)
 
 
 def _primitive(name: str, run: Callable[..., tuple[Any, ...]]) -> Primitive:
