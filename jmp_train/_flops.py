@@ -10,9 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-PRODUCTS = frozenset(
-    {"dot_general", "ragged_dot_general", "conv_general_dilated", "jmp_attention", "jmp_attention_backward"}
-)
+_OUR_ATTENTION = {"jmp_attention": 2, "jmp_attention_tangent": 5, "jmp_attention_backward": 5}
+PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated", *_OUR_ATTENTION})
 """The primitives that have FLOPs here: what Tensor Cores run. Everything else is bound by memory."""
 
 Shape = Sequence[int]
@@ -61,8 +60,7 @@ def _convolution_flops(left: Shape, right: Shape, result: Shape, params: Mapping
 
 
 ATTENTION = {
-    "jmp_attention": 2,
-    "jmp_attention_backward": 5,
+    **_OUR_ATTENTION,
     "dot_product_attention_fwd_wrapper": 2,
     "dot_product_attention_bwd_wrapper": 5,
 }

@@ -7,6 +7,7 @@ the logits rounded for the products that read them. What they are compiled to is
 import functools
 import itertools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -260,12 +261,12 @@ def test_errors_are_those_of_the_same_attention_written_out(dtype):
     assert np.all(ours <= 1.1 * plain), (ours, plain)
 
 
-def written_out(query, key, value, mask):
+def written_out(query, key, value, mask, bias=0.0):
     """The output, and the gradients of the sum of its sines, in NumPy."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     groups = N // key.shape[2]
     keys, values = (np.repeat(x, groups, axis=2) for x in (key, value))
-    logits = np.einsum("btnh,bsnh->bnts", query, keys) / np.sqrt(H)
+    logits = np.einsum("btnh,bsnh->bnts", query, keys) / np.sqrt(H) + np.asarray(bias, np.float64)
     logits = np.where(mask, logits, np.where(mask.any(-1, keepdims=True), -np.inf, 0))
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
@@ -279,6 +280,74 @@ def written_out(query, key, value, mask):
     of_value = np.einsum("bnts,btnh->bsnh", weights, of_out)
     sums = lambda x: x.reshape(*x.shape[:2], -1, groups, H).sum(3)  # noqa: E731
     return out, (of_query, sums(of_key), sums(of_value))
+
+
+LEFT_PADDING = np.where(np.arange(T) < 3, -1e9, 0.0).astype(np.float32)[None, None, None]
+CAUSAL = np.tril(np.ones((T, T), bool))[None, None]
+EXTREME = {
+    "padding on the left, causal": (LEFT_PADDING, CAUSAL),
+    "padding where a mask is": (LEFT_PADDING, np.arange(T)[None, None, None] < 3),
+    "large": (np.full((1, 1, 1, T), 1e8, np.float32), CAUSAL),
+    "beyond float16": (np.where(np.arange(T) < 4, 1e5, 1e5 - 1).astype(np.float32)[None, None, None], CAUSAL),
+    "-inf": (np.where(np.arange(T) < 3, -np.inf, 0.0).astype(np.float32)[None, None, None], np.ones((T, T), bool)),
+}
+
+
+@pytest.mark.parametrize("case", EXTREME)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_biases_of_any_size(case, dtype):
+    """No rounding of a log-sum-exp of their size, no tie with what masks, nothing infinite in float16.
+
+    Rows of which all that is allowed has a bias of -1e9 have the softmax of their logits.
+    """
+    bias, mask = EXTREME[case]
+
+    def fn(query, key, value, bias):
+        extras = {"is_causal": True} if mask is CAUSAL else {"mask": jnp.asarray(mask).reshape(1, 1, -1, T)}
+        of = lambda q, k, v: dot_product_attention(q, k, v, bias, **extras)  # noqa: E731
+        gradients = jax.grad(lambda *args: jnp.sum(jnp.sin(of(*args))), (0, 1, 2))
+        return of(query, key, value), gradients(query, key, value)
+
+    run = autocast(fn, "mixed_float16") if dtype == "float16" else fn
+    got = quick_jit(run)(*operands(), jnp.asarray(bias))
+    assert error(got, written_out(*operands(), mask, bias)) <= TOLERANCE[dtype].gradient
+
+
+@pytest.mark.parametrize("scale", [2000.0, np.float32(2000.0), "traced"])
+def test_a_scale_of_any_kind(scale):
+    """Also where a query of float16 times the scale would be infinite; and its derivative."""
+    query, key, value = (x / 40 for x in operands())
+    query, key = 40 * query * 40, key / 40
+
+    def fn(scale):
+        return jnp.sum(jnp.sin(dot_product_attention(query, key, value, scale=scale)))
+
+    want = fn(2000.0)
+    got = autocast(jax.jit(fn), "mixed_float16")(jnp.float32(2000.0)) if scale == "traced" else fn(scale)
+    assert abs(got - want) <= 2e-2 * abs(want)
+    assert np.isfinite(float(jax.grad(fn)(0.0)))
+
+
+def test_by_hand_in_16_bits_the_bias_keeps_a_dtype_of_its_own():
+    """On CUDA too, where the kernel gives its gradient in the query's; lowered, not run."""
+    low = [x.astype(jnp.float16) for x in operands()]
+    total = lambda bias, q, k, v: jnp.sum(dot_product_attention(q, k, v, bias)).astype(jnp.float32)  # noqa: E731
+    fn = jax.jit(jax.grad(total))
+    assert fn(draw(1, N, T, T), *low).dtype == jnp.float32
+    text = fn.trace(draw(1, N, T, T), *low).lower(lowering_platforms=("cuda",)).as_text()
+    assert "__cudnn$fmhaScaleBiasSoftmaxBackward" in text
+
+
+def test_no_keys_no_implicit_ranks_and_numpy_integers():
+    query, key, value = operands()
+    assert not np.any(dot_product_attention(query, key[:, :0], value[:, :0]))
+    with jax.numpy_rank_promotion("raise"):
+        jax.grad(lambda q: jnp.sum(dot_product_attention(q, key, value, is_causal=True, query_seq_lengths=LENGTHS)))(
+            query
+        )
+    sizes: Any = (np.int64(3), np.int64(0))
+    window = dot_product_attention(query, key, value, local_window_size=sizes)
+    assert error(window, dot_product_attention(query, key, value, local_window_size=(3, 0))) == 0
 
 
 def test_a_float16_bias_of_minus_1e9_masks():
@@ -523,7 +592,7 @@ REFUSED = {
     "mask": (
         lambda *args: args,
         {"mask": jnp.zeros((T, T))},
-        TypeError("`mask` must be boolean, got float32."),
+        TypeError("`mask` must be boolean, got float32; what is added to the logits is the `bias`."),
     ),
     "length": (
         lambda *args: args,

@@ -9,7 +9,6 @@ Decides which attentions the kernels take. Does not decide dtypes: operands are 
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-from ._reference import merged, padding_mask, position_mask, sum_to, zero_padding
+from ._reference import allowed, merged, sum_to, zero_padding
 from ._settings import Settings
 
 _dispatch: Any
@@ -49,7 +48,7 @@ def why_not_fused(query: Any, key: Any, extras: Sequence[Any], settings: Setting
     shapes = [x.shape for x in (query, key, *extras)]
     if not all(isinstance(size, int) for shape in shapes for size in shape):
         return "its dimensions are symbolic"
-    (batch, rows, heads, size), columns = query.shape, key.shape[1]
+    (_, rows, _, size), columns = query.shape, key.shape[1]
     if size % 8 or size > _LARGEST_HEAD:
         return f"cuDNN takes heads of a multiple of 8 up to {_LARGEST_HEAD}, and these have {size}"
     if min(*query.shape, *key.shape) == 0:
@@ -57,8 +56,6 @@ def why_not_fused(query: Any, key: Any, extras: Sequence[Any], settings: Setting
     masks = [named[name].shape for name in ("bias", "mask") if named[name] is not None]
     if masks and (rows % 2 or columns % 2):
         return f"with a bias or a mask cuDNN takes even lengths, and these are {rows} and {columns}"
-    if any(shape[0] not in (1, batch) or shape[1] not in (1, heads) for shape in masks):
-        return f"its bias or mask has the shape {masks[0]}"
     if (settings.is_causal or settings.window) and rows != columns:
         return f"a causal mask or a window is fused for equal lengths, and these are {rows} and {columns}"
     if settings.window is not None:
@@ -130,14 +127,13 @@ def _arguments(query: Any, key: Any, extras: Sequence[Any], settings: Settings) 
 def _attending(key: Any, rows: int, extras: Sequence[Any], settings: Settings) -> Any:
     """Which rows attend to anything, `[B, T, N, 1]` or broadcastable to it; `None` for all.
 
-    The others average all values, as in `jax.nn`; the kernels would have them average what causality leaves.
+    The others average all values, as in `jax.nn`; the kernels would average only the positions that causality allows.
     """
     named = settings.named(extras)
     mask, lengths = named["mask"], named["key_value_seq_lengths"]
     if mask is None:
         return None if lengths is None else (lengths > 0)[:, None, None, None]
-    masks = mask, position_mask(rows, key.shape[1], settings), padding_mask(rows, key.shape[1], None, lengths)
-    inside = functools.reduce(jnp.logical_and, [each for each in masks if each is not None])
+    inside: Any = allowed(rows, key.shape[1], settings, {**named, "query_seq_lengths": None})
     return jnp.moveaxis(jnp.any(inside, axis=-1), 1, 2)[..., None]
 
 
@@ -165,5 +161,6 @@ def backward(query: Any, key: Any, value: Any, *rest: Any, settings: Settings) -
         averaged = jnp.sum(averaged.reshape(*gradient.shape[:2], key.shape[2], -1, key.shape[3]), (1, 3), jnp.float32)
         found[2] = (found[2] + averaged[:, None] / key.shape[1]).astype(value.dtype)
     if settings.bias_has_gradient:
-        found[3] = sum_to(found[3], settings.named(extras)["bias"].shape)
+        bias = settings.named(extras)["bias"]
+        found[3] = sum_to(found[3].astype(jnp.float32), bias.shape).astype(bias.dtype)
     return tuple(found)

@@ -6,16 +6,18 @@ Decides what arguments are accepted. Does not decide how they are computed; see 
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._sharding import local, varying_axes
 from ._primitives import attention_p
-from ._reference import with_dropout
+from ._reference import allowed, normalised, with_dropout
 from ._settings import EXTRAS, Settings, config
 
 
@@ -41,8 +43,8 @@ def dot_product_attention(
     mathematics. Under `autocast`, `value_and_grad` or `grad` with a 16-bit compute dtype, and with 16-bit operands, it
     runs as cuDNN's fused attention on NVIDIA GPUs from Ampere on: nothing of the size `T x S` is written, forward or
     backward. Elsewhere, and for what cuDNN does not take, it is the same mathematics in `jax.numpy`, every sum in
-    float32. `explain` says which, and why. `_cudnn.why_not_fused` lists the limits: heads of a multiple of 8 up to 128,
-    even lengths with a bias or a mask, equal lengths with `is_causal` or a window, no dropout.
+    float32. `explain` says which, and why. The limits: heads of a multiple of 8 up to 128, even lengths with a bias or
+    a mask, equal lengths with `is_causal` or a window, no dropout.
 
     Shapes: B examples, T queries, S keys, N heads of the query, K heads of key and value (N is a multiple of K: grouped
     and multi-query attention), H numbers a head.
@@ -50,9 +52,9 @@ def dot_product_attention(
     Args:
       query: `[B, T, N, H]` or `[T, N, H]`, floating.
       key, value: `[B, S, K, H]` or `[S, K, H]`, in the query's dtype.
-      bias: added to the logits, 4-D and broadcastable to `[B, N, T, S]`, floating. cuDNN is given a copy in the compute
-        dtype.
-      mask: boolean, 4-D and broadcastable to `[B, N, T, S]`; True takes part. cuDNN is given it as a bias in 16 bits;
+      bias: added to the logits, broadcastable to `[B, N, T, S]`. The largest number that a row may attend to is
+        subtracted from it, which softmax does not see; cuDNN is given the result in the compute dtype.
+      mask: boolean, broadcastable to `[B, N, T, S]`; True takes part. cuDNN is given it as a bias in 16 bits;
         `is_causal`, lengths and windows cost it nothing. A row that masks everything averages all values.
       scale: of the logits; `1 / sqrt(H)` if `None`.
       is_causal: whether a position attends to none after it.
@@ -80,17 +82,23 @@ def dot_product_attention(
     _check_shapes(query, key, value)
     extras = dict(zip(EXTRAS, (bias, mask, query_seq_lengths, key_value_seq_lengths), strict=True))
     extras = {name: _checked(jnp.asarray(x), name, query, key) for name, x in extras.items() if x is not None}
-    if scale is None:
-        scale = 1 / math.sqrt(query.shape[-1])
-    elif not isinstance(scale, int | float | np.number):  # an array, which may be differentiated
-        query, scale = query * jnp.asarray(scale, query.dtype), 1.0
+    if np.ndim(scale) != 0:
+        raise ValueError(f"`scale` must be one number, got the shape {np.shape(scale)}.")
+    factor: Any = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if isinstance(factor, Tracer):
+        query, key, factor = *_scaled(query, key, factor), 1.0
+    if key.shape[1] == 0:
+        return jnp.zeros(shape, query.dtype)
     settings = Settings(
         tuple(extras),
-        float(scale),
+        float(factor),
         bool(is_causal),
         _window(local_window_size),
         config.jax_default_matmul_precision,
     )
+    if "bias" in extras:
+        mask = allowed(query.shape[1], key.shape[1], settings, settings.named([*extras.values()]))
+        extras["bias"] = normalised(extras["bias"], mask)
     operands = query, key, value, *extras.values()
     # In a `shard_map` that checks, so that the gradient of what is equal on all devices is summed over them.
     operands = local(operands, tuple(frozenset().union(*map(varying_axes, operands))))
@@ -124,7 +132,7 @@ def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
             f"`query` and `key` must agree in batch and head size, got {query.shape} and {key.shape}: "
             f"[batch, length, heads, size] each."
         )
-    if query.shape[2] % key.shape[2]:
+    if key.shape[2] == 0 or query.shape[2] % key.shape[2]:
         raise ValueError(
             f"`query` must have a multiple of the heads of `key`, got {query.shape[2]} and {key.shape[2]} heads."
         )
@@ -134,9 +142,10 @@ def _checked(x: jax.Array, name: str, query: jax.Array, key: jax.Array) -> jax.A
     batch, rows, heads, _ = query.shape
     if name in ("bias", "mask"):
         wanted = (batch, heads, rows, key.shape[1])
-        right = jnp.floating if name == "bias" else jnp.bool_
-        if not jnp.issubdtype(x.dtype, right):
-            raise TypeError(f"`{name}` must be {'floating' if name == 'bias' else 'boolean'}, got {x.dtype}.")
+        if name == "mask" and x.dtype != jnp.bool_:
+            raise TypeError(f"`mask` must be boolean, got {x.dtype}; what is added to the logits is the `bias`.")
+        if name == "bias" and not (jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)):
+            raise TypeError(f"`bias` must be real numbers, got {x.dtype}; what masks is the `mask`.")
         x = x.reshape((1,) * (4 - x.ndim) + x.shape) if x.ndim < 4 else x
         if x.ndim != 4 or any(a not in (1, b) for a, b in zip(x.shape, wanted, strict=True)):
             raise ValueError(f"`{name}` must be broadcastable to [batch, heads, T, S] = {wanted}, got {x.shape}.")
@@ -149,10 +158,27 @@ def _checked(x: jax.Array, name: str, query: jax.Array, key: jax.Array) -> jax.A
 def _window(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
     if size is None:
         return None
-    window = (size, size) if isinstance(size, int) else tuple(size)
-    if len(window) != 2 or any(not isinstance(side, int) or side < 0 for side in window):
+    sides: Any = (size, size) if np.ndim(size) == 0 else size
+    try:
+        left, right = map(operator.index, sides)
+    except (TypeError, ValueError):
+        left = right = -1
+    if isinstance(size, bool) or min(left, right) < 0:
         raise ValueError(f"`local_window_size` must be one number of positions or (left, right), got {size!r}.")
-    return window
+    return left, right
+
+
+def _scaled(query: jax.Array, key: jax.Array, scale: Any) -> tuple[jax.Array, jax.Array]:
+    """Query and key whose products are `scale` times as large: each takes half of its power of two.
+
+    A query times 3,000 would leave float16's range where the logits do not.
+    """
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    scale = jnp.asarray(scale, wide)
+    size = jnp.maximum(jnp.abs(jax.lax.stop_gradient(scale)), 1)
+    of_key = jnp.floor(jnp.floor(jnp.log2(size)) / 2)
+    query = (query.astype(wide) * (scale * jnp.exp2(-of_key))).astype(query.dtype)
+    return query, (key.astype(wide) * jnp.exp2(of_key)).astype(key.dtype)
 
 
 def _check_dropout(rate: Any, key: jax.Array | None) -> None:

@@ -2,7 +2,7 @@
 
 With 16-bit operands this is the arithmetic of fused attention (Dao, "FlashAttention-2", 2023, algorithms 1 and 2): the
 unnormalized weights and the gradient of the logits are rounded where a product reads them, and nowhere else. The
-backward pass computes the weights again from the log-sum-exp, so that no array of T x S crosses to it.
+backward pass computes the weights again, so that no array of T x S crosses to it.
 
     B = batch size, T = length of the query, S = length of key and value, N = heads of the query,
     K = heads of key and value, G = N // K, H = size of a head
@@ -20,12 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._settings import Settings
+from ._settings import EXTRAS, Settings
 
 Array = jax.Array
 
 # What masks in each dtype; otherwise -2**126. cuDNN subtracts two such numbers.
-_LOWEST = {"float16": -(2.0**15), "bfloat16": -(2.0**41)}
+_MASKED = {"float16": -(2.0**15), "bfloat16": -(2.0**41)}
+_HUGE = 2.0**100  # differences of such numbers are finite in float32
 
 
 def forward(*operands: Array, settings: Settings, exact_products: bool = False) -> tuple[Array, Array]:
@@ -77,7 +78,7 @@ def backward(*operands: Array, settings: Settings, exact_products: bool = False)
       operands: those of `forward`, its two results, and the gradient of the output.
       settings, exact_products: as in `forward`.
     """
-    query, key, value, *extras, out, lse, gradient = operands
+    query, key, value, *extras, out, _, gradient = operands
     at = _Attention.of(query, key, extras, settings, exact_products)
     groups = (*query.shape[:2], key.shape[2], query.shape[2] // key.shape[2], query.shape[3])
     gradient = at.zero_padding(gradient)
@@ -85,8 +86,8 @@ def backward(*operands: Array, settings: Settings, exact_products: bool = False)
     delta = jnp.sum(at.wide(gradient) * at.wide(out), axis=-1).reshape(groups[:-1])
     delta = jnp.moveaxis(delta, 1, 3)[..., None]
     gradient = gradient.reshape(groups)
-    logits = at.logits(query, key)
-    weights = jnp.exp(logits - lse.reshape(logits.shape[:-1])[..., None])
+    # Of logits beyond 1e4 a log-sum-exp in float32 would not hold the sum.
+    weights = jax.nn.softmax(at.logits(query, key), axis=-1)
     of_value = at.dot("bkgts,btkgh->bskh", weights.astype(value.dtype), gradient)
     of_logits = weights * (at.dot("btkgh,bskh->bkgts", gradient, value) - delta)
     low = of_logits.astype(query.dtype)
@@ -122,14 +123,11 @@ class _Attention(NamedTuple):
         dtype = jnp.promote_types(query.dtype, jnp.float32)
         named = settings.named(extras)
         rows, columns = query.shape[1], key.shape[1]
-        lengths = named["query_seq_lengths"], named["key_value_seq_lengths"]
-        positions = position_mask(rows, columns, settings)
-        masks = [positions, named["mask"], padding_mask(rows, columns, *lengths)]
-        masks = [mask for mask in masks if mask is not None]
-        bias, attends = merged(named["bias"], functools.reduce(jnp.logical_and, masks) if masks else None, dtype)
-        if len(masks) == 1 and positions is not None and settings.window is None:
+        mask = allowed(rows, columns, settings, named)
+        bias, attends = merged(named["bias"], mask, dtype)
+        if settings.window is None and all(named[name] is None for name in EXTRAS[1:]):
             attends = None  # every position attends to the first
-        return cls(settings, dtype, exact_products, bias, attends, lengths[0])
+        return cls(settings, dtype, exact_products, bias, attends, named["query_seq_lengths"])
 
     def wide(self, x: Array) -> Array:
         return x.astype(self.dtype)
@@ -169,15 +167,23 @@ class _Attention(NamedTuple):
 def zero_padding(x: Array, lengths: Array | None) -> Array:
     if lengths is None:
         return x
-    inside = jnp.arange(x.shape[1]) < lengths[:, None]
+    inside = jnp.arange(x.shape[1])[None] < lengths[:, None]
     return jnp.where(inside[..., None, None], x, jnp.zeros((), x.dtype))
+
+
+def allowed(rows: int, columns: int, settings: Settings, named: dict[str, Any]) -> Array | None:
+    """`[B, N, T, S]` or broadcastable to it: which positions attend to which, by all that says so; `None` for all."""
+    lengths = named["query_seq_lengths"], named["key_value_seq_lengths"]
+    masks = [position_mask(rows, columns, settings), named["mask"], padding_mask(rows, columns, *lengths)]
+    masks = [mask for mask in masks if mask is not None]
+    return functools.reduce(jnp.logical_and, masks) if masks else None
 
 
 def position_mask(rows: int, columns: int, settings: Settings) -> Array | None:
     """`[1, 1, T, S]`: where causality and the window let a position attend to another."""
     if not settings.is_causal and settings.window is None:
         return None
-    distance = jnp.arange(columns) - jnp.arange(rows)[:, None]
+    distance = jnp.arange(columns)[None] - jnp.arange(rows)[:, None]
     left, right = (rows, columns) if settings.window is None else settings.window
     right = min(right, 0) if settings.is_causal else right
     return ((distance >= -left) & (distance <= right))[None, None]
@@ -187,28 +193,38 @@ def padding_mask(rows: int, columns: int, query_lengths: Array | None, lengths: 
     """`[B, 1, T, S]`: the rows and columns that hold data."""
     inside = None
     if lengths is not None:
-        inside = (jnp.arange(columns) < lengths[:, None])[:, None, None, :]
+        inside = (jnp.arange(columns)[None] < lengths[:, None])[:, None, None, :]
     if query_lengths is not None:
-        row = (jnp.arange(rows) < query_lengths[:, None])[:, None, :, None]
+        row = (jnp.arange(rows)[None] < query_lengths[:, None])[:, None, :, None]
         inside = row if inside is None else inside & row
     return inside
 
 
-def merged(bias: Array | None, mask: Array | None, dtype: Any) -> tuple[Array | None, Array | None]:
-    """Bias and mask as one bias in `dtype`, and which rows attend to anything; `None` for none and all.
+def normalised(bias: Array, mask: Array | None) -> Array:
+    """`bias` less the largest number of each row that `mask` allows, in float32 or wider: finite, and zero at most.
 
-    The largest number of a row is subtracted if it is negative, as in a row of -1e9 that a bias masks throughout: in a
-    log-sum-exp of that size nothing of the logits would be left. Softmax does not change by it. A row that a mask
-    covers throughout gets no bias; with a query of zeros its weights are equal, as `jax.nn` has them.
+    Softmax does not change by it. A row of -1e9, as padding is often written, would leave nothing of the logits in a
+    log-sum-exp, and a number beyond 65,504 is none in float16.
+    """
+    wide = jnp.promote_types(bias.dtype, jnp.float32)
+    bias = jnp.clip(bias.astype(wide), -_HUGE, _HUGE)
+    if mask is None:
+        return bias - lax.stop_gradient(jnp.max(bias, axis=-1, keepdims=True))
+    top = jnp.max(jnp.where(mask, bias, -_HUGE), axis=-1, keepdims=True)
+    return jnp.where(mask, bias - lax.stop_gradient(top), 0)
+
+
+def merged(bias: Array | None, mask: Array | None, dtype: Any) -> tuple[Array | None, Array | None]:
+    """A normalised bias and a mask as one bias in `dtype`, and which rows attend to anything; `None` for none and all.
+
+    A row that a mask covers throughout gets no bias; with a query of zeros its weights are equal, as `jax.nn` has them.
     """
     wide = jnp.promote_types(dtype, jnp.float32)
-    lowest = jnp.asarray(_LOWEST.get(np.dtype(dtype).name, -(2.0**126)), wide)
+    masked = jnp.asarray(_MASKED.get(np.dtype(dtype).name, -(2.0**126)), wide)
     if bias is not None:
-        bias = jnp.maximum(bias.astype(wide), jnp.finfo(jnp.float32).min)
-        bias = bias - jnp.minimum(lax.stop_gradient(jnp.max(bias, axis=-1, keepdims=True)), 0)
-        bias = jnp.maximum(bias, lowest)
+        bias = jnp.maximum(bias.astype(wide), masked / 2)  # above what masks
     if mask is None:
         return (None if bias is None else bias.astype(dtype)), None
     attends = jnp.any(mask, axis=-1, keepdims=True)
-    masked = jnp.where(mask, jnp.zeros((), wide) if bias is None else bias, lowest)
-    return jnp.where(attends, masked, jnp.zeros((), wide)).astype(dtype), attends[..., 0]
+    filled = jnp.where(mask, jnp.zeros((), wide) if bias is None else bias, masked)
+    return jnp.where(attends, filled, jnp.zeros((), wide)).astype(dtype), attends[..., 0]

@@ -32,6 +32,7 @@ def dot_product_attention(
     dtype: Any = None,
     precision: Any = None,
     module: Any = None,
+    *,
     force_fp32_for_softmax: bool = True,
     is_causal: bool = False,
     qk_attn_weights_einsum: Callable[..., Any] | None = None,
@@ -51,7 +52,7 @@ def dot_product_attention(
       broadcast_dropout: whether one draw of `[T, S]` serves all examples and heads.
       dropout_rng, dropout_rate, deterministic: as in Flax. A rate above zero that is not deterministic is not fused.
       dtype: what query, key and value are cast to; the dtype they promote to if `None`.
-      precision: must be `None`.
+      precision: must be `None`, or the default.
       module: must be `None`: a layer with `sow_weights` asks for weights that are never written.
       force_fp32_for_softmax: softmax is always in float32.
       is_causal: whether a position attends to none after it.
@@ -81,7 +82,7 @@ def dot_product_attention(
         "attn_weights_value_einsum": attn_weights_value_einsum,
     }
     for name, value_of in refused.items():
-        if value_of is not None:
+        if value_of is not None and value_of not in ("default", jax.lax.Precision.DEFAULT):
             raise ValueError(
                 f"`{name}` must be None for jmp_train's attention, got {value_of!r}: its products run in the policy's "
                 f"compute dtype; to keep them in float32, mark the layer with jmp_train.full_precision."

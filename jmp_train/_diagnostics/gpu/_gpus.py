@@ -32,6 +32,7 @@ NARROW_UNITS = ("8 bits", "16 bits")
 
 # Since which compute capability a GPU multiplies so, and the last that the compiler makes no kernels for.
 _TF32 = (8, 0)
+_FLOAT8 = (8, 9)
 _NATIVE_FLOAT8_IN_TRITON = (12, 0)
 _LAST_WITHOUT_COMPILER = (7, 4)
 
@@ -78,10 +79,15 @@ class GPU:
         `by_triton`: in a kernel of Triton's, which converts float8 to float16 where it is not tuned.
         """
         unit = product_unit(dtypes, is_strict)
-        if unit == "tf32" and self.capability < _TF32:
+        upcast = (
+            unit == "16 bits" and any(re.match(r"bf16|bfloat16", name) for name in dtypes) and not self.has_bfloat16
+        )
+        if upcast or (unit == "tf32" and self.capability < _TF32):
             return "float32"
-        narrow = unit == "8 bits" and any(re.match(r"f8|float8", name) for name in dtypes)
-        return "16 bits" if narrow and by_triton and self.capability < _NATIVE_FLOAT8_IN_TRITON else unit
+        if unit == "8 bits" and any(re.match(r"f8|float8", name) for name in dtypes):
+            native = self.capability >= (_NATIVE_FLOAT8_IN_TRITON if by_triton else _FLOAT8)
+            return unit if native else "16 bits"
+        return unit
 
 
 def gpus() -> tuple[str, ...]:
@@ -114,8 +120,8 @@ def get_gpu(gpu: str) -> GPU:
     known = {re.sub(r"\s", "", each): each for each in _NAMED}
     if name in _TOO_OLD:
         raise ValueError(
-            f"`gpu`: the compiler of CUDA 13 makes no kernels for Volta and older, such as {gpu!r}; the oldest it "
-            f"compiles for is the T4."
+            f"`gpu`: there are no figures for Volta and older, such as {gpu!r}, for which the compiler of CUDA 13 "
+            f"makes no kernels; the oldest with a name is the T4."
         )
     if name not in known:
         raise ValueError(
