@@ -303,7 +303,7 @@ def test_biases_of_any_size(case, dtype):
     bias, mask = EXTREME[case]
 
     def fn(query, key, value, bias):
-        extras = {"is_causal": True} if mask is CAUSAL else {"mask": jnp.asarray(mask).reshape(1, 1, -1, T)}
+        extras: Any = {"is_causal": True} if mask is CAUSAL else {"mask": jnp.asarray(mask).reshape(1, 1, -1, T)}
         of = lambda q, k, v: dot_product_attention(q, k, v, bias, **extras)  # noqa: E731
         gradients = jax.grad(lambda *args: jnp.sum(jnp.sin(of(*args))), (0, 1, 2))
         return of(query, key, value), gradients(query, key, value)
@@ -342,9 +342,8 @@ def test_no_keys_no_implicit_ranks_and_numpy_integers():
     query, key, value = operands()
     assert not np.any(dot_product_attention(query, key[:, :0], value[:, :0]))
     with jax.numpy_rank_promotion("raise"):
-        jax.grad(lambda q: jnp.sum(dot_product_attention(q, key, value, is_causal=True, query_seq_lengths=LENGTHS)))(
-            query
-        )
+        attend = functools.partial(dot_product_attention, is_causal=True, query_seq_lengths=LENGTHS)
+        jax.grad(lambda query: jnp.sum(attend(query, key, value)))(query)
     sizes: Any = (np.int64(3), np.int64(0))
     window = dot_product_attention(query, key, value, local_window_size=sizes)
     assert error(window, dot_product_attention(query, key, value, local_window_size=(3, 0))) == 0

@@ -82,9 +82,9 @@ def dot_product_attention(
     _check_shapes(query, key, value)
     extras = dict(zip(EXTRAS, (bias, mask, query_seq_lengths, key_value_seq_lengths), strict=True))
     extras = {name: _checked(jnp.asarray(x), name, query, key) for name, x in extras.items() if x is not None}
-    if np.ndim(scale) != 0:
-        raise ValueError(f"`scale` must be one number, got the shape {np.shape(scale)}.")
     factor: Any = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if np.ndim(factor) != 0:
+        raise ValueError(f"`scale` must be one number, got the shape {np.shape(factor)}.")
     if isinstance(factor, Tracer):
         query, key, factor = *_scaled(query, key, factor), 1.0
     if key.shape[1] == 0:
