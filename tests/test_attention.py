@@ -623,6 +623,12 @@ def test_wrong_arguments(argument):
         dot_product_attention(*change(*operands()), **kwargs)
 
 
+@pytest.mark.parametrize("name", ["is_causal", "dropout_rate"])
+def test_what_has_to_be_static(name):
+    with pytest.raises(TypeError, match=f"^`{name}` must be known while tracing, got .*; make it a static argument"):
+        jax.jit(lambda x: dot_product_attention(*operands(), **{name: x}))(0.5)
+
+
 def test_it_is_exported_and_takes_any_batch():
     (batch,) = jax.export.symbolic_shape("b")
     x = jax.ShapeDtypeStruct((batch, T, N * H), jnp.float32)

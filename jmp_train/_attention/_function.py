@@ -69,13 +69,16 @@ def dot_product_attention(
       The output, in the query's shape and dtype.
 
     Raises:
-      TypeError: not floating, or different dtypes.
+      TypeError: not floating, or different dtypes; a traced `is_causal` or `dropout_rate`.
       ValueError: shapes that do not fit together, or a dropout without its key.
 
     >>> q = k = v = jnp.ones((2, 16, 4, 8))
     >>> dot_product_attention(q, k, v, is_causal=True).shape
     (2, 16, 4, 8)
     """
+    for name, static in (("is_causal", is_causal), ("dropout_rate", dropout_rate)):
+        if isinstance(static, Tracer):
+            raise TypeError(f"`{name}` must be known while tracing, got {static}; make it a static argument of jit.")
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     shape = query.shape
     query, key, value = (_with_batch(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))

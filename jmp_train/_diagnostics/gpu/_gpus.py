@@ -269,7 +269,7 @@ _NAMED = {
 }
 
 # FLOP per clock and core of each compute capability, dense, in 16 bits with accumulation in float32: the data sheets'
-# rates divided by clock and cores. Of consumer cards of 8.6 and 8.9 it is half.
+# rates divided by clock and cores. Of consumer cards since 8.6 it is half.
 _PER_CLOCK = {
     (7, 0): 1024,
     (7, 5): 1024,
