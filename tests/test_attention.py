@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from battery_tools import quick_jit
 from comparisons import TOLERANCE
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jmp_train as jmp
 from jmp_train import autocast, dot_product_attention, explain
 from jmp_train._attention import _cudnn, _reference
+from jmp_train._attention._partition import partitioned
 from jmp_train._attention._settings import EXTRAS, Settings
 
 B, T, N, K, H = 2, 16, 4, 2, 8
@@ -543,6 +544,39 @@ def test_an_example_without_keys_averages_all_values_as_jax_does(monkeypatch):
     low = lambda x: x.astype(jnp.float16)  # noqa: E731
     got, want = quick_jit(run)()
     assert error(got, want) <= TOLERANCE["float16"].gradient
+
+
+DIVIDED = {
+    "batch": (PartitionSpec("data"), N, 1),
+    "heads": (PartitionSpec(None, None, "model"), N, N),
+    "both, a bias for all": (PartitionSpec("data", None, "model"), 2, 1),
+    "one head of keys": (PartitionSpec("data", None, "model"), 1, N),
+    "sequences": (PartitionSpec(None, "model"), 2, 1),
+}
+
+
+@pytest.mark.parametrize("kind", DIVIDED)
+def test_divided_among_devices_it_is_the_same(kind):
+    """With the reference in the place of the kernels, on devices that have a part of the query each."""
+    spec, heads, of_bias = DIVIDED[kind]
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    settings = Settings(("bias", "key_value_seq_lengths"), H**-0.5, is_causal=True, bias_has_gradient=True)
+    given = [*operands(heads=heads), draw(1, of_bias, T, T), LENGTHS]
+
+    def run(forward, backward, *given):
+        out, lse = forward(*given)
+        return out, lse, backward(*given, out, lse, jnp.cos(out))
+
+    reference = [functools.partial(each, settings=settings) for each in (_reference.forward, _reference.backward)]
+    shapes = tuple(x.shape for x in given)
+    divided = [
+        partitioned(_reference.forward, settings, shapes),
+        partitioned(_reference.backward, settings, (*shapes, given[0].shape, (B, N, T), given[0].shape)),
+    ]
+    sharded = [jax.device_put(given[0], NamedSharding(mesh, spec)), *given[1:]]
+    replicated = [sharded[0], *(jax.device_put(x, NamedSharding(mesh, PartitionSpec())) for x in sharded[1:])]
+    got = jax.jit(functools.partial(run, *divided))(*replicated)
+    assert error(got, jax.jit(functools.partial(run, *reference))(*given)) <= TOLERANCE["float32"].gradient
 
 
 # Wrong arguments.

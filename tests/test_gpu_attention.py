@@ -147,6 +147,31 @@ def test_on_eight_gpus_each_computes_its_part_of_the_batch():
     assert "bf16[2,8,128,64]" in text and "all-gather" not in text
 
 
+SHARDED = {
+    "sequences": ([PartitionSpec(None, "data")] * 3, (4, 64, 4, 64), None),
+    "query alone": ([PartitionSpec("data"), PartitionSpec(), PartitionSpec()], (4, 64, 4, 64), None),
+    "one head of keys": ([PartitionSpec(None, None, "data"), *[PartitionSpec()] * 2], (4, 64, 1, 64), None),
+    "groups": ([PartitionSpec(None, None, "data")] * 3, (4, 64, 2, 64), None),
+    "bias": ([PartitionSpec("data")] * 3, (4, 64, 4, 64), PartitionSpec(None, None, "data")),
+}
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+def test_whatever_is_sharded_is_fused(kind):
+    """Batch and heads stay divided; sequences and what is divided otherwise are gathered."""
+    specs, keys, of_bias = SHARDED[kind]
+    operands = [shape(4, 64, 4, 64), shape(*keys), shape(*keys)]
+    if of_bias is not None:
+        operands, specs = [*operands, shape(1, 4, 64, 64)], [*specs, of_bias]
+    loss = lambda *args: jnp.sum(dot_product_attention(*args) ** 2)  # noqa: E731
+    fn = autocast(jax.grad(loss, tuple(range(len(operands)))), "mixed_bfloat16")
+    text = gpu_module(fn, *operands, devices=2, in_shardings=tuple(specs))
+    lines = [line for line in text.splitlines() if "__cudnn$fmha" in line]
+    assert len(lines) == 2
+    part = {"sequences": "4,4,64,64", "one head of keys": "4,2,64,64", "groups": "4,2,64,64"}.get(kind, "2,4,64,64")
+    assert f"bf16[{part}]" in lines[0].split("custom-call")[0]
+
+
 def test_by_hand_with_the_attention_of_jax():
     """`low_precision` marks `jax.nn`'s own; on a machine without cuDNN JAX refuses to trace it."""
     attend = low_precision(functools.partial(jax.nn.dot_product_attention, implementation="cudnn"), dtype=jnp.bfloat16)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
+from ._partition import partitioned
 from ._reference import allowed, merged, sum_to, zero_padding
 from ._settings import Settings
 
@@ -28,8 +29,8 @@ try:
 except ImportError:
     _dispatch = _fused = None
 
-_FORWARD: Any = getattr(_fused, "_dot_product_attention_fwd_p_wrapper", None)
-_BACKWARD: Any = getattr(_fused, "_dot_product_attention_bwd_p_wrapper", None)
+_FORWARD: Any = getattr(_fused, "_dot_product_attention_fwd_p", None)
+_BACKWARD: Any = getattr(_fused, "_dot_product_attention_bwd_p", None)
 _LARGEST_HEAD = 128
 _AMPERE = (8, 0)
 
@@ -73,7 +74,10 @@ def lowering(reference: Callable[..., Any], fused: Callable[..., Any]) -> Callab
         query, key, _, *rest = ctx.avals_in
         takes = query.dtype in (jnp.float16, jnp.bfloat16) and _capability(ctx) >= _AMPERE
         takes = takes and why_not_fused(query, key, rest[: len(settings.extras)], settings) is None
-        return mlir.lower_fun(fused if takes else reference, multiple_results=True)(ctx, *operands, settings=settings)
+        if not takes:
+            return mlir.lower_fun(reference, multiple_results=True)(ctx, *operands, settings=settings)
+        shapes = tuple(aval.shape for aval in ctx.avals_in)
+        return mlir.lower_fun(partitioned(fused, settings, shapes), multiple_results=True)(ctx, *operands)
 
     return rule
 
@@ -120,7 +124,7 @@ def _arguments(query: Any, key: Any, extras: Sequence[Any], settings: Settings) 
         "sliding_window_length": None if settings.window is None else settings.window[0] + 1,
     }
     if "score_mod" in inspect.signature(_fused._dot_product_attention_fwd_impl).parameters:  # from JAX 0.12
-        params["score_mod"] = None
+        params.update(score_mod_name=None, score_mod_jaxpr=None)
     return [bias, *((lengths, valid) if padded else (none, none)), none, none, none, none], params
 
 
