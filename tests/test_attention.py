@@ -399,8 +399,8 @@ def test_explain_says_which_attention_is_fused_and_why_not():
 
 
 LIMITS = {
-    "size": (((B, T, N, 12), (B, T, N, 12)), {}, {}, "heads of a multiple of 8 up to 128, and these have 12"),
-    "large": (((B, T, N, 256), (B, T, N, 256)), {}, {}, "and these have 256"),
+    "size": (((B, T, N, 12), (B, T, N, 12)), {}, {}, "heads of a multiple of 8 up to 256, and these have 12"),
+    "large": (((B, T, N, 264), (B, T, N, 264)), {}, {}, "and these have 264"),
     "odd": (((B, 15, N, 8), (B, 16, N, 8)), {"mask": (B, 1, 15, 16)}, {}, "even lengths, and these are 15 and 16"),
     "lengths": (((B, 8, N, 8), (B, 16, N, 8)), {}, {"is_causal": True}, "equal lengths, and these are 8 and 16"),
     "window": (((B, T, N, 8), (B, T, N, 8)), {}, {"window": (2, 2)}, "no window to the right"),
@@ -577,6 +577,45 @@ def test_divided_among_devices_it_is_the_same(kind):
     replicated = [sharded[0], *(jax.device_put(x, NamedSharding(mesh, PartitionSpec())) for x in sharded[1:])]
     got = jax.jit(functools.partial(run, *divided))(*replicated)
     assert error(got, jax.jit(functools.partial(run, *reference))(*given)) <= TOLERANCE["float32"].gradient
+
+
+BANDS = {
+    "causal": (np.tril(np.ones((T, T), bool)), True, None),
+    "window": (np.tril(np.ones((T, T), bool)) & ~np.tril(np.ones((T, T), bool), -4), True, (3, 0)),
+    "both sides": (~np.tril(np.ones((T, T), bool), -3) & np.tril(np.ones((T, T), bool), 1), False, (2, 1)),
+    "holes": (np.tril(np.ones((T, T), bool)) & (np.arange(T) != 5), False, None),
+    "nothing": (np.zeros((T, T), bool), False, None),
+}
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("known", [True, False])
+def test_a_mask_of_known_numbers_that_is_a_window_is_one(band, known):
+    mask, is_causal, window = BANDS[band]
+    attend = lambda *args: dot_product_attention(*args[:3], mask=(mask if known else args[3])[None, None])  # noqa: E731
+    (equation,) = equations(jax.make_jaxpr(attend)(*operands(), jnp.asarray(mask)))
+    settings = equation.params["settings"]
+    is_window = known and (is_causal or window is not None)
+    assert settings.extras == (() if is_window else ("mask",))
+    assert (settings.is_causal, settings.window) == ((is_causal, window) if is_window else (False, None))
+    want = jax.nn.dot_product_attention(*operands(), mask=jnp.asarray(mask)[None, None])
+    assert error(attend(*operands(), jnp.asarray(mask)), want) <= TOLERANCE["float32"].gradient
+
+
+def test_explain_says_that_an_attention_with_dropout_is_not_fused():
+    fn = functools.partial(model_loss, dropout_rate=0.5, dropout_key=jax.random.key(0))
+    for place in (fn, jax.checkpoint(fn)):
+        found = explain(jax.grad(place), "mixed_float16")(PARAMS, X).operations
+        reasons = [op.reason for op in found if op.primitive == "dot_general"]
+        assert sum("an attention with dropout, which cuDNN does not take" in reason for reason in reasons) >= 6
+
+
+def test_a_bias_of_one_row_stays_one_row():
+    """What crosses to the backward pass is the bias as it was given, not one for each example or position."""
+    bias = draw(1, N, 1, T)
+    fn = jax.grad(lambda w, x, b: model_loss(w, x, bias=b, is_causal=True, key_value_seq_lengths=LENGTHS))
+    found = equations(jax.make_jaxpr(autocast(fn, "mixed_float16"))(PARAMS, X, bias))
+    assert all(eqn.invars[3].aval.shape == bias.shape for eqn in found)
 
 
 # Wrong arguments.

@@ -6,7 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from battery_tools import HALVES, compile_for_gpu, figures, module_text
+from battery_tools import HALVES, compile_for_gpu, figures, kernels, module_text
 from jax.sharding import PartitionSpec
 
 from jmp_train import autocast, dot_product_attention, low_precision
@@ -123,6 +123,9 @@ def test_which_kinds_are_fused(kind):
     assert re.findall(r'custom_call_target="(__cudnn\$fmha\w+)"', text) == want
     if not want:
         assert not re.search(r"f32\[4,8,256,256\]\S* dot", text)
+    if want and kind != "bias":  # no float32 array of the size of the scores is written, whatever masks
+        written = [kernel.line.split("fusion(")[0] for kernel in kernels(text)]
+        assert not [line for line in written if re.search(r"f32\[\d+,\d+,256,256\]", line)]
     for line in lines:
         shapes = re.findall(r"(f32|f16|s32|u8)\[([\d,]*)\]", line.split("backend_config")[0])
         assert {dims for dtype, dims in shapes if dtype == "f32"} <= {"4,8,256"}  # the log-sum-exp
@@ -134,10 +137,17 @@ def test_nothing_of_the_size_of_the_scores_is_written():
     assert f"{LENGTH},{LENGTH}]" not in text
 
 
-def test_in_float32_and_for_large_heads_nothing_is_fused():
-    fn = jax.grad(lambda *args: jnp.sum(dot_product_attention(*args) ** 2), (0, 1, 2))
-    assert not calls(fn, *[shape(*HEAD)] * 3)
-    assert not calls(autocast(fn, "mixed_float16"), *[shape(2, 64, 4, 256)] * 3)
+def test_in_float32_nothing_is_fused():
+    assert not calls(jax.grad(lambda *args: jnp.sum(dot_product_attention(*args) ** 2), (0, 1, 2)), *[shape(*HEAD)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "size", "number"), [("A100", 128, 2), ("A100", 136, 0), ("H200", 256, 2), ("H200", 264, 0)]
+)
+def test_the_largest_heads(gpu, size, number):
+    fn = autocast(jax.grad(lambda *args: jnp.sum(dot_product_attention(*args) ** 2), (0, 1, 2)), "mixed_float16")
+    report = gpu_report(fn, gpu=gpu)(*[shape(2, 64, 4, size)] * 3)
+    assert sum("__cudnn$fmha" in kernel.line for kernel in report.kernels) == number
 
 
 def test_on_eight_gpus_each_computes_its_part_of_the_batch():
@@ -172,11 +182,15 @@ def test_whatever_is_sharded_is_fused(kind):
     assert f"bf16[{part}]" in lines[0].split("custom-call")[0]
 
 
-def test_by_hand_with_the_attention_of_jax():
-    """`low_precision` marks `jax.nn`'s own; on a machine without cuDNN JAX refuses to trace it."""
+def test_by_hand_with_the_attention_of_jax(monkeypatch):
+    """`low_precision` marks `jax.nn`'s own call of cuDNN, which JAX traces where it finds cuDNN: here it is told so."""
     attend = low_precision(functools.partial(jax.nn.dot_product_attention, implementation="cudnn"), dtype=jnp.bfloat16)
     with pytest.raises(RuntimeError, match="cuDNN"):
         jax.make_jaxpr(attend)(*[shape(*HEAD)] * 3)
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
+    total = lambda *args: jnp.sum(attend(*args) ** 2)  # noqa: E731
+    for fn in (jax.grad(autocast(total, "mixed_bfloat16")), autocast(jax.grad(total), "mixed_bfloat16")):
+        assert calls(fn, *[shape(*HEAD)] * 3) == PLAIN
 
 
 def test_gpu_report_counts_its_arithmetic():

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 
 from jmp_train import DEFAULT_RULES, autocast, explain, full_precision, low_precision
 
@@ -228,3 +229,16 @@ def test_bad_regions():
             match=sentence("`fn` must be callable, got 3; pass the function whose operations are to be marked."),
         ):
             mark(3)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_pallas_kernel_is_given_16_bits_by_low_precision_and_float32_without():
+    def kernel(x, out):
+        out[...] = 2 * x[...]
+
+    def twice(x):
+        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+    for call, dtype in ((twice, "float32"), (low_precision(twice, dtype="float16"), "float16")):
+        fn = lambda x, call=call: call(x @ x)  # noqa: E731
+        assert reads("pallas_call", fn, X) == [dtype]
+        assert jnp.all(autocast(fn, "mixed_float16")(X) == 4)

@@ -7,12 +7,11 @@
 import os
 
 from .._jaxpr import leave_out_of_source_lines
+from ._cudnn import generation as generation
 from ._cudnn import why_not_fused as why_not_fused
 from ._function import dot_product_attention as dot_product_attention
 from ._primitives import ATTENTION as ATTENTION
-from ._primitives import ATTENTION_BACKWARD as ATTENTION_BACKWARD
-from ._primitives import ATTENTION_TANGENT as ATTENTION_TANGENT
 from ._primitives import names_of_operands as names_of_operands
-from ._settings import Settings as Settings
+from ._settings import DROPOUT as DROPOUT
 
 leave_out_of_source_lines(os.path.dirname(__file__) + os.sep)

@@ -2,7 +2,7 @@
 
 The one file that imports a private module of JAX: its public function refuses float32 operands while tracing, gives the
 log-sum-exp in 16 bits, and has no call for the backward pass alone. The primitives bound here are those of JAX 0.10 to
-0.12; where they are missing, `why_not_fused` says so and the reference runs.
+0.12; with another one, `why_not_fused` says so and the reference runs.
 
 Decides which attentions the kernels take. Does not decide dtypes: operands are in 16 bits, or the reference runs.
 """
@@ -21,18 +21,30 @@ from ._partition import partitioned
 from ._reference import allowed, merged, sum_to, zero_padding
 from ._settings import Settings
 
-_dispatch: Any
-_fused: Any
-try:
-    from jax._src import dispatch as _dispatch
-    from jax._src.cudnn import fused_attention_stablehlo as _fused
-except ImportError:
-    _dispatch = _fused = None
+_dispatch: Any = None
+_fused: Any = None
+if jax.__version_info__ < (0, 13):
+    try:
+        from jax._src import dispatch as _dispatch
+        from jax._src.cudnn import fused_attention_stablehlo as _fused
+    except ImportError:
+        pass
 
 _FORWARD: Any = getattr(_fused, "_dot_product_attention_fwd_p", None)
 _BACKWARD: Any = getattr(_fused, "_dot_product_attention_bwd_p", None)
-_LARGEST_HEAD = 128
-_AMPERE = (8, 0)
+# The largest heads, by the compute capability from which on they are fused.
+_LARGEST = {(8, 0): 128, (9, 0): 256}
+_GENERATIONS = {(8, 0): "Ampere", (9, 0): "Hopper"}
+
+
+def fused_from(query: Any) -> tuple[int, int]:
+    """The least compute capability on which cuDNN takes heads of the size of the query's."""
+    return next(capability for capability, size in _LARGEST.items() if query.shape[-1] <= size)
+
+
+def generation(query: Any) -> str:
+    """That of the GPUs from which on it does."""
+    return _GENERATIONS[fused_from(query)]
 
 
 def why_not_fused(query: Any, key: Any, extras: Sequence[Any], settings: Settings) -> str | None:
@@ -44,14 +56,14 @@ def why_not_fused(query: Any, key: Any, extras: Sequence[Any], settings: Setting
       settings: the static part.
     """
     if _FORWARD is None or _BACKWARD is None:
-        return f"JAX {jax.__version__} has no fused attention where 0.10 to 0.12 have it"
+        return f"its kernels are called as in JAX 0.10 to 0.12, and this is JAX {jax.__version__}"
     named = settings.named(extras)
     shapes = [x.shape for x in (query, key, *extras)]
     if not all(isinstance(size, int) for shape in shapes for size in shape):
         return "its dimensions are symbolic"
     (_, rows, _, size), columns = query.shape, key.shape[1]
-    if size % 8 or size > _LARGEST_HEAD:
-        return f"cuDNN takes heads of a multiple of 8 up to {_LARGEST_HEAD}, and these have {size}"
+    if size % 8 or size > max(_LARGEST.values()):
+        return f"cuDNN takes heads of a multiple of 8 up to {max(_LARGEST.values())}, and these have {size}"
     if min(*query.shape, *key.shape) == 0:
         return "it is empty"
     masks = [named[name].shape for name in ("bias", "mask") if named[name] is not None]
@@ -72,9 +84,9 @@ def lowering(reference: Callable[..., Any], fused: Callable[..., Any]) -> Callab
 
     def rule(ctx: Any, *operands: Any, settings: Settings) -> Any:
         query, key, _, *rest = ctx.avals_in
-        takes = query.dtype in (jnp.float16, jnp.bfloat16) and _capability(ctx) >= _AMPERE
+        takes = query.dtype in (jnp.float16, jnp.bfloat16)
         takes = takes and why_not_fused(query, key, rest[: len(settings.extras)], settings) is None
-        if not takes:
+        if not (takes and _capability(ctx) >= fused_from(query)):
             return mlir.lower_fun(reference, multiple_results=True)(ctx, *operands, settings=settings)
         shapes = tuple(aval.shape for aval in ctx.avals_in)
         return mlir.lower_fun(partitioned(fused, settings, shapes), multiple_results=True)(ctx, *operands)
@@ -95,7 +107,7 @@ def _capability(ctx: Any) -> tuple[int, ...]:
         getattr(context, "mesh", None), "_flat_devices_tuple", None
     )
     capability = getattr(devices[0], "compute_capability", None) if devices else None
-    return tuple(map(int, str(capability).split("."))) if capability else _AMPERE
+    return tuple(map(int, str(capability).split("."))) if capability else min(_LARGEST)
 
 
 def _arguments(query: Any, key: Any, extras: Sequence[Any], settings: Settings) -> tuple[list[Any], dict[str, Any]]:
@@ -105,7 +117,9 @@ def _arguments(query: Any, key: Any, extras: Sequence[Any], settings: Settings) 
     none = jnp.zeros(0, query.dtype)
     bias: Any = none
     if named["bias"] is not None or named["mask"] is not None:
-        bias, _ = merged(named["bias"], named["mask"], query.dtype)
+        # Lengths would make a bias for each example of one for all.
+        mask = allowed(rows, columns, settings, {**named, "query_seq_lengths": None, "key_value_seq_lengths": None})
+        bias, _ = merged(named["bias"], mask, named["mask"], query.dtype)
         bias = jnp.broadcast_to(bias, (*bias.shape[:2], rows, columns))
     lengths, valid = named["query_seq_lengths"], named["key_value_seq_lengths"]
     padded = lengths is not None or valid is not None

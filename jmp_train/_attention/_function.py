@@ -5,6 +5,7 @@ Decides what arguments are accepted. Does not decide how they are computed; see 
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from typing import Any
@@ -17,8 +18,8 @@ from jax.typing import ArrayLike
 
 from .._sharding import local, varying_axes
 from ._primitives import attention_p
-from ._reference import allowed, normalised, with_dropout
-from ._settings import EXTRAS, Settings, config
+from ._reference import shifted, with_dropout
+from ._settings import DROPOUT, EXTRAS, Settings, config
 
 
 def dot_product_attention(
@@ -43,8 +44,8 @@ def dot_product_attention(
     mathematics. Under `autocast`, `value_and_grad` or `grad` with a 16-bit compute dtype, and with 16-bit operands, it
     runs as cuDNN's fused attention on NVIDIA GPUs from Ampere on: nothing of the size `T x S` is written, forward or
     backward. Elsewhere, and for what cuDNN does not take, it is the same mathematics in `jax.numpy`, every sum in
-    float32. `explain` says which, and why. The limits: heads of a multiple of 8 up to 128, even lengths with a bias or
-    a mask, equal lengths with `is_causal` or a window, no dropout.
+    float32. `explain` says which, and why. The limits: heads of a multiple of 8 up to 128 (256 from Hopper on), even
+    lengths with a bias or a mask, equal lengths with `is_causal` or a window, no dropout.
 
     Shapes: B examples, T queries, S keys, N heads of the query, K heads of key and value (N is a multiple of K: grouped
     and multi-query attention), H numbers a head.
@@ -54,8 +55,9 @@ def dot_product_attention(
       key, value: `[B, S, K, H]` or `[S, K, H]`, in the query's dtype.
       bias: added to the logits, broadcastable to `[B, N, T, S]`. The largest number that a row may attend to is
         subtracted from it, which softmax does not see; cuDNN is given the result in the compute dtype.
-      mask: boolean, broadcastable to `[B, N, T, S]`; True takes part. cuDNN is given it as a bias in 16 bits;
-        `is_causal`, lengths and windows cost it nothing. A row that masks everything averages all values.
+      mask: boolean, broadcastable to `[B, N, T, S]`; True takes part. cuDNN is given it as a bias in 16 bits, unless
+        its numbers are known while tracing and are those of `is_causal` or a window, which like lengths cost nothing. A
+        row that masks everything averages all values.
       scale: of the logits; `1 / sqrt(H)` if `None`.
       is_causal: whether a position attends to none after it.
       query_seq_lengths, key_value_seq_lengths: `int32[B]`, how many positions of each example hold data. Output beyond
@@ -92,25 +94,23 @@ def dot_product_attention(
         query, key, factor = *_scaled(query, key, factor), 1.0
     if key.shape[1] == 0:
         return jnp.zeros(shape, query.dtype)
-    settings = Settings(
-        tuple(extras),
-        float(factor),
-        bool(is_causal),
-        _window(local_window_size),
-        config.jax_default_matmul_precision,
-    )
+    window = _window(local_window_size)
+    if "mask" in extras and window is None and (window := _window_of(mask, query.shape[1])) is not None:
+        del extras["mask"]
+    if window is not None:  # a side that is as long as the sequence is none
+        is_causal = is_causal or window[1] == 0
+        window = None if window[0] >= query.shape[1] - 1 and is_causal else window
+    settings = Settings(tuple(extras), float(factor), bool(is_causal), window, config.jax_default_matmul_precision)
     if "bias" in extras:
-        mask = allowed(query.shape[1], key.shape[1], settings, settings.named([*extras.values()]))
-        extras["bias"] = normalised(extras["bias"], mask)
+        extras["bias"] = shifted(extras["bias"])
     operands = query, key, value, *extras.values()
     # In a `shard_map` that checks, so that the gradient of what is equal on all devices is summed over them.
     operands = local(operands, tuple(frozenset().union(*map(varying_axes, operands))))
     if dropout_rate != 0.0:
         _check_dropout(dropout_rate, dropout_key)
-        out = with_dropout(
-            *operands, settings=settings, rate=dropout_rate, key=dropout_key, broadcast=broadcast_dropout
-        )
-        return out.reshape(shape)
+        run = functools.partial(with_dropout, settings=settings, rate=dropout_rate, broadcast=broadcast_dropout)
+        run.__name__ = DROPOUT  # pyright: ignore[reportAttributeAccessIssue]
+        return jax.jit(run)(*operands, key=dropout_key).reshape(shape)
     return attention_p.bind(*operands, settings=settings)[0].reshape(shape)
 
 
@@ -169,6 +169,19 @@ def _window(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
     if isinstance(size, bool) or min(left, right) < 0:
         raise ValueError(f"`local_window_size` must be one number of positions or (left, right), got {size!r}.")
     return left, right
+
+
+def _window_of(mask: Any, length: int) -> tuple[int, int] | None:
+    """The window that says the same as a mask whose numbers are known, one for all examples and heads."""
+    if isinstance(mask, Tracer) or np.size(mask) != length**2 or np.shape(mask)[-2:] != (length, length):
+        return None
+    numbers = np.asarray(mask).reshape(length, length)
+    distance = np.arange(length)[None] - np.arange(length)[:, None]
+    allowed = distance[numbers]
+    if not (allowed.size and np.min(allowed) <= 0 <= np.max(allowed)):
+        return None
+    left, right = int(-np.min(allowed)), int(np.max(allowed))
+    return (left, right) if np.array_equal(numbers, (distance >= -left) & (distance <= right)) else None
 
 
 def _scaled(query: jax.Array, key: jax.Array, scale: Any) -> tuple[jax.Array, jax.Array]:

@@ -124,7 +124,7 @@ class _Attention(NamedTuple):
         named = settings.named(extras)
         rows, columns = query.shape[1], key.shape[1]
         mask = allowed(rows, columns, settings, named)
-        bias, attends = merged(named["bias"], mask, dtype)
+        bias, attends = merged(named["bias"], mask, mask, dtype)
         if settings.window is None and all(named[name] is None for name in EXTRAS[1:]):
             attends = None  # every position attends to the first
         return cls(settings, dtype, exact_products, bias, attends, named["query_seq_lengths"])
@@ -200,31 +200,38 @@ def padding_mask(rows: int, columns: int, query_lengths: Array | None, lengths: 
     return inside
 
 
-def normalised(bias: Array, mask: Array | None) -> Array:
-    """`bias` less the largest number of each row that `mask` allows, in float32 or wider: finite, and zero at most.
+def shifted(bias: Array, mask: Array | None = None) -> Array:
+    """`bias` less the largest number of each row, of those that `mask` allows; finite, and in float32 or wider.
 
-    Softmax does not change by it. A row of -1e9, as padding is often written, would leave nothing of the logits in a
-    log-sum-exp, and a number beyond 65,504 is none in float16.
+    Softmax does not change by it. A number beyond 65,504 is none in float16, and a row of -1e9, as padding is often
+    written, would leave nothing of the logits in a log-sum-exp.
     """
     wide = jnp.promote_types(bias.dtype, jnp.float32)
     bias = jnp.clip(bias.astype(wide), -_HUGE, _HUGE)
-    if mask is None:
-        return bias - lax.stop_gradient(jnp.max(bias, axis=-1, keepdims=True))
-    top = jnp.max(jnp.where(mask, bias, -_HUGE), axis=-1, keepdims=True)
-    return jnp.where(mask, bias - lax.stop_gradient(top), 0)
+    top = jnp.max(bias if mask is None else jnp.where(mask, bias, -_HUGE), axis=-1, keepdims=True)
+    bias = bias - lax.stop_gradient(top)
+    return bias if mask is None else jnp.where(mask, bias, 0)
 
 
-def merged(bias: Array | None, mask: Array | None, dtype: Any) -> tuple[Array | None, Array | None]:
-    """A normalised bias and a mask as one bias in `dtype`, and which rows attend to anything; `None` for none and all.
+def merged(
+    bias: Array | None, mask: Array | None, written: Array | None, dtype: Any
+) -> tuple[Array | None, Array | None]:
+    """The bias and a mask as one bias in `dtype`, and which rows attend to anything; `None` for none and all.
 
     A row that a mask covers throughout gets no bias; with a query of zeros its weights are equal, as `jax.nn` has them.
+
+    Args:
+      bias: what is added to the logits.
+      mask: where a position may attend to another, whoever sees to that.
+      written: the part of it that the result has to say.
+      dtype: of the result.
     """
     wide = jnp.promote_types(dtype, jnp.float32)
     masked = jnp.asarray(_MASKED.get(np.dtype(dtype).name, -(2.0**126)), wide)
     if bias is not None:
-        bias = jnp.maximum(bias.astype(wide), masked / 2)  # above what masks
-    if mask is None:
+        bias = jnp.maximum(shifted(bias, mask).astype(wide), masked / 2)  # above what masks
+    if written is None:
         return (None if bias is None else bias.astype(dtype)), None
-    attends = jnp.any(mask, axis=-1, keepdims=True)
-    filled = jnp.where(mask, jnp.zeros((), wide) if bias is None else bias, masked)
+    attends = jnp.any(written, axis=-1, keepdims=True)
+    filled = jnp.where(written, jnp.zeros((), wide) if bias is None else bias, masked)
     return jnp.where(attends, filled, jnp.zeros((), wide)).astype(dtype), attends[..., 0]

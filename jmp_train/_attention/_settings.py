@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 config: Any = jax.config  # its flags are attributes that no type checker knows
+DROPOUT = "jmp_train_attention_with_dropout"  # what an inner `jit` around it is called
 EXTRAS = ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths")
 
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax import lax
 
-from ..._attention import ATTENTION, names_of_operands, why_not_fused
+from ..._attention import ATTENTION, DROPOUT, generation, names_of_operands, why_not_fused
 from ..._dtypes import FLOAT32
 from ..._jaxpr import Node
 from ..analysis.accesses import Accesses
@@ -247,6 +247,8 @@ class _Walk:
         leaves = self.context.reduce_dtype if gradient and self.flow.ends_at(node.outs[0], weights) else low
         if not self.place.is_backward(node) and leaves_small_result(self.recorded, node, are_parameters):
             entry, leaves = Entry(entry.rule, f"{entry.reason}; its small result stays in float32"), FLOAT32
+        if any([call.params.get("name") == DROPOUT for call in node.calls]):
+            entry = Entry(entry.rule, f"{entry.reason}; of an attention with dropout, which cuDNN does not take")
         params: dict[str, Any] = {"preferred_element_type": leaves}
         if asks_for_float32(node.params.get("precision"), None):
             params["precision"] = None  # of 16-bit operands there is one precision; compilers widen them for another
@@ -268,7 +270,8 @@ class _Walk:
         pairs = zip(names, seen, strict=True)
         reads = [None if precision is Precision.RECORDED or name == "lse" else low for name, precision in pairs]
         why = why_not_fused(avals[0], avals[1], avals[3 : 3 + len(settings.extras)], settings)
-        reason = f"in jax.numpy, every sum in float32: {why}" if why else "fused by cuDNN on GPUs from Ampere on"
+        fused = f"fused by cuDNN on GPUs from {generation(avals[0])} on" if why is None else ""
+        reason = fused or f"in jax.numpy, every sum in float32: {why}"
         made = [Precision.LOW if is_float32(self.avals[number]) else Precision.RECORDED for number in node.outs]
         if node.name == ATTENTION:
             made[1] = Precision.FULL
