@@ -196,7 +196,7 @@ def _batcher(primitive: Primitive) -> Callable[..., Any]:
 
 def _batch_of(x: Any, axis: Any) -> int:
     """The size of the first axis of an example."""
-    return x.shape[0] if axis is None or axis != 0 else x.shape[1]
+    return x.shape[1] if axis == 0 else x.shape[0]
 
 
 for _p in (attention_p, tangent_p, backward_p):

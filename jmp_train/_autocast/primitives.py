@@ -40,6 +40,7 @@ class Trait(enum.Flag):
     ACCUMULATES = enum.auto()  # adds terms to its first operand
     LINEAR = enum.auto()  # linear in each operand, or in all of them together
     ROUNDS = enum.auto()  # follows its operands and rounds: worth float32 wherever that costs no bytes
+    ELEMENTWISE = enum.auto()  # of real numbers: an element of the result comes from one of each operand
     FUSES = enum.auto()  # elementwise and cheap: XLA computes it again in every fusion that reads it
     EXPENSIVE = enum.auto()  # elementwise, and XLA stores the result rather than compute it twice
     COMPARES = enum.auto()  # an order of two numbers, which few roundings change; equality is another matter
@@ -48,6 +49,7 @@ class Trait(enum.Flag):
     POOL = enum.auto()  # an extreme of each window, in a kernel of its own
     DOT = enum.auto()  # a matrix product or convolution
     ATTENTION = enum.auto()  # two of them and more, with a softmax between
+    OPAQUE_DOT = enum.auto()  # matrix products in code that JAX does not show, or there may be
     SYSTEM = enum.auto()  # solves or factorizes: roundings are multiplied by the condition number
     CONSTANT = enum.auto()  # not arithmetic, and the same result for the same operands on every device
     CALL = enum.auto()  # runs its body once, with its own operands
@@ -186,6 +188,9 @@ TRAITS = {
     Trait.ROUNDS: "add sub add_any mul div rem atan2 tanh logistic erf erfc",
     Trait.FUSES: "add sub add_any mul div max min neg abs sign select_n clamp integer_pow square one_minus_square "
     "broadcast_in_dim reshape squeeze convert_element_type copy",
+    Trait.ELEMENTWISE: "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type "
+    "copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 floor integer_pow lgamma log log1p logistic max min "
+    "mul neg nextafter pow reduce_precision rem round rsqrt sign sin sinh sqrt square sub tan tanh",
     Trait.EXPENSIVE: "exp exp2 expm1 log log1p log2 logistic tanh erf erfc erf_inv pow sin cos tan sqrt rsqrt cbrt",
     Trait.COMPARES: "lt le gt ge",
     Trait.BITWISE: "and or bitcast_convert_type polynomial",
@@ -193,6 +198,13 @@ TRAITS = {
     Trait.POOL: "reduce_window_max reduce_window_min",
     Trait.DOT: "dot_general ragged_dot_general conv_general_dilated",
     Trait.ATTENTION: "jmp_attention jmp_attention_backward",
+    Trait.OPAQUE_DOT: "pallas_call mpmd_map core_map run_state run_scoped ffi_call call_exported custom_partitioning "
+    "cudnn_fusion pure_callback io_callback buffer_callback scaled_dot scaled_matmul scaled_matmul_wrapper "
+    "dot_product_attention_fwd dot_product_attention_fwd_wrapper dot_product_attention_bwd "
+    "dot_product_attention_bwd_wrapper dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper "
+    "dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper bcoo_dot_general bcoo_dot_general_sampled "
+    "bcoo_spdot_general bcsr_dot_general coo_matmat coo_matvec coo_spmm coo_spmv csr_matmat csr_matvec csr_spmm "
+    "csr_spmv spsolve",
     Trait.SYSTEM: " ".join(_FACTORIZATIONS) + " custom_linear_solve",
     Trait.CONSTANT: "iota convert_element_type bitcast_convert_type reduce_precision and or not xor shift_left "
     "shift_right_arithmetic shift_right_logical random_bits random_seed random_split random_fold_in random_wrap "

@@ -12,22 +12,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._autocast.ir import TOP
-from .._autocast.primitives import TABLE, UNKNOWN
+from .._autocast.primitives import TABLE, UNKNOWN, Trait, having
 from .._flops import ATTENTION, PRODUCTS, attention_flops
 from .._jaxpr import Node
 from .._sizes import is_static
 from ._operations import Operation, Visit, bodies_of, shapes_of, visits
 
-# Opaque primitives that multiply matrices, or may.
-_MAY_MULTIPLY = ATTENTION.keys() | set(
-    "pallas_call mpmd_map core_map run_state run_scoped ffi_call call_exported custom_partitioning cudnn_fusion "
-    "pure_callback io_callback buffer_callback scaled_dot scaled_matmul scaled_matmul_wrapper "
-    "dot_product_attention_fwd dot_product_attention_bwd "
-    "dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper "
-    "dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper "
-    "bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general bcsr_dot_general coo_matmat coo_matvec coo_spmm "
-    "coo_spmv csr_matmat csr_matvec csr_spmm csr_spmv spsolve".split()
-)
+_OPAQUE_DOTS = having(Trait.OPAQUE_DOT)
 _ONCE = {
     "while": "counted as one iteration",
     "custom_linear_solve": "each of its functions counted once",
@@ -78,7 +69,7 @@ def _reason(visit: Visit) -> str | None:
     if node.name == "scan":
         numbered = is_static((node.params["length"],))
         return None if numbered or not _multiplies(node) else "counted as one iteration: symbolic length"
-    if node.name in _MAY_MULTIPLY or node.name not in TABLE:
+    if node.name in _OPAQUE_DOTS or node.name not in TABLE:
         return TABLE.get(node.name, UNKNOWN).reason if any(map(_is_inexact, _avals(visit))) else None
     return None
 
@@ -86,7 +77,7 @@ def _reason(visit: Visit) -> str | None:
 def _multiplies(node: Node) -> bool:
     """Whether the programs inside a node have products, or what may have."""
     inner = (visit.node.name for body in bodies_of(node) for visit in visits(body, TOP))
-    return any(name in PRODUCTS or name in _MAY_MULTIPLY or name not in TABLE for name in inner)
+    return any(name in PRODUCTS or name in _OPAQUE_DOTS or name not in TABLE for name in inner)
 
 
 def _estimate(visit: Visit) -> int | None:

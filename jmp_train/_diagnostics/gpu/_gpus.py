@@ -14,7 +14,7 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..._dtypes import did_you_mean
 
@@ -53,7 +53,7 @@ class GPU:
     target: str
     bandwidth: float
     rates: tuple[tuple[str, float], ...]
-    capability: tuple[int, int] = (9, 0)
+    capability: tuple[int, int]
 
     def rate(self, unit: str) -> float:
         """FLOP per second in one of `UNITS`."""
@@ -134,45 +134,75 @@ def get_gpu(gpu: str) -> GPU:
 _TOO_OLD = frozenset({"P100", "V100", "P4", "P40", "TITANV", "TITANXP"})
 
 
-@dataclasses.dataclass(frozen=True)
-class _Specification:
-    """What a description says beside names and limits that all have.
+class _Generation(NamedTuple):
+    """What all GPUs of one compute capability share.
 
     Attributes:
-      capability: compute capability.
-      cores: streaming multiprocessors.
-      fpus: float32 units of each.
-      clock: in GHz, boosted.
-      bandwidth, memory, cache: of device memory in bytes a second, its size and that of the L2 cache in bytes.
+      fpus: float32 units of a multiprocessor.
+      per_clock: FLOP per clock and multiprocessor, dense, in 16 bits with accumulation in float32: the data sheets'
+        rates divided by clock and multiprocessors. Of consumer cards since 8.6 it is half.
+      float64: the rate of float64 as a share of float32's.
       shared, shared_optin: memory shared by a multiprocessor, and what one block may use of it.
       threads: that a multiprocessor holds.
-      accelerated: whether it has instructions of its generation alone.
     """
 
-    capability: tuple[int, int]
-    cores: int
     fpus: int
-    clock: float
-    bandwidth: int
-    memory: int
-    cache: int
+    per_clock: int
+    float64: float
     shared: int
     shared_optin: int
-    threads: int = 2048
-    accelerated: bool = False
+    threads: int
 
-    def target(self, name: str) -> str:
-        # XLA's 8-bit rewriter asks for the CUDA runtime's version, fused attention for cuDNN's.
-        major, minor = self.capability
-        feature = "feature_extension: ACCELERATED_FEATURES" if self.accelerated else ""
-        return f"""
+
+_GENERATIONS = {
+    (7, 0): _Generation(64, 1024, 1 / 2, 98304, 98304, 2048),
+    (7, 5): _Generation(64, 1024, 1 / 32, 65536, 65536, 1024),
+    (8, 0): _Generation(64, 2048, 1.0, 167936, 166912, 2048),
+    (8, 6): _Generation(128, 1024, 1 / 64, 102400, 101376, 1536),
+    (8, 9): _Generation(128, 1024, 1 / 64, 102400, 101376, 1536),
+    (9, 0): _Generation(128, 4096, 1.0, 233472, 232448, 2048),
+    (10, 0): _Generation(128, 8192, 1 / 2, 233472, 232448, 2048),
+    (12, 0): _Generation(128, 1024, 1 / 64, 102400, 101376, 1536),
+}
+
+
+def _generation(capability: tuple[int, int]) -> _Generation:
+    """Of a capability, or of the newest before it."""
+    return _GENERATIONS[max((known for known in _GENERATIONS if known <= capability), default=min(_GENERATIONS))]
+
+
+def _gpu(
+    name: str,
+    capability: tuple[int, int],
+    rates: tuple[float, ...],
+    *,
+    cores: int,
+    clock: float,
+    bandwidth: int,
+    memory: int,
+    cache: int,
+) -> GPU:
+    """A named GPU.
+
+    Args:
+      rates: in TFLOP/s for each of `UNITS`.
+      cores: streaming multiprocessors.
+      clock: in GHz, boosted.
+      bandwidth, memory, cache: of device memory in bytes a second, its size and that of the L2 cache in bytes.
+    """
+    major, minor = capability
+    generation = _generation(capability)
+    # Since Hopper there are instructions that only the very same generation has.
+    feature = "feature_extension: ACCELERATED_FEATURES" if capability >= (9, 0) else ""
+    # XLA's 8-bit rewriter asks for the CUDA runtime's version, fused attention for cuDNN's.
+    target = f"""
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: {self.shared} threads_per_core_limit: {self.threads}
-  core_count: {self.cores} fpus_per_core: {self.fpus}
+  shared_memory_per_core: {generation.shared} threads_per_core_limit: {generation.threads}
+  core_count: {cores} fpus_per_core: {generation.fpus}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: {self.bandwidth} l2_cache_size: {self.cache} clock_rate_ghz: {self.clock}
-  device_memory_size: {self.memory} shared_memory_per_block_optin: {self.shared_optin}
+  memory_bandwidth: {bandwidth} l2_cache_size: {cache} clock_rate_ghz: {clock}
+  device_memory_size: {memory} shared_memory_per_block_optin: {generation.shared_optin}
   cuda_compute_capability {{ major: {major} minor: {minor} {feature} }}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   device_vendor: "NVIDIA Corporation" thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
@@ -183,117 +213,145 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 device_description_str: "{name}"
 """
-
-
-def _gpu(name: str, rates: tuple[float, ...], specification: _Specification) -> GPU:
-    """`rates` in TFLOP/s for each of `UNITS`."""
     named = tuple((unit, rate * 1e12) for unit, rate in zip(UNITS, rates, strict=True))
-    target = specification.target(name)
-    return GPU(name, target, float(specification.bandwidth), named, specification.capability)
+    return GPU(name, target, float(bandwidth), named, capability)
 
 
-_SMALL_SHARED = (102400, 101376, 1536)  # of consumer and inference GPUs since Ampere
-_LARGE_SHARED = (233472, 232448)  # of data centre GPUs since Hopper
 _HOPPER_RATES = (1979, 990, 495, 67, 67)
 _NAMED = {
     "T4": _gpu(
         "Tesla T4",
+        (7, 5),
         (130, 65, 8.1, 8.1, 0.25),
-        _Specification((7, 5), 40, 64, 1.59, 320_064_000_000, 15_655_829_504, 4_194_304, 65536, 65536, 1024),
+        cores=40,
+        clock=1.59,
+        bandwidth=320_064_000_000,
+        memory=15_655_829_504,
+        cache=4_194_304,
     ),
     "A10": _gpu(
         "NVIDIA A10",
-        (250, 125, 62.5, 31.2, 0.98),
-        _Specification((8, 6), 72, 128, 1.695, 600_096_000_000, 23_609_475_072, 6_291_456, *_SMALL_SHARED),
+        (8, 6),
+        (250, 125, 62.5, 31.2, 0.49),
+        cores=72,
+        clock=1.695,
+        bandwidth=600_096_000_000,
+        memory=23_609_475_072,
+        cache=6_291_456,
     ),
     "A100": _gpu(
         "NVIDIA A100",
+        (8, 0),
         (624, 312, 156, 19.5, 19.5),
-        _Specification((8, 0), 108, 64, 1.41, 2_039_000_000_000, 85_100_068_864, 41_943_040, 167936, 166912),
+        cores=108,
+        clock=1.41,
+        bandwidth=2_039_000_000_000,
+        memory=85_100_068_864,
+        cache=41_943_040,
     ),
     "A6000": _gpu(
         "NVIDIA RTX A6000",
+        (8, 6),
         (309.7, 154.8, 77.4, 38.7, 0.6),
-        _Specification((8, 6), 84, 128, 1.8, 768_096_000_000, 51_041_271_808, 6_291_456, *_SMALL_SHARED),
+        cores=84,
+        clock=1.8,
+        bandwidth=768_096_000_000,
+        memory=51_041_271_808,
+        cache=6_291_456,
     ),
     "L4": _gpu(
         "NVIDIA L4",
+        (8, 9),
         (242, 121, 60, 30.3, 0.47),
-        _Specification((8, 9), 58, 128, 2.04, 300_096_000_000, 23_669_571_584, 50_331_648, *_SMALL_SHARED),
+        cores=58,
+        clock=2.04,
+        bandwidth=300_096_000_000,
+        memory=23_669_571_584,
+        cache=50_331_648,
     ),
     "L40S": _gpu(
         "NVIDIA L40S",
+        (8, 9),
         (733, 362, 183, 91.6, 1.4),
-        _Specification((8, 9), 142, 128, 2.52, 864_000_000_000, 48_305_799_168, 100_663_296, *_SMALL_SHARED),
+        cores=142,
+        clock=2.52,
+        bandwidth=864_000_000_000,
+        memory=48_305_799_168,
+        cache=100_663_296,
     ),
     "RTX 4090": _gpu(
         "NVIDIA GeForce RTX 4090",
+        (8, 9),
         (330, 165, 82.6, 82.6, 1.3),
-        _Specification((8, 9), 128, 128, 2.52, 1_008_096_000_000, 25_393_692_672, 75_497_472, *_SMALL_SHARED),
+        cores=128,
+        clock=2.52,
+        bandwidth=1_008_096_000_000,
+        memory=25_393_692_672,
+        cache=75_497_472,
     ),
     "H100": _gpu(
         "NVIDIA H100",
+        (9, 0),
         _HOPPER_RATES,
-        _Specification(
-            (9, 0), 132, 128, 1.98, 3_350_000_000_000, 84_942_979_072, 52_428_800, *_LARGE_SHARED, accelerated=True
-        ),
+        cores=132,
+        clock=1.98,
+        bandwidth=3_350_000_000_000,
+        memory=84_942_979_072,
+        cache=52_428_800,
     ),
     "H200": _gpu(
         "NVIDIA H200",
+        (9, 0),
         _HOPPER_RATES,
-        _Specification(
-            (9, 0), 132, 128, 1.98, 4_800_000_000_000, 150_754_820_096, 52_428_800, *_LARGE_SHARED, accelerated=True
-        ),
+        cores=132,
+        clock=1.98,
+        bandwidth=4_800_000_000_000,
+        memory=150_754_820_096,
+        cache=52_428_800,
     ),
     "B200": _gpu(
         "NVIDIA B200",
+        (10, 0),
         (4500, 2250, 1125, 75, 37),
-        _Specification(
-            (10, 0), 148, 128, 1.965, 7_672_320_000_000, 191_514_411_008, 132_644_864, *_LARGE_SHARED, accelerated=True
-        ),
+        cores=148,
+        clock=1.965,
+        bandwidth=7_672_320_000_000,
+        memory=191_514_411_008,
+        cache=132_644_864,
     ),
     "GB200": _gpu(
         "NVIDIA GB200",
+        (10, 0),
         (5000, 2500, 1250, 80, 40),
-        _Specification(
-            (10, 0), 152, 128, 2.062, 8_000_000_000_000, 191_514_411_008, 132_644_864, *_LARGE_SHARED, accelerated=True
-        ),
+        cores=152,
+        clock=2.062,
+        bandwidth=8_000_000_000_000,
+        memory=191_514_411_008,
+        cache=132_644_864,
     ),
     "RTX PRO 6000": _gpu(
         "NVIDIA RTX PRO 6000 Blackwell",
+        (12, 0),
         (1008, 504, 252, 126, 2),
-        _Specification(
-            (12, 0), 188, 128, 2.6, 1_792_000_000_000, 101_000_000_000, 134_217_728, *_SMALL_SHARED, accelerated=True
-        ),
+        cores=188,
+        clock=2.6,
+        bandwidth=1_792_000_000_000,
+        memory=101_000_000_000,
+        cache=134_217_728,
     ),
 }
-
-# FLOP per clock and core of each compute capability, dense, in 16 bits with accumulation in float32: the data sheets'
-# rates divided by clock and cores. Of consumer cards since 8.6 it is half.
-_PER_CLOCK = {
-    (7, 0): 1024,
-    (7, 5): 1024,
-    (8, 0): 2048,
-    (8, 6): 1024,
-    (8, 9): 1024,
-    (9, 0): 4096,
-    (10, 0): 8192,
-    (12, 0): 1024,
-}
-# The share of float32's rate that float64 has there; 1/64 elsewhere.
-_FLOAT64 = {(7, 0): 0.5, (8, 0): 1.0, (9, 0): 1.0, (10, 0): 0.5}
 
 
 def _described(target: str) -> GPU:
     cores, fpus = (_field(target, name) for name in ("core_count", "fpus_per_core"))
     capability = int(_field(target, "major")), int(_field(target, "minor", 0))
     bandwidth, clock = _field(target, "memory_bandwidth"), _field(target, "clock_rate_ghz") * 1e9
-    generation = max((known for known in _PER_CLOCK if known <= capability), default=min(_PER_CLOCK))
-    sixteen = cores * clock * _PER_CLOCK[generation]
+    generation = _generation(capability)
+    sixteen = cores * clock * generation.per_clock
     float32 = cores * clock * 2 * fpus  # a fused multiply-add is two FLOPs
     name = re.search(r'device_description_str: *"([^"]*)"', target)
     tf32 = sixteen / 2 if capability >= _TF32 else float32
-    rates = (2 * sixteen, sixteen, tf32, float32, float32 * _FLOAT64.get(generation, 1 / 64))
+    rates = (2 * sixteen, sixteen, tf32, float32, float32 * generation.float64)
     pairs = tuple(zip(UNITS, rates, strict=True))
     return GPU(name.group(1) if name else "a GPU", target, bandwidth, pairs, capability)
 

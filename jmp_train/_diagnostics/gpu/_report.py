@@ -15,7 +15,7 @@ from ..._jaxpr import plain_scope
 from ..._text import as_lists, columns, count, megabytes, short_source
 from ._compiled_products import CompiledProduct
 from ._copies import Copy
-from ._gpus import GPU, NARROW_UNITS, UNITS, flops_by_unit
+from ._gpus import NARROW_UNITS, UNITS, flops_by_unit
 from ._kernels import Kernel
 
 # How many rows of a report's longest tables `str` shows.
@@ -171,12 +171,12 @@ class GPUReport:
     @property
     def least_seconds(self) -> float:
         """A lower bound by the GPU's roofline: each kernel at peak bandwidth or peak arithmetic. Nothing is timed."""
-        gpu = GPU(self.gpu, "", self.bandwidth, self.rates)
+        rates = dict(self.rates)
         # Memory traffic and arithmetic of one kernel overlap; those of different kernels do not.
-        seconds = {kernel.name: kernel.bytes / gpu.bandwidth for kernel in self.kernels}
+        seconds = {kernel.name: kernel.bytes / self.bandwidth for kernel in self.kernels}
         arithmetic = dict.fromkeys(seconds, 0.0)
         for product in self.products:
-            arithmetic[product.kernel] += product.flops * product.times / gpu.rate(product.unit)
+            arithmetic[product.kernel] += product.flops * product.times / rates[product.unit]
         return sum(max(least, arithmetic[name]) for name, least in seconds.items())
 
     def as_dict(self) -> dict[str, Any]:

@@ -19,17 +19,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from ..._autocast.primitives import Trait, having
 from ..._tracebacks import is_asked_for
 from ..interpreter import Site, Value, Watcher, is_narrow_dtype
 from ._source_lines import is_finite_check, is_library_function
 
 _MOST = 8  # the first origins of a value are enough: the one to blame is the first of them
-# One element of each operand makes one element of the result.
-_ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh digamma "
-    "div erf erf_inv erfc exp exp2 expm1 floor integer_pow lgamma log log1p logistic max min mul neg nextafter pow "
-    "reduce_precision rem round rsqrt sign sin sinh sqrt square sub tan tanh".split()
-)
+_ELEMENTWISE = having(Trait.ELEMENTWISE)
 
 
 class Taint(NamedTuple):
