@@ -579,26 +579,43 @@ def test_divided_among_devices_it_is_the_same(kind):
     assert error(got, jax.jit(functools.partial(run, *reference))(*given)) <= TOLERANCE["float32"].gradient
 
 
+ORDER = np.arange(T)
+DISTANCE = ORDER[None] - ORDER[:, None]
 BANDS = {
-    "causal": (np.tril(np.ones((T, T), bool)), True, None),
-    "window": (np.tril(np.ones((T, T), bool)) & ~np.tril(np.ones((T, T), bool), -4), True, (3, 0)),
-    "both sides": (~np.tril(np.ones((T, T), bool), -3) & np.tril(np.ones((T, T), bool), 1), False, (2, 1)),
-    "holes": (np.tril(np.ones((T, T), bool)) & (np.arange(T) != 5), False, None),
-    "nothing": (np.zeros((T, T), bool), False, None),
+    # name: (mask, keywords beside it, causal and window that it becomes, or None)
+    "causal": (DISTANCE <= 0, {}, (True, None)),
+    "window": ((DISTANCE <= 0) & (DISTANCE > -4), {}, (True, (3, 0))),
+    "everything": (DISTANCE < T, {}, (False, None)),
+    "everything that is causal": (DISTANCE < T, {"is_causal": True}, (True, None)),
+    "both sides, causal": ((DISTANCE <= 1) & (DISTANCE > -3), {"is_causal": True}, (True, (2, 1))),
+    "causal with lengths": (DISTANCE <= 0, {"key_value_seq_lengths": LENGTHS}, (True, None)),
+    "window with lengths": ((DISTANCE <= 0) & (DISTANCE > -4), {"key_value_seq_lengths": LENGTHS}, None),
+    "both sides": ((DISTANCE <= 1) & (DISTANCE > -3), {}, None),
+    "holes": ((DISTANCE <= 0) & (ORDER != 5), {}, None),
+    "nothing": (DISTANCE > T, {}, None),
 }
 
 
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize("known", [True, False])
-def test_a_mask_of_known_numbers_that_is_a_window_is_one(band, known):
-    mask, is_causal, window = BANDS[band]
-    attend = lambda *args: dot_product_attention(*args[:3], mask=(mask if known else args[3])[None, None])  # noqa: E731
+def test_a_mask_of_known_numbers_becomes_the_window_that_has_a_kernel(band, known):
+    mask, keywords, becomes = BANDS[band]
+    attend = (
+        lambda *args: dot_product_attention(  # noqa: E731
+            *args[:3], mask=(mask if known else args[3])[None, None], **keywords
+        )
+    )
     (equation,) = equations(jax.make_jaxpr(attend)(*operands(), jnp.asarray(mask)))
     settings = equation.params["settings"]
-    is_window = known and (is_causal or window is not None)
-    assert settings.extras == (() if is_window else ("mask",))
-    assert (settings.is_causal, settings.window) == ((is_causal, window) if is_window else (False, None))
-    want = jax.nn.dot_product_attention(*operands(), mask=jnp.asarray(mask)[None, None])
+    is_window = known and becomes is not None
+    assert ("mask" in settings.extras) is not is_window
+    wanted = becomes if is_window else (keywords.get("is_causal", False), None)
+    assert (settings.is_causal, settings.window) == wanted
+    assert (
+        _cudnn.why_not_fused(*(v.aval for v in equation.invars[:2]), [v.aval for v in equation.invars[3:]], settings)
+        is None
+    )
+    want = jax.nn.dot_product_attention(*operands(), mask=jnp.asarray(mask)[None, None], **keywords)
     assert error(attend(*operands(), jnp.asarray(mask)), want) <= TOLERANCE["float32"].gradient
 
 

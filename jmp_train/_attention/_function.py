@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._sharding import local, varying_axes
+from .._sizes import is_static
 from ._primitives import attention_p
 from ._reference import shifted, with_dropout
 from ._settings import DROPOUT, EXTRAS, Settings, config
@@ -95,11 +96,16 @@ def dot_product_attention(
     if key.shape[1] == 0:
         return jnp.zeros(shape, query.dtype)
     window = _window(local_window_size)
-    if "mask" in extras and window is None and (window := _window_of(mask, query.shape[1])) is not None:
-        del extras["mask"]
-    if window is not None:  # a side that is as long as the sequence is none
-        is_causal = is_causal or window[1] == 0
-        window = None if window[0] >= query.shape[1] - 1 and is_causal else window
+    lengths = query.shape[1], key.shape[1]
+    is_causal, window = _normalized(is_causal, window, lengths)
+    if "mask" in extras and window is None and (found := _window_of(mask, lengths)) is not None:
+        # A window to the right, with lengths or of unequal ones has no kernel; a mask has.
+        within = _normalized(is_causal, found, lengths)
+        padded = extras.keys() & {"query_seq_lengths", "key_value_seq_lengths"}
+        has_kernel = within[0] and lengths[0] == lengths[1] and not (within[1] and padded)
+        if within == (is_causal, None) or has_kernel:
+            is_causal, window = within
+            del extras["mask"]
     settings = Settings(tuple(extras), float(factor), bool(is_causal), window, config.jax_default_matmul_precision)
     if "bias" in extras:
         extras["bias"] = shifted(extras["bias"])
@@ -171,12 +177,24 @@ def _window(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
     return left, right
 
 
-def _window_of(mask: Any, length: int) -> tuple[int, int] | None:
+def _normalized(
+    is_causal: bool, window: tuple[int, int] | None, lengths: tuple[int, int]
+) -> tuple[bool, tuple[int, int] | None]:
+    """Causality and window with nothing in the window that does not exclude any pair of positions."""
+    if window is None or not is_static(lengths):
+        return is_causal, window
+    (rows, columns), (left, right) = lengths, window
+    is_causal = is_causal or right == 0
+    return is_causal, None if left >= rows - 1 and (is_causal or right >= columns - 1) else window
+
+
+def _window_of(mask: Any, lengths: tuple[int, int]) -> tuple[int, int] | None:
     """The window that says the same as a mask whose numbers are known, one for all examples and heads."""
-    if isinstance(mask, Tracer) or np.size(mask) != length**2 or np.shape(mask)[-2:] != (length, length):
+    rows, columns = lengths
+    if isinstance(mask, Tracer) or np.size(mask) != rows * columns or np.shape(mask)[-2:] != lengths:
         return None
-    numbers = np.asarray(mask).reshape(length, length)
-    distance = np.arange(length)[None] - np.arange(length)[:, None]
+    numbers = np.asarray(mask).reshape(lengths)
+    distance = np.arange(columns)[None] - np.arange(rows)[:, None]
     allowed = distance[numbers]
     if not (allowed.size and np.min(allowed) <= 0 <= np.max(allowed)):
         return None
