@@ -600,11 +600,11 @@ BANDS = {
 @pytest.mark.parametrize("known", [True, False])
 def test_a_mask_of_known_numbers_becomes_the_window_that_has_a_kernel(band, known):
     mask, keywords, becomes = BANDS[band]
-    attend = (
-        lambda *args: dot_product_attention(  # noqa: E731
-            *args[:3], mask=(mask if known else args[3])[None, None], **keywords
-        )
-    )
+
+    def attend(query, key, value, traced):
+        given = (mask if known else traced)[None, None]
+        return dot_product_attention(query, key, value, mask=given, **keywords)
+
     (equation,) = equations(jax.make_jaxpr(attend)(*operands(), jnp.asarray(mask)))
     settings = equation.params["settings"]
     is_window = known and becomes is not None
