@@ -611,10 +611,8 @@ def test_a_mask_of_known_numbers_becomes_the_window_that_has_a_kernel(band, know
     assert ("mask" in settings.extras) is not is_window
     wanted = becomes if is_window else (keywords.get("is_causal", False), None)
     assert (settings.is_causal, settings.window) == wanted
-    assert (
-        _cudnn.why_not_fused(*(v.aval for v in equation.invars[:2]), [v.aval for v in equation.invars[3:]], settings)
-        is None
-    )
+    query, key, _, *extras = (variable.aval for variable in equation.invars)
+    assert _cudnn.why_not_fused(query, key, extras, settings) is None
     want = jax.nn.dot_product_attention(*operands(), mask=jnp.asarray(mask)[None, None], **keywords)
     assert error(attend(*operands(), jnp.asarray(mask)), want) <= TOLERANCE["float32"].gradient
 
