@@ -23,6 +23,8 @@ from ._master_weights import master_params as master_params
 from ._master_weights import sync_master_weights as sync_master_weights
 from ._master_weights import with_master_weights as with_master_weights
 from ._master_weights import with_stochastic_rounding as with_stochastic_rounding
+from ._low_precision_state import LowPrecisionState as LowPrecisionState
+from ._low_precision_state import with_low_precision_state as with_low_precision_state
 from ._autocast import autocast as autocast
 from ._autocast import full_precision as full_precision
 from ._autocast import low_precision as low_precision

@@ -4,7 +4,8 @@ Decides how a traced program is flattened, how one of its operations is run agai
 Does not decide any dtype; see `_autocast`. Nothing else in the package imports `jax.extend`.
 
 The interfaces used are `jax.extend.core` and `jax.extend.source_info_util`, public though not frozen; they are the
-part of JAX's interpreter machinery that has survived releases (eval loops do, `Trace` subclasses do not).
+part of JAX's interpreter machinery that has survived releases (eval loops do, `Trace` subclasses do not). For
+`_stochastic_rounding.py` there is the primitive of JAX's random numbers beside them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import jax
 from jax.extend import linear_util, source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.extend.core import Primitive as Primitive
+from jax.extend.random import threefry2x32_p as threefry2x32_p
 
 FULL_PRECISION_MARK = "jmp_train_full_precision"
 LOW_PRECISION_MARK = "jmp_train_low_precision"

@@ -19,6 +19,7 @@ from ._dtypes import to_dtype
 from ._finite import map_gradients
 from ._paths import leaf_paths
 from ._scaling import widen
+from ._stochastic_rounding import check_key, noise_at, round_stochastically, start_key
 from ._values import check_transformation
 
 T = TypeVar("T")
@@ -41,11 +42,13 @@ class StochasticRoundingState(NamedTuple):
 
     Attributes:
       inner_state: the inner transformation's state, in float32 where parameters are bfloat16.
-      key: a PRNG key `[]`, split at every update.
+      key: a PRNG key `[]`, the same throughout.
+      step: uint32 `[]`, how many updates there were: the random bits of an update follow from it and from `key`.
     """
 
     inner_state: Any
     key: jax.Array
+    step: jax.Array
 
 
 def with_master_weights(
@@ -190,7 +193,7 @@ def with_stochastic_rounding(
       `update` without `params`.
 
     Raises:
-      TypeError: `inner` is no optax transformation.
+      TypeError: `inner` is no optax transformation, or `key` neither an integer nor one PRNG key.
 
     Reference: Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015, section 3.
 
@@ -203,6 +206,7 @@ def with_stochastic_rounding(
       (0.5, 1.0)
     """
     inner_tx = optax.with_extra_args_support(check_transformation(inner, "with_stochastic_rounding"))
+    key = check_key(key)
 
     def init(params: Any) -> Any:
         for path, leaf in zip(leaf_paths(params), jax.tree.leaves(params), strict=True):
@@ -211,34 +215,23 @@ def with_stochastic_rounding(
                     f"`params`: {path!r} is float16; stochastic rounding is for bfloat16, whose range is float32's. "
                     "Use with_master_weights."
                 )
-        start = jax.random.key(key) if isinstance(key, int | np.integer) else jnp.array(key, copy=True)
-        return StochasticRoundingState(inner_tx.init(jax.tree.map(_widen_bfloat16, params)), start)
+        inner_state = inner_tx.init(jax.tree.map(_widen_bfloat16, params))
+        return StochasticRoundingState(inner_state, start_key(key), jnp.zeros((), np.uint32))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         _require_params(params, "with_stochastic_rounding")
         full = jax.tree.map(_widen_bfloat16, params)
         updates, inner_state = inner_tx.update(map_gradients(widen, updates), state.inner_state, full, **extra_args)
-        key, *leaf_keys = jax.random.split(state.key, 1 + len(jax.tree.leaves(params)))
-        keys = jax.tree.unflatten(jax.tree.structure(params), leaf_keys)
+        noise = noise_at(state.key, state.step)
+        names = jax.tree.unflatten(jax.tree.structure(params), [f"parameter/{path}" for path in leaf_paths(params)])
 
-        def rounded(p: jax.Array, w: jax.Array, u: jax.Array, leaf_key: jax.Array) -> jax.Array:
-            return _round_stochastically(w + u, leaf_key) - w if p.dtype == jnp.bfloat16 else u
+        def rounded(p: jax.Array, w: jax.Array, u: jax.Array, name: str) -> jax.Array:
+            return round_stochastically(w + u, noise(name, w.shape, 0)) - w if p.dtype == jnp.bfloat16 else u
 
-        return jax.tree.map(rounded, params, full, updates, keys), StochasticRoundingState(inner_state, key)
+        updates = jax.tree.map(rounded, params, full, updates, names)
+        return updates, StochasticRoundingState(inner_state, state.key, state.step + np.uint32(1))
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _round_stochastically(value: jax.Array, key: jax.Array) -> jax.Array:
-    """Rounds float32 to a neighbouring bfloat16 number, still as float32, with the probabilities that keep its mean.
-
-    bfloat16 is the upper half of float32. Adding uniform bits to the lower half carries into the upper with exactly the
-    probability that the lower half is of the distance between the neighbours, for either sign and for subnormals.
-    """
-    noise = jax.random.bits(key, value.shape, np.uint16).astype(np.uint32)
-    bits = jax.lax.bitcast_convert_type(value.astype(np.float32), np.uint32)
-    rounded = jax.lax.bitcast_convert_type((bits + noise) & np.uint32(0xFFFF0000), np.float32)
-    return jnp.where(jnp.isfinite(value), rounded, value)  # a NaN's bits would carry over into another number
 
 
 def _is_16_bit(leaf: Any) -> bool:

@@ -108,7 +108,7 @@ def pick(overrides: Iterable[Override], tree: Any, to_dtype: Callable[[DTypeLike
         else:
             found = [entry[1] if glob_matches(entry[0], path) else None for path in paths]
             if paths and not any(found):
-                raise ValueError(_nothing_matches(entry[0], paths))
+                raise ValueError(nothing_matches("overrides", entry[0], paths))
         chosen = [new or old for new, old in zip(found, chosen, strict=True)]
     return chosen
 
@@ -134,20 +134,30 @@ def to_overrides(value: OverridesLike, to_dtype: Callable[[DTypeLike], np.dtype]
             f"`overrides` must be (glob, dtype) pairs such as (('BatchNorm*', 'float32'),), or functions "
             f"(path, leaf) -> dtype | None; got {value!r}."
         )
-    return tuple(entry if callable(entry) else (_check_glob(entry[0]), to_dtype(entry[1])) for entry in entries)
+    return tuple(entry if callable(entry) else (_check_text_form(entry[0]), to_dtype(entry[1])) for entry in entries)
 
 
 def _is_pair(entry: Any) -> bool:
     return isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], str)
 
 
-def _check_glob(glob: str) -> str:
+def check_glob(argument: str, glob: str) -> str:
+    """The glob without spaces around it.
+
+    Raises:
+      ValueError: a segment is empty.
+    """
     glob = glob.strip()
     if not all(glob.split("/")):
         raise ValueError(
-            f"`overrides`: the glob {glob!r} has an empty segment; write whole segments such as 'BatchNorm*' or "
+            f"`{argument}`: the glob {glob!r} has an empty segment; write whole segments such as 'BatchNorm*' or "
             f"'Block_1/Dense_0', without a slash at either end."
         )
+    return glob
+
+
+def _check_text_form(glob: str) -> str:
+    glob = check_glob("overrides", glob)
     # `str(policy)` separates with these; '@<' is how it shows a function.
     if "," in glob or "=" in glob or glob.startswith("<"):
         raise ValueError(
@@ -157,12 +167,13 @@ def _check_glob(glob: str) -> str:
     return glob
 
 
-def _nothing_matches(glob: str, paths: Sequence[str]) -> str:
+def nothing_matches(argument: str, glob: str, paths: Sequence[str]) -> str:
+    """The message for a glob that picks no leaf, with the nearest segments there are."""
     segments = dict.fromkeys(segment for path in paths for segment in path.split("/"))
     near = difflib.get_close_matches(glob.split("/")[-1].strip("*?"), segments, n=3, cutoff=0.5)
     hint = f" (near: {', '.join(map(repr, near))})" if near else ""
     shown = ", ".join(map(repr, paths[:3])) + ", ..." * (len(paths) > 3)
     return (
-        f"`overrides`: the glob {glob!r} matches none of the tree's leaves{hint}; their paths are {shown}. "
+        f"`{argument}`: the glob {glob!r} matches none of the tree's leaves{hint}; their paths are {shown}. "
         f"A glob matches whole segments, at any depth."
     )

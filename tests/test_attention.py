@@ -590,6 +590,7 @@ BANDS = {
     "both sides, causal": ((DISTANCE <= 1) & (DISTANCE > -3), {"is_causal": True}, (True, (2, 1))),
     "causal with lengths": (DISTANCE <= 0, {"key_value_seq_lengths": LENGTHS}, (True, None)),
     "window with lengths": ((DISTANCE <= 0) & (DISTANCE > -4), {"key_value_seq_lengths": LENGTHS}, None),
+    "the past and the next": (DISTANCE <= 1, {}, None),
     "both sides": ((DISTANCE <= 1) & (DISTANCE > -3), {}, None),
     "holes": ((DISTANCE <= 0) & (ORDER != 5), {}, None),
     "nothing": (DISTANCE > T, {}, None),

@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jmp_train import all_finite, get_loss_scale, with_loss_scale, with_master_weights
+from jmp_train import (
+    all_finite,
+    get_loss_scale,
+    with_loss_scale,
+    with_low_precision_state,
+    with_master_weights,
+    with_stochastic_rounding,
+)
 from jmp_train._diagnostics.gpu._compile import gpu_module
 from jmp_train._diagnostics.gpu._kernels import copies, kernels, traffic
 
@@ -106,3 +113,45 @@ def test_master_weights_copy_nothing(dtype):
     found = bytes_per_parameter(text, LARGE)
     print(f"{found:.2f} bytes a parameter")
     assert found <= 32.1 and copies(text) == []
+
+
+LOW = with_low_precision_state(ADAM)
+BOTH_LOW = with_stochastic_rounding(LOW)
+
+
+SCALED = with_loss_scale(LOW), with_loss_scale(BOTH_LOW)
+
+
+@pytest.mark.parametrize(
+    ("tx", "dtype", "bound"),
+    [
+        (LOW, jnp.float32, 20),  # the gradient 4, each moment 2 + 2, the parameter 4 + 4
+        (SCALED[0], jnp.float32, 24),  # the gradient twice
+        (BOTH_LOW, jnp.bfloat16, 14),  # the gradient 2, each moment 2 + 2, the parameter 2 + 2
+        (with_low_precision_state(with_stochastic_rounding(ADAM)), jnp.bfloat16, 14),
+        (SCALED[1], jnp.bfloat16, 16),
+        (with_stochastic_rounding(ADAM), jnp.bfloat16, 22),
+        (with_master_weights(LOW), jnp.bfloat16, 22),
+    ],
+    ids=["state", "scaled", "all", "all, state outside", "all, scaled", "parameters", "masters"],
+)
+@pytest.mark.parametrize("shapes", [LARGE, MODEL], ids=["one leaf", "16 leaves"])
+def test_16_bit_states_move_no_byte_for_their_random_bits(tx, dtype, bound, shapes):
+    is_scaled = any(tx is each for each in SCALED)
+    text = module(tx, shapes, dtype, dtype, scaled=is_scaled)
+    bare = len(kernels(module(ADAM, shapes, scaled=False)))
+    found = bytes_per_parameter(text, shapes)
+    print(f"{found:.2f} bytes a parameter, {len(kernels(text))} kernels, {bare} of bare Adam")
+    assert found <= 1.001 * bound
+    assert copies(text) == [] and "conditional(" not in text
+    # The step's key and the loss scale are scalars: some kernels, however many leaves.
+    assert len(kernels(text)) - bare <= 3 * len(shapes) + 20
+
+
+def test_kernels_of_a_16_bit_state_do_not_grow_with_the_leaves():
+    counts = []
+    for times in (1, 4):
+        shapes = {f"{i}": (256, 256) for i in range(4 * times)}
+        counts.append([len(kernels(module(tx, shapes, scaled=False))) for tx in (LOW, ADAM)])
+    print(counts)
+    assert counts[1][0] - counts[1][1] == counts[0][0] - counts[0][1] <= 3

@@ -17,12 +17,12 @@ PACKAGE = Path(jmp_train.__file__).parent
 # A module imports only from rows above its own. A package is one module here; inside, its files are free.
 LEVELS = (
     {"_dtypes", "_paths", "_jaxpr", "_flops", "_values", "_static", "_sizes", "_text", "_version"},
-    {"_finite", "_tracebacks"},
+    {"_finite", "_tracebacks", "_stochastic_rounding"},
     {"_policy", "_scaling", "_sharding"},
     {"_loss_scale", "_attention"},
     {"_scale_state"},
     {"_optimizer", "_master_weights", "_autocast", "_grad_inputs", "_export"},
-    {"_grad", "_explain"},
+    {"_low_precision_state", "_grad", "_explain"},
     {"_diagnostics", "flax_bridge"},
     {"diagnostics", "checks"},
     {"__init__", "__main__"},
@@ -37,7 +37,7 @@ FOLDER_LEVEL_OF = {folder: level for level, folders in enumerate(FOLDERS) for fo
 ONLY = {
     "jax.extend": {"_jaxpr"},
     "jax._src": {"_attention"},  # `_cudnn.py` alone
-    "optax": {"_optimizer", "_master_weights", "flax_bridge"},
+    "optax": {"_optimizer", "_master_weights", "_low_precision_state", "flax_bridge"},
     "flax": {"flax_bridge"},
     "matplotlib": {"_diagnostics"},
 }
@@ -66,6 +66,8 @@ PUBLIC = {
         "sync_master_weights",
         "with_stochastic_rounding",
         "StochasticRoundingState",
+        "with_low_precision_state",
+        "LowPrecisionState",
         "autocast",
         "full_precision",
         "low_precision",

@@ -1,0 +1,101 @@
+"""Stochastic rounding to bfloat16, and the random bits for it.
+
+Decides how a float32 number is rounded and which random bits an element of an array gets at a step. Does not decide
+what is rounded; see `_master_weights.py` for parameters and `_low_precision_state.py` for an optimizer's state.
+
+The bits are a function of a key, a step, the name of an array and an element's position in it, computed where they are
+used: nothing is drawn in sequence and nothing is stored. So an element gets the same bits however its array is divided
+among devices, and copies of an array on several devices stay equal.
+"""
+
+import functools
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._jaxpr import threefry2x32_p
+
+_IMPLEMENTATION = "threefry2x32"
+_LANES = 4  # of 16 bits, in the 64 bits that one call of Threefry gives
+
+
+def check_key(key: Any) -> int | jax.Array:
+    """Returns `key`, a seed or one PRNG key.
+
+    Raises:
+      TypeError: it is neither.
+    """
+    if isinstance(key, int | np.integer) and not isinstance(key, bool):
+        return int(key)
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ():
+        return key
+    if dtype == np.uint32 and shape == (2,):
+        return key
+    found = type(key).__name__ if dtype is None else f"{dtype}{list(shape or ())}"
+    raise TypeError(
+        f"`key` must be an integer or one PRNG key, got {found}. Pass a seed such as 0, or jax.random.key(0)."
+    )
+
+
+def start_key(key: int | jax.Array) -> jax.Array:
+    """A PRNG key `[]` of Threefry's, in a buffer of its own, from what `check_key` lets through."""
+    if isinstance(key, int):
+        return jax.random.key(key, impl=_IMPLEMENTATION)
+    if key.dtype == np.uint32:
+        return jax.random.wrap_key_data(jnp.array(key, copy=True), impl=_IMPLEMENTATION)
+    data = jax.random.key_data(key)
+    if data.shape != (2,):  # of another generator, whose bits depend on how arrays are divided
+        data = jax.random.bits(key, (2,), np.uint32)
+    return jax.random.wrap_key_data(jnp.array(data, copy=True), impl=_IMPLEMENTATION)
+
+
+def noise_at(key: jax.Array, step: jax.Array) -> Callable[[str, tuple[int, ...], int], jax.Array]:
+    """The random bits of a step: a function `(name, shape, lane) -> uint32 shape`, of numbers below 2^16.
+
+    The element of position i in an array gets Threefry-2x32 of the counter (hash of the name, i), under a key of the
+    step; its 64 bits are four lanes. Positions beyond 2^32 repeat the bits of those 2^32 before.
+
+    Reference: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+    """
+    first, second = jax.random.key_data(jax.random.fold_in(key, step))
+
+    @functools.cache
+    def words(name: str, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+        position = jnp.zeros(shape, np.uint32)
+        for axis in range(len(shape)):
+            stride = np.uint32(math.prod(shape[axis + 1 :]) % 2**32)
+            position += stride * jax.lax.broadcasted_iota(np.uint32, shape, axis)
+        counter = np.uint32(zlib.crc32(name.encode()))
+        return threefry2x32_p.bind(first, second, jnp.full(shape, counter), position)
+
+    def noise(name: str, shape: tuple[int, ...], lane: int) -> jax.Array:
+        call, lane = divmod(lane, _LANES)
+        word = words(f"{name}#{call}", shape)[lane // 2]
+        return word >> np.uint32(16) if lane % 2 else word & np.uint32(0xFFFF)
+
+    return noise
+
+
+def round_stochastically(value: jax.Array, noise: jax.Array) -> jax.Array:
+    """Rounds to one of the two neighbouring bfloat16 numbers, with the probabilities that keep the mean.
+
+    bfloat16 is the upper half of float32. Uniform bits added to the lower half carry into the upper with exactly the
+    probability that the lower half is of the distance between the neighbours, for either sign and for subnormals.
+    What is a bfloat16 number already stays what it is, and so do infinities and NaN.
+
+    Args:
+      value: float32.
+      noise: uint32 of its shape, uniform in [0, 2^16).
+
+    Returns:
+      bfloat16 numbers, as float32.
+    """
+    bits = jax.lax.bitcast_convert_type(value.astype(np.float32), np.uint32)
+    rounded = jax.lax.bitcast_convert_type((bits + noise) & np.uint32(0xFFFF0000), np.float32)
+    return jnp.where(jnp.isfinite(value), rounded, value)  # a NaN's bits would carry over into another number

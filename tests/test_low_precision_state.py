@@ -1,0 +1,389 @@
+"""Optimizer states stored in bfloat16: which leaves, that they follow float32, and that nobody else notices."""
+
+# Optax types trees and states as one union, of which no attribute or index is known.
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from comparisons import assert_same_bits
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from optax import contrib
+
+import jmp_train as jmp
+from jmp_train import with_loss_scale, with_low_precision_state, with_master_weights, with_stochastic_rounding
+from jmp_train._paths import leaf_paths
+
+NOTHING = jmp.NoOpLossScale()
+
+
+def parameters(dtype=jnp.float32):
+    key = jax.random.key(0)
+    tree = {"dense": {"w": jax.random.normal(key, (16, 8)), "b": jnp.zeros(8)}, "scalar": jnp.float32(1)}
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+def gradients(seed, params):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), params)
+
+
+def stepper(tx):
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def run(tx, params, steps=range(5), state=None, step=None, grads_of=gradients):
+    step = step or jax.jit(stepper(tx))
+    state = tx.init(params) if state is None else state
+    for seed in steps:
+        params, state = step(params, state, grads_of(seed, params))
+    return params, state
+
+
+def stored(state):
+    """The paths of what is stored in 16 bits."""
+    leaves = zip(leaf_paths(state), jax.tree.leaves(state), strict=True)
+    return {path for path, x in leaves if x.dtype == jnp.bfloat16}
+
+
+BOTH = {f"0/{moment}/dense/{name}" for moment in ("mu", "nu") for name in "bw"}
+STORED = {
+    "adam": (lambda: optax.adam(1e-3), BOTH),
+    "clipped": (
+        lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+        {f"1/{path}" for path in BOTH},
+    ),
+    "momentum": (lambda: optax.sgd(1e-3, momentum=0.9), {"0/trace/dense/w", "0/trace/dense/b"}),
+    "lion": (lambda: optax.lion(1e-3), {"0/mu/dense/w", "0/mu/dense/b"}),
+    # The factors of a matrix are small; only a vector's second moment is whole.
+    "adafactor": (lambda: optax.adafactor(1e-3, min_dim_size_to_factor=2), {"0/v/dense/b"}),
+    "accumulated": (
+        lambda: optax.MultiSteps(optax.adam(1e-3), 2),
+        {f"inner_opt_state/{path}" for path in BOTH} | {"acc_grads/dense/w", "acc_grads/dense/b"},
+    ),
+    "hyperparameters": (
+        lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
+        {f"inner_state/{path}" for path in BOTH},
+    ),
+    "masked": (
+        lambda: optax.masked(optax.adam(1e-3), lambda p: jax.tree.map(lambda x: x.ndim == 2, p)),
+        {"inner_state/0/mu/dense/w", "inner_state/0/nu/dense/w"},
+    ),
+    # What starts as the parameters stays in float32: distances from it are small at first.
+    "prodigy": (
+        lambda: contrib.prodigy(1e-3),
+        {f"{name}/dense/{leaf}" for name in ("exp_avg", "exp_avg_sq", "grad_sum") for leaf in "bw"},
+    ),
+    "schedule free": (
+        lambda: contrib.schedule_free_adamw(1e-3),
+        {"base_optimizer_state/0/nu/dense/w", "base_optimizer_state/0/nu/dense/b"},
+    ),
+    "masters": (lambda: with_master_weights(optax.adam(1e-3)), {f"inner_state/{path}" for path in BOTH}),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_what_is_stored_in_16_bits(name):
+    build, paths = STORED[name]
+    params = parameters(jnp.bfloat16 if name == "masters" else jnp.float32)
+    tx = with_low_precision_state(build())
+    state = tx.init(params)
+    assert stored(state.inner_state) == paths
+    after = jax.eval_shape(tx.update, gradients(0, params), state, params)[1]
+    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
+
+
+def test_globs_and_functions_pick():
+    def picked(where, tx=None):
+        return stored(with_low_precision_state(tx or optax.adam(1e-3), where=where).init(parameters()).inner_state)
+
+    second = {path for path in BOTH if "nu" in path}
+    assert picked("nu") == picked(["0/nu"]) == second
+    assert picked(("nu/dense/w", "mu/*/b")) == {"0/nu/dense/w", "0/mu/dense/b"}
+    assert picked(lambda path, leaf: leaf.ndim == 2) == {path for path in BOTH if path.endswith("w")}
+    factors = optax.adafactor(1e-3, min_dim_size_to_factor=2)
+    assert picked("v_row/dense/w", factors) == {"0/v_row/dense/w"}  # of any shape, if asked for
+    assert picked("z", contrib.schedule_free_sgd(1e-3)) == {"z/dense/w", "z/dense/b"}
+
+
+def test_the_second_moment_falls_as_in_float32():
+    """With a decay of 0.1 % a step, half of bfloat16's last bit is more: to the nearest, it would stay at 2."""
+    adam, params = optax.scale_by_adam(), jnp.zeros(1000)
+
+    def nearest(x):
+        return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+    def after(tx, store=lambda state: state):
+        def body(step, state):
+            return store(tx.update(jnp.full(1000, jnp.where(step < 20, 10.0, 0.1)), state, params)[1])
+
+        return jax.jit(lambda state: jax.lax.fori_loop(0, 6020, body, state))(tx.init(params))
+
+    exact = float(after(adam).nu[0])
+    assert exact == pytest.approx(0.014872, rel=1e-4)
+    standing = after(adam, lambda state: state._replace(mu=nearest(state.mu), nu=nearest(state.nu)))
+    assert float(standing.nu[0]) > 100 * exact
+    found = np.asarray(after(with_low_precision_state(adam)).inner_state.nu, np.float64)
+    # Each of the last thousand steps adds an error of variance below (2^-8 nu)^2 / 4, of which 0.999 remains.
+    assert abs(found.mean() / exact - 1) < 4 * 2.0**-9 * np.sqrt(500) / np.sqrt(1000)
+
+
+def test_moments_follow_float32_and_are_unbiased():
+    params, bare, low = jnp.zeros(20_000), optax.adam(1e-3), with_low_precision_state(optax.adam(1e-3))
+    rng = np.random.default_rng(0)
+    state, low_state = bare.init(params), low.init(params)
+    updates = low_updates = params
+    for _ in range(20):
+        grads = jnp.asarray(rng.normal(size=20_000), jnp.float32)
+        updates, state = jax.jit(bare.update)(grads, state)
+        low_updates, low_state = jax.jit(low.update)(grads, low_state)
+    for moment in ("mu", "nu"):
+        exact = np.asarray(getattr(state[0], moment), np.float64)
+        found = np.asarray(getattr(low_state.inner_state[0], moment), np.float64)
+        scale = np.sqrt(np.mean(exact**2))
+        error = (found - exact) / scale
+        assert np.abs(error).max() < 20 * 2.0**-8 * np.abs(exact).max() / scale
+        assert abs(error.mean()) < 4 * error.std() / np.sqrt(len(error))
+    assert np.abs(np.asarray(low_updates) - np.asarray(updates)).max() < 0.05 * np.abs(np.asarray(updates)).max()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_the_inside_computes_in_float32(dtype):
+    """16-bit parameters and gradients: the moments are those of a float32 run of the same numbers."""
+    seen = []
+
+    def update(updates, state, params=None):
+        seen.append(jax.tree.map(lambda x: x.dtype, (updates, state, params)))
+        return updates, jax.tree.map(lambda m, g: m + g, state, updates)
+
+    init = lambda params: jax.tree.map(jnp.zeros_like, params)  # noqa: E731
+    tx = with_low_precision_state(optax.GradientTransformation(init, update))
+    params = {"w": jnp.ones(3, dtype)}
+    _, state = tx.update({"w": jnp.ones(3, dtype)}, tx.init(params), params)
+    assert seen == [({"w": jnp.float32},) * 3] and state.inner_state["w"].dtype == jnp.bfloat16
+
+
+def test_what_the_inside_stores_in_16_bits_is_its_own():
+    seen = []
+
+    def update(updates, state, params=None):
+        seen.append({name: str(x.dtype) for name, x in state.items()})
+        return updates, state
+
+    init = lambda p: {"own": jnp.zeros(p.shape, jnp.bfloat16), "ours": jnp.zeros(p.shape)}  # noqa: E731
+    tx = with_low_precision_state(optax.GradientTransformation(init, update))
+    _, state = tx.update(jnp.ones(3), tx.init(jnp.ones(3)))
+    assert seen == [{"own": "bfloat16", "ours": "float32"}]
+    assert stored(state.inner_state) == {"own", "ours"}
+
+
+def test_without_parameters():
+    tx, grads = with_low_precision_state(optax.scale_by_adam()), gradients(0, parameters())
+    assert_same_bits(tx.update(grads, tx.init(parameters())), tx.update(grads, tx.init(parameters()), parameters()))
+
+
+ORDERS = {
+    "state inside": lambda **key: with_stochastic_rounding(with_low_precision_state(optax.adam(1e-2), **key), **key),
+    "state outside": lambda **key: with_low_precision_state(with_stochastic_rounding(optax.adam(1e-2), **key), **key),
+    "masters outside": lambda **key: with_master_weights(with_low_precision_state(optax.adam(1e-2), **key)),
+    "masters inside": lambda **key: with_low_precision_state(with_master_weights(optax.adam(1e-2)), **key),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_beside_the_wrappers_of_16_bit_parameters(order):
+    """Parameters and moments in 16 bits in either order: after 20 steps, those of float32 but for the noise."""
+    tx = with_loss_scale(ORDERS[order](), NOTHING)
+    params, state = run(tx, parameters(jnp.bfloat16), range(20))
+    exact, _ = run(optax.adam(1e-2), jax.tree.map(jnp.float32, parameters(jnp.bfloat16)), range(20))
+    w, wide = params["dense"]["w"], exact["dense"]["w"]
+    assert w.dtype == jnp.bfloat16
+    error, moved = (float(jnp.abs(x.astype(jnp.float32) - wide).mean()) for x in (w, parameters()["dense"]["w"]))
+    # Each of 20 roundings is off by half a last bit, 2^-9 to 2^-8: together by a root of 20 of these.
+    assert error < np.sqrt(20) * 2.0**-9 * float(jnp.abs(wide).mean())
+    assert moved > 5 * error
+    if "masters" in order:
+        assert jmp.master_params(state)["dense"]["w"].dtype == jnp.float32
+    assert len(stored(state.inner_state)) == 4
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_skipped_step_draws_nothing(order):
+    tx = with_loss_scale(ORDERS[order](), jmp.DynamicLossScale(8.0))
+    params, state = run(tx, parameters(jnp.bfloat16))
+    bad = jax.tree.map(lambda g: jnp.full_like(g, jnp.nan), gradients(0, params))
+    updates, skipped = jax.jit(tx.update)(bad, state, params)
+    assert not any(jnp.any(u) for u in jax.tree.leaves(updates)) and int(skipped.skipped_steps) == 1
+    assert_same_bits(skipped.inner_state, state.inner_state)
+    assert_same_bits(run(tx, params, [7], skipped)[0], run(tx, params, [7], state)[0])
+
+
+def test_the_key_decides_and_steps_draw_afresh():
+    def after(key, steps=range(3)):
+        return run(ORDERS["state inside"](key=key), parameters(jnp.bfloat16), steps)[0]
+
+    assert_same_bits(after(1), after(jax.random.key(1)))
+    assert not np.array_equal(after(1)["dense"]["w"], after(2)["dense"]["w"])
+    tx = with_low_precision_state(optax.sgd(1.0, momentum=0.5))
+    state, grads = tx.init(jnp.zeros(1000)), jnp.full(1000, 1.001)
+    first = tx.update(grads, state)[1].inner_state[0].trace
+    second = tx.update(grads, state._replace(step=state.step + 1))[1].inner_state[0].trace
+    assert not np.array_equal(first, second)
+
+
+def test_moments_of_a_parameter_and_equal_parameters_draw_other_bits():
+    params = {"a": jnp.zeros(1000), "b": jnp.zeros(1000)}
+    twice = optax.GradientTransformation(lambda p: (p, p), lambda g, s, p=None: (g, (g, g)))
+    tx = with_low_precision_state(twice, where=lambda path, leaf: True)
+    grads = jax.tree.map(lambda x: jnp.full(1000, 1.001), params)
+    made = [np.asarray(x) for x in jax.tree.leaves(tx.update(grads, tx.init(params), params)[1].inner_state)]
+    assert len({x.tobytes() for x in made}) == 4
+
+
+def test_resumed_from_a_checkpoint_it_is_the_same_run():
+    """The state as NumPy arrays and back, keys as their data."""
+    tx = with_loss_scale(ORDERS["state inside"](key=3))
+    params, state = run(tx, parameters(jnp.bfloat16), range(3))
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    saved = jax.tree.map(lambda x: np.asarray(jax.random.key_data(x) if is_key(x) else x), (params, state))
+    restored = jax.tree.map(
+        lambda x, like: jax.random.wrap_key_data(x) if is_key(like) else jnp.asarray(x), saved, (params, state)
+    )
+    assert_same_bits(run(tx, restored[0], range(3, 6), restored[1]), run(tx, params, range(3, 6), state))
+
+
+def test_one_trace_scan_and_donation():
+    tx = with_loss_scale(ORDERS["state inside"]())
+    step = jax.jit(chex.assert_max_traces(stepper(tx), n=1), donate_argnums=(0, 1))
+    params = jax.tree.map(jnp.array, parameters(jnp.bfloat16))
+    params, _ = run(tx, params, range(3), step=step)
+    start = parameters(jnp.bfloat16)
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *(gradients(seed, start) for seed in range(3)))
+    (scanned, _), _ = jax.lax.scan(lambda c, g: (stepper(tx)(*c, g), None), (start, tx.init(start)), stacked)
+    chex.assert_trees_all_close(
+        jax.tree.map(jnp.float32, scanned), jax.tree.map(jnp.float32, params), rtol=2.0**-6, atol=1e-3
+    )
+
+
+def test_eight_devices_draw_the_same_bits_for_the_same_element():
+    """Replicated, sharded, in `shard_map`, `pmap` and `vmap`: all as on one device, bit for bit."""
+    tx = ORDERS["state inside"]()
+    params = parameters(jnp.bfloat16)
+    step, plain = stepper(tx), run(tx, params)
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+        with jax.set_mesh(mesh):
+            for spec in (PartitionSpec(), PartitionSpec("data")):
+
+                def put(tree, mesh=mesh, spec=spec):
+                    return jax.tree.map(
+                        lambda x: jax.device_put(x, NamedSharding(mesh, spec if x.ndim else PartitionSpec())), tree
+                    )
+
+                sharded = put(params)
+                found = run(tx, sharded, state=jax.jit(tx.init)(sharded))
+                assert_same_bits(found, plain)
+                copies = found[1].inner_state.inner_state[0].nu["dense"]["w"].addressable_shards
+                if spec == PartitionSpec():
+                    assert len({np.asarray(copy.data).tobytes() for copy in copies}) == 1
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    for check in (True, False):
+        everywhere = (PartitionSpec(),) * 3
+        mapped = jax.shard_map(step, mesh=mesh, in_specs=everywhere, out_specs=PartitionSpec(), check_vma=check)
+        assert_same_bits(run(tx, params, step=jax.jit(mapped)), plain)
+
+    def eight(tree):
+        return jax.tree.map(lambda x: jnp.stack([x] * 8), tree)
+
+    for mapped in (jax.pmap(step), jax.jit(jax.vmap(step))):
+        start = eight((params, tx.init(params)))
+        found = run(tx, start[0], state=start[1], step=mapped, grads_of=lambda seed, p: eight(gradients(seed, params)))
+        for device in range(8):
+            assert_same_bits(jax.tree.map(lambda x, i=device: x[i], found), plain)
+
+
+class TestErrors:
+    def check(self, kind, message, fn, *args, **kwargs):
+        with pytest.raises(kind, match=f"^{re.escape(message)}$"):
+            fn(*args, **kwargs)
+
+    def test_dtypes(self):
+        message = (
+            "`dtype` is float16: squares of gradients below 2^-12 would be zero in it, and above 2^8 infinite. "
+            "Use bfloat16, whose range is float32's."
+        )
+        self.check(ValueError, message, with_low_precision_state, optax.adam(1e-3), "float16")
+        message = "`dtype` must be bfloat16, got float32: rounding is by the upper half of a float32 number."
+        self.check(ValueError, message, with_low_precision_state, optax.adam(1e-3), "float32")
+
+    def test_other_arguments(self):
+        message = (
+            "`inner` must be an optax transformation, got float. "
+            "Pass an optimizer, as in with_low_precision_state(optax.adam(1e-3))."
+        )
+        self.check(TypeError, message, with_low_precision_state, 0.1)
+        message = "`key` must be an integer or one PRNG key, got float. Pass a seed such as 0, or jax.random.key(0)."
+        self.check(TypeError, message, with_low_precision_state, optax.adam(1e-3), key=0.5)
+        for where in (3, [], ["nu", 1]):
+            message = (
+                f"`where` must be a glob over the state's paths such as 'nu', several, or a function "
+                f"(path, leaf) -> bool; got {where!r}."
+            )
+            self.check(TypeError, message, with_low_precision_state, optax.adam(1e-3), where=where)
+        message = (
+            "`where`: the glob '/nu' has an empty segment; write whole segments such as 'BatchNorm*' or "
+            "'Block_1/Dense_0', without a slash at either end."
+        )
+        self.check(ValueError, message, with_low_precision_state, optax.adam(1e-3), where="/nu")
+
+    def test_a_glob_that_matches_nothing(self):
+        message = (
+            "`where`: the glob 'nus' matches none of the tree's leaves (near: 'nu', 'dense'); their paths are "
+            "'0/mu/dense/b', '0/mu/dense/w', '0/nu/dense/b', .... A glob matches whole segments, at any depth."
+        )
+        self.check(ValueError, message, with_low_precision_state(optax.adam(1e-3), where="nus").init, parameters())
+
+    def test_orders_that_make_no_sense(self):
+        message = (
+            "`inner` has with_loss_scale, which must see the state that it restores on a skipped step. "
+            "Write with_loss_scale(with_low_precision_state(optax.adam(1e-3)))."
+        )
+        tx = with_low_precision_state(with_loss_scale(optax.adam(1e-3)))
+        self.check(ValueError, message, tx.init, parameters())
+        message = "`inner` has with_low_precision_state already. Use it once around all, or once around each part."
+        tx = with_low_precision_state(optax.chain(optax.clip(1.0), with_low_precision_state(optax.adam(1e-3))))
+        self.check(ValueError, message, tx.init, parameters())
+
+    @pytest.mark.parametrize(
+        ("build", "what"),
+        [
+            (lambda: optax.lbfgs(), "L-BFGS"),
+            (lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(3)), "a line search"),
+            (lambda: optax.chain(optax.sgd(1.0), optax.scale_by_zoom_linesearch(3)), "a line search"),
+        ],
+    )
+    def test_what_learns_from_differences(self, build, what):
+        message = (
+            f"`inner` has {what}, which learns from differences of the parameters, gradients and losses that it "
+            "stores: in 16 bits these would be roundings. Leave with_low_precision_state off, or put it around the "
+            "rest of the chain."
+        )
+        self.check(ValueError, message, with_low_precision_state(build()).init, parameters())
+
+    def test_a_state_of_other_parameters(self):
+        tx = with_low_precision_state(optax.adam(1e-3))
+        message = (
+            "`opt_state` must be what `init` made for these parameters: it has 7 leaves inside, and `inner` makes 3. "
+            "Call update(grads, opt_state, params)."
+        )
+        self.check(ValueError, message, tx.update, jnp.zeros(3), tx.init(parameters()), jnp.zeros(3))
