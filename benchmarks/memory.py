@@ -1,4 +1,4 @@
-"""How much memory does a training step need under each policy, and what is the largest batch that fits?
+"""How much memory does a training step need under each policy, and what is the largest batch, or model, that fits?
 
     python benchmarks/memory.py [--models transformer] [--budget 80] [--small]
 
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from _cases import Case, of_battery, workload
 from _peers import Loss, Step, flax_scaling, ours, ours_without_scale, plain, selected
 from _results import Results, arguments, show
+from _training_state import training_state
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 
@@ -72,10 +73,10 @@ def step_memory(results: Results, model: str, policy: str, batch: int) -> dict[s
     return results.add("compiled", {"model": model, "policy": policy, "batch": batch} | made)
 
 
-def largest_batch(peak: Callable[[int], int], budget: float, known: dict[int, int]) -> int:
-    """The largest multiple of `STEP` whose peak fits, 0 if none does.
+def largest(peak: Callable[[int], int], budget: float, known: dict[int, int], step: int = STEP) -> int:
+    """The largest multiple of `step` whose peak fits, 0 if none does.
 
-    Bisection; the first guesses are along a line, for memory is nearly linear in the batch.
+    Bisection; the first guesses are along a line, for memory is nearly linear in the batch and in the layers.
 
     Args:
       peak: `batch -> bytes`, which grows with the batch.
@@ -86,7 +87,7 @@ def largest_batch(peak: Callable[[int], int], budget: float, known: dict[int, in
     for attempt in range(40):
         fits = max((batch for batch, needed in known.items() if needed <= budget), default=0)
         over = min((batch for batch, needed in known.items() if needed > budget), default=None)
-        if over is not None and over - fits <= STEP:
+        if over is not None and over - fits <= step:
             return fits
         if over is not None and attempt >= 4:
             guess = (fits + over) // 2
@@ -94,8 +95,8 @@ def largest_batch(peak: Callable[[int], int], budget: float, known: dict[int, in
             near = sorted(known, key=lambda batch: abs(known[batch] - budget))[:2]
             slope = (known[near[0]] - known[near[1]]) / (near[0] - near[1])
             guess = int(near[0] + (budget - known[near[0]]) / slope) if slope > 0 else 2 * max(known)
-        guess = max(STEP * (guess // STEP), fits + STEP)
-        guess = guess if over is None else min(guess, over - STEP)
+        guess = max(step * (guess // step), fits + step)
+        guess = guess if over is None else min(guess, over - step)
         known[guess] = peak(guess)
     raise RuntimeError(f"no end to the batches that fit {budget:.3g} bytes: {known}")
 
@@ -118,7 +119,7 @@ def measure(results: Results, model: str, policies: list[str], batches: list[int
     for policy in policies:
         known = {batch: step_memory(results, model, policy, batch)["peak"] for batch in batches}
         peak = functools.partial(lambda *args: step_memory(results, *args)["peak"], model, policy)
-        batch = largest_batch(peak, budget, known)
+        batch = largest(peak, budget, known)
         results.add("largest batch", {"model": model, "policy": policy, "budget": budget, "batch": batch})
 
 
@@ -151,6 +152,17 @@ def print_tables(results: Results) -> None:
     rows = relative(results.tables["largest batch"], ("batch",), ("model", "budget"))
     columns = {"model": "", "policy": "", "batch as largest batch": "d", "batch_ratio as / float32": ".2f"}
     show(f"largest batch that fits {giga(rows[0]['budget'])} GB", columns, rows)
+    parts = {
+        "choice": "",
+        "params_bytes as parameters, GB": giga,
+        "optimizer as optimizer, GB": giga,
+        "activations as gradients and activations, GB": giga,
+        "peak as peak, GB": giga,
+    }
+    show("training state of GPT-2, batch 16", parts, results.tables["training state"])
+    rows = results.tables["largest model"]
+    fits = {"choice": "", "layers": "d", "parameters as parameters, 1e9": giga} | dict(list(parts.items())[1:])
+    show(f"largest model that fits {giga(rows[0]['budget'])} GB", fits, rows)
     if gradients := results.tables.get("12-layer transformer, gradients"):
         columns = {"policy": ""} | figures
         show("12-layer transformer, gradients", columns, relative(gradients, ("activations", "peak"), ()))
@@ -188,6 +200,7 @@ def main() -> None:
     policies = ["float32", "mixed_float16"] if options.small else list(POLICIES)
     for model in ["cnn"] if options.small else options.models:
         measure(results, model, policies, batches, budget)
+    training_state(results, memory, largest, 0.05 * GIGA if options.small else budget, options.small)
     if not options.small:
         deep(results)
     print_tables(results)

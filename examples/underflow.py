@@ -115,7 +115,7 @@ def experiment_gradients(steps: int, stride: int) -> dict[str, dict[str, Any]]:
 
 
 def experiment_updates(steps: int, stride: int) -> dict[str, dict[str, Any]]:
-    """Computation in bfloat16 in all four; parameters in float32, in bfloat16, and the two cures."""
+    """Computation in bfloat16 in all; parameters in float32, in bfloat16, and the cures."""
     # Fewer pixels than above, for speed: what is lost here does not depend on them. A learning rate for fine-tuning.
     photos = load_photos(mirrored=False, stride=2 * stride)
     adam = optax.adam(1e-4)
@@ -126,6 +126,11 @@ def experiment_updates(steps: int, stride: int) -> dict[str, dict[str, Any]]:
             ("bfloat16 parameters", "bfloat16", adam),
             ("with float32 masters", "bfloat16", jmp.with_master_weights(adam)),
             ("with stochastic rounding", "bfloat16", jmp.with_stochastic_rounding(adam)),
+            (
+                "with stochastic rounding, state too",
+                "bfloat16",
+                jmp.with_stochastic_rounding(jmp.with_low_precision_state(adam)),
+            ),
         )
     }
 
@@ -151,7 +156,7 @@ def print_table(title: str, runs: dict[str, dict[str, Any]]) -> None:
 
 def plot_losses(axis: Any, runs: dict[str, dict[str, Any]]) -> None:
     """Training loss over steps, a line per run."""
-    for (title, run), style in zip(runs.items(), ("-", "-", "--", ":"), strict=False):
+    for (title, run), style in zip(runs.items(), ("-", "-", "--", ":", "-."), strict=False):
         axis.plot(run["loss"], style, label=title)
     axis.set(xlabel="step", ylabel="training loss (mean over all pixels)", yscale="log")
     axis.legend(frameon=False)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integration
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 RESULTS = BENCHMARKS / "results"
-NAMES = ("traffic", "overhead", "memory")
+NAMES = ("traffic", "overhead", "memory", "optimizer_state")
 KEYS = {
     "benchmark", "command", "date", "measured", "device", "versions", "commit", "seeds", "small", "complete", "tables",
 }  # fmt: skip
@@ -158,6 +158,50 @@ def test_memory(tmp_path):
     assert largest["mixed_float16",]["batch"] >= 1.5 * largest["float32",]["batch"]
 
 
+def check_state_bytes(rows):
+    """DESIGN: what a step of Adam moves, alone and with the loss scale; random bits cost nothing."""
+    rows = by(rows, "parameters", "state")
+    for key, moved, scaled, held in (
+        (("float32", "stochastic"), 20, 24, 8),
+        (("bfloat16 stochastic", "float32"), 22, 24, 10),
+        (("bfloat16 stochastic", "stochastic"), 14, 16, 6),
+    ):
+        row = rows[key]
+        assert row["moved"] <= 1.01 * moved and row["scaled_moved"] <= 1.01 * scaled and row["held"] <= 1.01 * held
+        assert row["copies"] == row["scaled_copies"] == 0
+
+
+@pytest.mark.slow
+def test_optimizer_state(tmp_path):
+    tables = small_run("optimizer_state", tmp_path)
+    check_state_bytes(tables["optimizer step"])
+    assert len(tables["digits"]) == len(tables["optimizer step"])
+
+
+def test_the_results_show_that_stochastic_rounding_trains_like_float32():
+    """Means over seeds: no further from float32's than its own seeds are from each other; to the nearest they are."""
+    tables = checked(RESULTS / "optimizer_state.json")["tables"]
+    check_state_bytes(tables["optimizer step"])
+    losses = {key: np.array(row["losses"]) for key, row in by(tables["digits"], "parameters", "state").items()}
+    exact = losses["float32", "float32"]
+    spread = exact.max() - exact.min()
+    for parameters in ("float32", "bfloat16 stochastic"):
+        assert abs(losses[parameters, "stochastic"].mean() - exact.mean()) <= spread
+    assert losses["float32", "nearest"].mean() > exact.mean() + 5 * spread
+    moments = {row["state"]: row["nu"] for row in tables["second moment"]}
+    assert moments["stochastic"] == pytest.approx(moments["float32"], rel=0.01) and moments["nearest"] > 1
+
+
+def test_the_results_show_larger_models_in_16_bits():
+    tables = checked(RESULTS / "memory.json")["tables"]
+    largest = {row["choice"]: row for row in tables["largest model"]}
+    for row in largest.values():
+        assert row["peak"] <= row["budget"]
+    assert largest["+ both stochastic"]["parameters"] > 2 * largest["float32"]["parameters"]
+    state = by(tables["training state"], "choice")
+    assert state["+ state stochastic",]["optimizer"] == pytest.approx(state["float32",]["optimizer"] / 2, rel=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_readme_holds_the_tables_of_the_results(name, load, capsys):
@@ -220,7 +264,7 @@ def test_the_largest_batch_is_found(limit, power, load):
         return int(1000 * batch**power) + 5
 
     budget = 1000 * limit**power + 5
-    found = load("memory").largest_batch(peak, budget, {8: peak(8), 32: peak(32)})
+    found = load("memory").largest(peak, budget, {8: peak(8), 32: peak(32)})
     assert found == limit // 8 * 8
     assert len(asked) <= 25
 

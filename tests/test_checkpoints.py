@@ -82,6 +82,16 @@ def run(state, step, inputs=INPUTS):
     return state
 
 
+def test_random_roundings_resume_bit_for_bit(tmp_path):
+    """The bits of a step follow from the saved key and step alone."""
+    tx = jmp.with_stochastic_rounding(jmp.with_low_precision_state(optax.adamw(0.1), key=1), key=2)
+    state, step = make(with_loss_scale(tx, jmp.DynamicLossScale(2.0**8)), "params=bfloat16,compute=bfloat16,output=f32")
+    state = run(state, step, INPUTS[:5])
+    save(tmp_path, 5, state)
+    restored, _ = restore(tmp_path, state)
+    assert_same_bits(run(restored, step, INPUTS[5:]), run(state, step, INPUTS[5:]))
+
+
 def test_resuming_at_every_phase_equals_the_uninterrupted_run(tmp_path):
     state, step = make(everything(), ema_decay=0.9, rngs={"noise": jax.random.key(7)})
     template = shapes(state)

@@ -110,5 +110,5 @@ def test_updates_are_lost_and_masters_and_stochastic_rounding_cure_it():
     runs = load("underflow").experiment_updates(steps=400, stride=1)
     loss = {title: run["loss"][-40:].mean() for title, run in runs.items()}
     assert loss["bfloat16 parameters"] > 1.3 * loss["float32 parameters"], loss
-    for title in ("with float32 masters", "with stochastic rounding"):
+    for title in ("with float32 masters", "with stochastic rounding", "with stochastic rounding, state too"):
         assert loss[title] < 1.1 * loss["float32 parameters"], loss

@@ -85,6 +85,11 @@ class Precision:
         return n + 2 if self.name == REFERENCE.name else n
 
 
+def everything_stochastic(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Parameters and the optimizer's state in bfloat16."""
+    return jmp.with_stochastic_rounding(jmp.with_low_precision_state(inner))
+
+
 REFERENCE = Precision("float32", "float32")
 PRECISIONS = (
     REFERENCE,
@@ -96,4 +101,5 @@ PRECISIONS = (
     Precision("bfloat16 parameters", "bfloat16"),
     Precision("bfloat16 parameters, masters", "bfloat16", update=jmp.with_master_weights),
     Precision("bfloat16 parameters, stochastic rounding", "bfloat16", update=jmp.with_stochastic_rounding),
+    Precision("bfloat16 everything, stochastic", "bfloat16", update=everything_stochastic),
 )

@@ -39,8 +39,24 @@ class Block(nn.Module):
         return x + nn.Dropout(self.dropout, deterministic=not train)(y)
 
 
+class _Step(nn.Module):
+    """A `Block` as the body of a scan over layers."""
+
+    heads: int
+    dropout: float
+    train: bool
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x, _):
+        return Block(self.heads, self.dropout, self.dtype, fused=True)(x, None, self.train), None
+
+
 class GPT2(nn.Module):
-    """`[batch, length]` tokens to `[batch, length, vocabulary]` logits; the output layer is the embedding's."""
+    """`[batch, length]` tokens to `[batch, length, vocabulary]` logits; the output layer is the embedding's.
+
+    `scanned`: one loop over all layers, each recomputed in the backward pass, as large models are trained; `fused` too.
+    """
 
     vocabulary: int = 50304
     layers: int = 12
@@ -50,25 +66,41 @@ class GPT2(nn.Module):
     dropout: float = 0.0
     dtype: Any = None
     fused: bool = False
+    scanned: bool = False
 
     @nn.compact
     def __call__(self, tokens, train):
         embedding = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
         positions = nn.Embed(self.length, self.width, dtype=self.dtype)(jnp.arange(tokens.shape[1]))
         x = nn.Dropout(self.dropout, deterministic=not train)(embedding(tokens) + positions)
-        mask = None if self.fused else nn.make_causal_mask(tokens)
-        for _ in range(self.layers):
+        mask = None if self.fused or self.scanned else nn.make_causal_mask(tokens)
+        if self.scanned:
+            of_layers: dict[str, Any] = {
+                "variable_axes": {"params": 0},
+                "split_rngs": {"params": True, "dropout": True},
+            }
+            layers = nn.scan(nn.remat(_Step), length=self.layers, **of_layers)
+            x, _ = layers(self.heads, self.dropout, train, self.dtype)(x, None)
+        for _ in range(0 if self.scanned else self.layers):
             x = Block(self.heads, self.dropout, self.dtype, self.fused)(x, mask, train)
         return embedding.attend(nn.LayerNorm(1e-5, dtype=self.dtype)(x))
 
 
 def gpt2(
-    vocabulary=50304, layers=12, width=768, heads=12, length=1024, dropout=0.0, batch_size=16, fused=False
+    vocabulary=50304,
+    layers=12,
+    width=768,
+    heads=12,
+    length=1024,
+    dropout=0.0,
+    batch_size=16,
+    fused=False,
+    scanned=False,
 ) -> Workload:
     """The published vocabulary of 50,257 padded to a multiple of 64."""
     return Workload(
         "gpt2",
-        lambda dtype: GPT2(vocabulary, layers, width, heads, length, dropout, dtype, fused),
+        lambda dtype: GPT2(vocabulary, layers, width, heads, length, dropout, dtype, fused, scanned),
         tokens(length, vocabulary),
         cross_entropy,
         adamw,

@@ -1,0 +1,100 @@
+"""What a training step holds, parameters, optimizer and activations, under each choice of what is in 16 bits.
+
+Decides the choices and the models: GPT-2, and decoders of the width of GPT-2 XL with as many layers as fit. Part of
+`memory.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from _cases import workload
+from _peers import ours_without_scale, plain
+from _results import Results
+
+import jmp_train as jmp
+
+SIZES: dict[str, dict[str, int]] = {
+    "GPT-2": {"layers": 12, "width": 768, "heads": 12, "batch_size": 16},
+    "GPT-2 XL": {"layers": 48, "width": 1600, "heads": 25, "batch_size": 8},
+}
+IN_BFLOAT16 = "params=bfloat16,compute=bfloat16,output=float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """`policy` (`None`: plain JAX) and what is around AdamW."""
+
+    name: str
+    policy: str | None
+    wrap: Callable[[Any], Any] = lambda tx: tx
+
+
+CHOICES = (
+    Choice("float32", None),
+    Choice("mixed_bfloat16", "mixed_bfloat16"),
+    Choice("+ state stochastic", "mixed_bfloat16", jmp.with_low_precision_state),
+    Choice("+ masters, state stochastic", IN_BFLOAT16, lambda tx: jmp.with_master_weights(_low(tx))),
+    Choice("+ parameters stochastic", IN_BFLOAT16, jmp.with_stochastic_rounding),
+    Choice("+ both stochastic", IN_BFLOAT16, lambda tx: jmp.with_stochastic_rounding(_low(tx))),
+)
+
+
+def _low(tx: Any) -> Any:
+    return jmp.with_low_precision_state(tx)
+
+
+def size_of(tree: Any) -> int:
+    return sum(
+        x.size * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+        if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    )
+
+
+def held(memory: Callable[..., dict[str, int]], choice: Choice, **sizes: int) -> dict[str, Any]:
+    """Bytes of a training step, its state donated: `parameters` is their number, the others are bytes."""
+    case = workload("gpt2", "", "", scanned=True, **sizes)
+    params, model_state, batch = case.shapes()
+    tx = choice.wrap(optax.adamw(1e-4))
+    if choice.policy is None:
+        step = plain(case.loss(), tx)
+    else:
+        params = jmp.get_policy(choice.policy).cast_to_param(params)
+        step = ours_without_scale(case.loss(), choice.policy, tx)
+    state = jax.eval_shape(step.init, params, model_state)
+    made = memory(step.step, state, batch, donate_argnums=0)
+    number = sum(x.size for x in jax.tree.leaves(params))
+    return {"parameters": number, "params_bytes": size_of(state[0]), "optimizer": size_of(state[2])} | made
+
+
+def training_state(
+    results: Results, memory: Callable[..., dict[str, int]], largest: Callable[..., int], budget: float, small: bool
+) -> None:
+    """The parts of one model's step, and the most layers that fit.
+
+    Args:
+      memory: `memory.memory`.
+      largest: `memory.largest`.
+      budget: in bytes.
+    """
+    sizes = {"layers": 2, "width": 64, "heads": 1, "batch_size": 8, "length": 64, "vocabulary": 512}
+    for choice in CHOICES:
+        row = held(memory, choice, **(sizes if small else SIZES["GPT-2"]))
+        results.add("training state", {"model": "GPT-2", "choice": choice.name} | row)
+    shape = sizes if small else SIZES["GPT-2 XL"]
+    for choice in CHOICES:
+
+        @functools.cache
+        def row_of(layers: int, choice: Choice = choice) -> dict[str, Any]:
+            return held(memory, choice, **(shape | {"layers": layers}))
+
+        known = {layers: row_of(layers)["peak"] for layers in ((4, 8) if small else (48, 96))}
+        layers = largest(lambda layers: row_of(layers)["peak"], budget, known, step=1)
+        row = row_of(layers) if layers else {}
+        results.add("largest model", {"choice": choice.name, "budget": budget, "layers": layers} | row)
