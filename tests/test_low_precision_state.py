@@ -276,8 +276,11 @@ def test_one_trace_scan_and_donation():
 
 
 def test_eight_devices_draw_the_same_bits_for_the_same_element():
-    """Replicated, sharded, in `shard_map`, `pmap` and `vmap`: all as on one device, bit for bit."""
-    tx = ORDERS["state inside"]()
+    """Replicated, sharded, in `shard_map`, `pmap` and `vmap`: all as on one device, bit for bit.
+
+    Of the arithmetic every operation rounds once at most, so that no two programs differ in it.
+    """
+    tx = with_stochastic_rounding(with_low_precision_state(optax.sgd(2.0**-6, momentum=0.5)))
     params = parameters(jnp.bfloat16)
     step, plain = stepper(tx), run(tx, params)
     for kind in (AxisType.Auto, AxisType.Explicit):
@@ -293,7 +296,7 @@ def test_eight_devices_draw_the_same_bits_for_the_same_element():
                 sharded = put(params)
                 found = run(tx, sharded, state=jax.jit(tx.init)(sharded))
                 assert_same_bits(found, plain)
-                copies = found[1].inner_state.inner_state[0].nu["dense"]["w"].addressable_shards
+                copies = found[1].inner_state.inner_state[0].trace["dense"]["w"].addressable_shards
                 if spec == PartitionSpec():
                     assert len({np.asarray(copy.data).tobytes() for copy in copies}) == 1
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
