@@ -220,17 +220,20 @@ def test_beside_the_wrappers_of_16_bit_parameters(order):
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_skipped_step_draws_nothing(order):
     tx = with_loss_scale(ORDERS[order](), jmp.DynamicLossScale(8.0))
-    params, state = run(tx, parameters(jnp.bfloat16))
+    step = jax.jit(stepper(tx))
+    params, state = run(tx, parameters(jnp.bfloat16), step=step)
     bad = jax.tree.map(lambda g: jnp.full_like(g, jnp.nan), gradients(0, params))
-    updates, skipped = jax.jit(tx.update)(bad, state, params)
-    assert not any(jnp.any(u) for u in jax.tree.leaves(updates)) and int(skipped.skipped_steps) == 1
-    assert_same_bits(skipped.inner_state, state.inner_state)
-    assert_same_bits(run(tx, params, [7], skipped)[0], run(tx, params, [7], state)[0])
+    same, skipped = step(params, state, bad)
+    assert int(skipped.skipped_steps) == 1
+    assert_same_bits((same, skipped.inner_state), (params, state.inner_state))
+    assert_same_bits(run(tx, params, [7], skipped, step)[0], run(tx, params, [7], state, step)[0])
 
 
 def test_the_key_decides_and_steps_draw_afresh():
-    def after(key, steps=range(3)):
-        return run(ORDERS["state inside"](key=key), parameters(jnp.bfloat16), steps)[0]
+    step = jax.jit(stepper(ORDERS["state inside"]()))  # the key is in the state
+
+    def after(key):
+        return run(ORDERS["state inside"](key=key), parameters(jnp.bfloat16), range(3), step=step)[0]
 
     assert_same_bits(after(1), after(jax.random.key(1)))
     assert not np.array_equal(after(1)["dense"]["w"], after(2)["dense"]["w"])
@@ -275,44 +278,67 @@ def test_one_trace_scan_and_donation():
     )
 
 
-def test_eight_devices_draw_the_same_bits_for_the_same_element():
-    """Replicated, sharded, in `shard_map`, `pmap` and `vmap`: all as on one device, bit for bit.
+# Of its arithmetic every operation rounds once at most, so that no two programs differ in it.
+EXACT = with_stochastic_rounding(with_low_precision_state(optax.sgd(2.0**-6, momentum=0.5)))
 
-    Of the arithmetic every operation rounds once at most, so that no two programs differ in it.
-    """
-    tx = with_stochastic_rounding(with_low_precision_state(optax.sgd(2.0**-6, momentum=0.5)))
-    params = parameters(jnp.bfloat16)
-    step, plain = stepper(tx), run(tx, params)
-    for kind in (AxisType.Auto, AxisType.Explicit):
-        mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
-        with jax.set_mesh(mesh):
-            for spec in (PartitionSpec(), PartitionSpec("data")):
 
-                def put(tree, mesh=mesh, spec=spec):
-                    return jax.tree.map(
-                        lambda x: jax.device_put(x, NamedSharding(mesh, spec if x.ndim else PartitionSpec())), tree
-                    )
+def over_a_mesh(kind, spec):
+    """Five steps in a `jit` over arrays that are divided by `spec`, or replicated."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
 
-                sharded = put(params)
-                found = run(tx, sharded, state=jax.jit(tx.init)(sharded))
-                assert_same_bits(found, plain)
-                copies = found[1].inner_state.inner_state[0].trace["dense"]["w"].addressable_shards
-                if spec == PartitionSpec():
-                    assert len({np.asarray(copy.data).tobytes() for copy in copies}) == 1
+    def put(x):
+        return jax.device_put(x, NamedSharding(mesh, spec if x.ndim else PartitionSpec()))
+
+    with jax.set_mesh(mesh):
+        params = jax.tree.map(put, parameters(jnp.bfloat16))
+        found = run(EXACT, params, state=jax.jit(EXACT.init)(params))
+    copies = found[1].inner_state.inner_state[0].trace["dense"]["w"].addressable_shards
+    assert len({np.asarray(copy.data).tobytes() for copy in copies}) == (1 if spec == PartitionSpec() else 8)
+    return found
+
+
+def in_shard_map(check_vma):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    for check in (True, False):
-        everywhere = (PartitionSpec(),) * 3
-        mapped = jax.shard_map(step, mesh=mesh, in_specs=everywhere, out_specs=PartitionSpec(), check_vma=check)
-        assert_same_bits(run(tx, params, step=jax.jit(mapped)), plain)
+    specs = (PartitionSpec(),) * 3
+    step = jax.shard_map(stepper(EXACT), mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=check_vma)
+    return run(EXACT, parameters(jnp.bfloat16), step=jax.jit(step))
+
+
+def mapped(transform):
+    """Eight copies, each with the gradients of the one."""
 
     def eight(tree):
         return jax.tree.map(lambda x: jnp.stack([x] * 8), tree)
 
-    for mapped in (jax.pmap(step), jax.jit(jax.vmap(step))):
-        start = eight((params, tx.init(params)))
-        found = run(tx, start[0], state=start[1], step=mapped, grads_of=lambda seed, p: eight(gradients(seed, params)))
-        for device in range(8):
-            assert_same_bits(jax.tree.map(lambda x, i=device: x[i], found), plain)
+    one = parameters(jnp.bfloat16)
+    params, state = eight((one, EXACT.init(one)))
+    step = transform(stepper(EXACT))
+    found = run(EXACT, params, state=state, step=step, grads_of=lambda seed, _: eight(gradients(seed, one)))
+    copies = [jax.tree.map(lambda x, i=device: x[i], found) for device in range(8)]
+    for copy in copies[1:]:
+        assert_same_bits(copy, copies[0])
+    return copies[0]
+
+
+DEVICES = {
+    "replicated": lambda: over_a_mesh(AxisType.Auto, PartitionSpec()),
+    "sharded": lambda: over_a_mesh(AxisType.Auto, PartitionSpec("data")),
+    "replicated, explicit": lambda: over_a_mesh(AxisType.Explicit, PartitionSpec()),
+    "sharded, explicit": lambda: over_a_mesh(AxisType.Explicit, PartitionSpec("data")),
+    "shard_map": lambda: in_shard_map(True),
+    "shard_map, unchecked": lambda: in_shard_map(False),
+    "pmap": lambda: mapped(jax.pmap),
+    "vmap": lambda: mapped(lambda step: jax.jit(jax.vmap(step))),
+}
+FAST = {"replicated", "sharded", "shard_map"}
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=[pytest.mark.slow] * (how not in FAST)) for how in DEVICES], ids=str
+)
+def test_eight_devices_draw_the_same_bits_for_the_same_element(how):
+    """As on one device, bit for bit."""
+    assert_same_bits(DEVICES[how](), run(EXACT, parameters(jnp.bfloat16)))
 
 
 class TestErrors:
