@@ -39,22 +39,16 @@ CHOICES = (
     Choice("float32", None),
     Choice("mixed_bfloat16", "mixed_bfloat16"),
     Choice("+ state stochastic", "mixed_bfloat16", jmp.with_low_precision_state),
-    Choice("+ masters, state stochastic", IN_BFLOAT16, lambda tx: jmp.with_master_weights(_low(tx))),
+    Choice(
+        "+ masters, state stochastic", IN_BFLOAT16, lambda tx: jmp.with_master_weights(jmp.with_low_precision_state(tx))
+    ),
     Choice("+ parameters stochastic", IN_BFLOAT16, jmp.with_stochastic_rounding),
-    Choice("+ both stochastic", IN_BFLOAT16, lambda tx: jmp.with_stochastic_rounding(_low(tx))),
+    Choice("+ both stochastic", IN_BFLOAT16, lambda tx: jmp.with_stochastic_rounding(jmp.with_low_precision_state(tx))),
 )
 
 
-def _low(tx: Any) -> Any:
-    return jmp.with_low_precision_state(tx)
-
-
 def size_of(tree: Any) -> int:
-    return sum(
-        x.size * x.dtype.itemsize
-        for x in jax.tree.leaves(tree)
-        if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-    )
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def held(memory: Callable[..., dict[str, int]], choice: Choice, **sizes: int) -> dict[str, Any]:

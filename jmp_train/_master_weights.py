@@ -42,7 +42,7 @@ class StochasticRoundingState(NamedTuple):
 
     Attributes:
       inner_state: the inner transformation's state, in float32 where parameters are bfloat16.
-      key: a PRNG key `[]`, the same throughout.
+      key: uint32 `[2]`, the data of a PRNG key, the same throughout.
       step: uint32 `[]`, how many updates there were: the random bits of an update follow from it and from `key`.
     """
 
@@ -180,13 +180,13 @@ def with_stochastic_rounding(
 
         p <- b with probability (w - a) / (b - a), else a          so that E[p] = w
 
-    Half the memory of masters, at the price of noise of up to one last bit (2^-8 relative) a step. The inner
+    Half the memory of masters, at the price of noise of up to one last bit (2^-7 relative) a step. The inner
     transformation sees float32 parameters and keeps its state for them; leaves that are not bfloat16 get its updates.
 
     Args:
       inner: any optax transformation.
       key: where the random bits come from: a seed or a PRNG key. The same key gives the same run; a step that an outer
-        `with_loss_scale` skips draws nothing.
+        `with_loss_scale` skips draws nothing. Give each of several wrappers in one optimizer a key of its own.
 
     Returns:
       A transformation with a `StochasticRoundingState`. Its `init` raises a ValueError for float16 parameters, its

@@ -24,7 +24,7 @@ _IMPLEMENTATION = "threefry2x32"
 _LANES = 4  # of 16 bits, in the 64 bits that one call of Threefry gives
 
 
-def check_key(key: Any) -> int | jax.Array:
+def check_key(key: Any) -> Any:
     """Returns `key`, a seed or one PRNG key.
 
     Raises:
@@ -33,26 +33,29 @@ def check_key(key: Any) -> int | jax.Array:
     if isinstance(key, int | np.integer) and not isinstance(key, bool):
         return int(key)
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
-    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ():
-        return key
-    if dtype == np.uint32 and shape == (2,):
-        return key
+    if dtype is not None and shape is not None:
+        is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
+        is_seed = jnp.issubdtype(dtype, np.integer) and shape == ()
+        if is_typed or is_seed or (dtype == np.uint32 and len(shape) == 1):
+            return key
     found = type(key).__name__ if dtype is None else f"{dtype}{list(shape or ())}"
     raise TypeError(
         f"`key` must be an integer or one PRNG key, got {found}. Pass a seed such as 0, or jax.random.key(0)."
     )
 
 
-def start_key(key: int | jax.Array) -> jax.Array:
-    """A PRNG key `[]` of Threefry's, in a buffer of its own, from what `check_key` lets through."""
-    if isinstance(key, int):
-        return jax.random.key(key, impl=_IMPLEMENTATION)
-    if key.dtype == np.uint32:
-        return jax.random.wrap_key_data(jnp.array(key, copy=True), impl=_IMPLEMENTATION)
+def start_key(key: Any) -> jax.Array:
+    """The data of a key of Threefry's, uint32 `[2]` in a buffer of its own, from what `check_key` lets through.
+
+    Data, which every library saves and restores; `noise_at` makes a key of it.
+    """
+    if jnp.ndim(key) == 0 and not jnp.issubdtype(jnp.result_type(key), jax.dtypes.prng_key):
+        return jax.random.key_data(jax.random.key(key, impl=_IMPLEMENTATION))
     data = jax.random.key_data(key)
-    if data.shape != (2,):  # of another generator, whose bits depend on how arrays are divided
-        data = jax.random.bits(key, (2,), np.uint32)
-    return jax.random.wrap_key_data(jnp.array(data, copy=True), impl=_IMPLEMENTATION)
+    if data.shape == (2,):
+        return jnp.array(data, copy=True)
+    # Of another generator, whose bits would depend on how arrays are divided.
+    return jax.random.bits(key, (2,), np.uint32)
 
 
 def noise_at(key: jax.Array, step: jax.Array) -> Callable[[str, tuple[int, ...], int], jax.Array]:
@@ -61,9 +64,13 @@ def noise_at(key: jax.Array, step: jax.Array) -> Callable[[str, tuple[int, ...],
     The element of position i in an array gets Threefry-2x32 of the counter (hash of the name, i), under a key of the
     step; its 64 bits are four lanes. Positions beyond 2^32 repeat the bits of those 2^32 before.
 
+    Args:
+      key: uint32 `[2]`, from `start_key`.
+      step: uint32 `[]`.
+
     Reference: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
-    first, second = jax.random.key_data(jax.random.fold_in(key, step))
+    first, second = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl=_IMPLEMENTATION), step))
 
     @functools.cache
     def words(name: str, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
@@ -82,12 +89,14 @@ def noise_at(key: jax.Array, step: jax.Array) -> Callable[[str, tuple[int, ...],
     return noise
 
 
+@jax.custom_jvp
 def round_stochastically(value: jax.Array, noise: jax.Array) -> jax.Array:
     """Rounds to one of the two neighbouring bfloat16 numbers, with the probabilities that keep the mean.
 
     bfloat16 is the upper half of float32. Uniform bits added to the lower half carry into the upper with exactly the
     probability that the lower half is of the distance between the neighbours, for either sign and for subnormals.
-    What is a bfloat16 number already stays what it is, and so do infinities and NaN.
+    What is a bfloat16 number already stays what it is, and so do infinities and NaN. The derivative is that of the
+    mean, one.
 
     Args:
       value: float32.
@@ -99,3 +108,8 @@ def round_stochastically(value: jax.Array, noise: jax.Array) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(value.astype(np.float32), np.uint32)
     rounded = jax.lax.bitcast_convert_type((bits + noise) & np.uint32(0xFFFF0000), np.float32)
     return jnp.where(jnp.isfinite(value), rounded, value)  # a NaN's bits would carry over into another number
+
+
+@round_stochastically.defjvp
+def _derivative(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    return round_stochastically(*primals), tangents[0]

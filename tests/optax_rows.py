@@ -114,6 +114,7 @@ CONTRIBUTED = [
 ]
 
 WRAPPED = [
+    Row("centred_rmsprop", lambda: optax.rmsprop(5e-3, centered=True)),
     Row("chain", lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))),
     Row("clip_block_rms", lambda: optax.chain(optax.adaptive_grad_clip(0.01), optax.centralize(), optax.sgd(0.1))),
     Row("ema", lambda: optax.chain(optax.adam(1e-2), optax.ema(0.9))),

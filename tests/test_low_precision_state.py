@@ -116,6 +116,86 @@ def test_globs_and_functions_pick():
     assert picked("z", contrib.schedule_free_sgd(1e-3)) == {"z/dense/w", "z/dense/b"}
 
 
+def test_masters_and_hyperparameters_are_never_picked():
+    masters = with_low_precision_state(with_master_weights(optax.adam(1e-3)), where=lambda path, leaf: leaf.ndim == 2)
+    state = masters.init(parameters(jnp.bfloat16))
+    assert jmp.master_params(state)["dense"]["w"].dtype == jnp.float32
+    assert state.inner_state.inner_state[0].nu["dense"]["w"].dtype == jnp.bfloat16
+    rates = optax.inject_hyperparams(optax.adam)(learning_rate=jnp.array([1e-3, 1e-4, 1e-5]))
+    state = with_low_precision_state(rates).init(jnp.ones(3))  # the path of a parameter that is no tree ends every path
+    assert stored(state.inner_state) == {"inner_state/0/mu", "inner_state/0/nu"}
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        lambda x: x.astype(jnp.float32),
+        lambda x: jnp.array(x, copy=True),
+        lambda x: jax.device_put(x, jax.devices()[0]),
+        jax.lax.optimization_barrier,
+        jax.jit(lambda x: x),
+    ],
+    ids=["cast", "copy", "device_put", "barrier", "jit"],
+)
+def test_what_starts_as_the_parameters_stays(same):
+    def init(params):
+        return {"average": jax.tree.map(same, params), "moment": jax.tree.map(jnp.zeros_like, params)}
+
+    tx = with_low_precision_state(optax.GradientTransformation(init, lambda g, s, p=None: (g, s)))
+    assert stored(tx.init(parameters()).inner_state) == {"moment/dense/w", "moment/dense/b"}
+
+
+def test_a_warning_if_nothing_is_stored():
+    params = optax.LookaheadParams.init_synced(parameters())
+    with pytest.warns(
+        UserWarning, match=r"stores nothing in 16 bits: .* large ones are fast_state/0/mu/dense/w, fast_st"
+    ):
+        with_low_precision_state(optax.lookahead(optax.adam(1e-3), 5, 0.5)).init(params)
+    picked = with_low_precision_state(optax.lookahead(optax.adam(1e-3), 5, 0.5), where=["mu", "nu"]).init(params)
+    assert len(stored(picked)) == 4
+
+
+def test_models_with_functions_as_leaves():
+    """As Equinox has them: masked at `init`, or given whole to `update`."""
+    arrays = parameters()
+    model, grads = {**arrays, "activation": jax.nn.relu}, gradients(0, arrays)
+    tx = with_low_precision_state(
+        optax.masked(optax.adam(1e-3), {**jax.tree.map(lambda _: True, arrays), "activation": False})
+    )
+    assert len(stored(tx.init(model))) == 4
+    tx = with_low_precision_state(optax.adam(1e-3))
+    updates, _ = tx.update({**grads, "activation": None}, tx.init({**arrays, "activation": None}), model)
+    assert updates["activation"] is None
+
+
+def test_moments_of_a_parameter_share_their_random_words():
+    """One call of Threefry an element for both, and one for the key of the step."""
+    tx = with_low_precision_state(optax.adam(1e-3))
+    params = {"w": jnp.ones(8)}
+    program = str(jax.make_jaxpr(tx.update)(params, tx.init(params), params))
+    assert program.count("threefry2x32") == 1 + program.count("threefry_fold_in")
+
+
+def test_the_derivative_of_a_rounding_is_one():
+    """Derivatives with respect to hyperparameters pass through the state."""
+
+    def final(rate, tx_of, dtype):
+        tx, params = tx_of(rate), jnp.ones(4, dtype)
+        state = tx.init(params)
+        for _ in range(3):
+            updates, state = tx.update(jnp.full(4, 0.3), state, params)
+            params = optax.apply_updates(params, updates)
+        return jnp.sum(params.astype(jnp.float32))
+
+    def momentum(rate):
+        return optax.chain(optax.trace(rate), optax.scale(-0.1))
+
+    exact = jax.grad(final)(0.5, momentum, jnp.float32)
+    assert jax.grad(final)(0.5, lambda rate: with_low_precision_state(momentum(rate)), jnp.float32) == pytest.approx(
+        float(exact), rel=0.02
+    )
+
+
 def test_the_second_moment_falls_as_in_float32():
     """With a decay of 0.1 % a step, half of bfloat16's last bit is more: to the nearest, it would stay at 2."""
     adam, params = optax.scale_by_adam(), jnp.zeros(1000)
@@ -215,6 +295,23 @@ def test_beside_the_wrappers_of_16_bit_parameters(order):
     if "masters" in order:
         assert jmp.master_params(state)["dense"]["w"].dtype == jnp.float32
     assert len(stored(state.inner_state)) == 4
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_updates_below_a_last_bit_arrive(order):
+    wrap = {
+        "state inside": lambda tx: with_stochastic_rounding(with_low_precision_state(tx)),
+        "state outside": lambda tx: with_low_precision_state(with_stochastic_rounding(tx)),
+        "masters outside": lambda tx: with_master_weights(with_low_precision_state(tx)),
+        "masters inside": lambda tx: with_low_precision_state(with_master_weights(tx)),
+    }[order]
+    tx, params = wrap(optax.sgd(2.0**-12)), jnp.ones(4096, jnp.bfloat16)
+
+    def body(carry, _):
+        return stepper(tx)(*carry, jnp.ones(4096)), None
+
+    (params, _), _ = jax.jit(lambda start: jax.lax.scan(body, start, length=100))((params, tx.init(params)))
+    assert float(params.astype(jnp.float32).mean()) == pytest.approx(1 - 100 * 2.0**-12, abs=2.0**-9)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -363,7 +460,7 @@ class TestErrors:
         self.check(TypeError, message, with_low_precision_state, 0.1)
         message = "`key` must be an integer or one PRNG key, got float. Pass a seed such as 0, or jax.random.key(0)."
         self.check(TypeError, message, with_low_precision_state, optax.adam(1e-3), key=0.5)
-        for where in (3, [], ["nu", 1]):
+        for where in (3, [], ["nu", 1], {"nu": True}):
             message = (
                 f"`where` must be a glob over the state's paths such as 'nu', several, or a function "
                 f"(path, leaf) -> bool; got {where!r}."
@@ -378,7 +475,8 @@ class TestErrors:
     def test_a_glob_that_matches_nothing(self):
         message = (
             "`where`: the glob 'nus' matches none of the tree's leaves (near: 'nu', 'dense'); their paths are "
-            "'0/mu/dense/b', '0/mu/dense/w', '0/nu/dense/b', .... A glob matches whole segments, at any depth."
+            "'0/mu/dense/b', '0/mu/dense/w', '0/nu/dense/b', .... A glob matches whole segments, at any depth. "
+            "Only float32 arrays of one dimension or more can be stored in 16 bits, and no master weights."
         )
         self.check(ValueError, message, with_low_precision_state(optax.adam(1e-3), where="nus").init, parameters())
 
@@ -389,7 +487,10 @@ class TestErrors:
         )
         tx = with_low_precision_state(with_loss_scale(optax.adam(1e-3)))
         self.check(ValueError, message, tx.init, parameters())
-        message = "`inner` has with_low_precision_state already. Use it once around all, or once around each part."
+        message = (
+            "`inner` has with_low_precision_state already. Use it once around all, or around each part, each with a "
+            "`key` of its own."
+        )
         tx = with_low_precision_state(optax.chain(optax.clip(1.0), with_low_precision_state(optax.adam(1e-3))))
         self.check(ValueError, message, tx.init, parameters())
 
@@ -399,20 +500,46 @@ class TestErrors:
             (lambda: optax.lbfgs(), "L-BFGS"),
             (lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(3)), "a line search"),
             (lambda: optax.chain(optax.sgd(1.0), optax.scale_by_zoom_linesearch(3)), "a line search"),
+            (lambda: optax.rmsprop(1e-3, centered=True), "a centred second moment, nu - mu^2"),
+            (lambda: optax.scale_by_stddev(bias_correction=True), "a centred second moment, nu - mu^2"),
         ],
+        ids=["lbfgs", "backtracking", "zoom", "centred", "centred, counted"],
     )
     def test_what_learns_from_differences(self, build, what):
+        cure = " Without `centered` it works." if "centred" in what else ""
         message = (
-            f"`inner` has {what}, which learns from differences of the parameters, gradients and losses that it "
-            "stores: in 16 bits these would be roundings. Leave with_low_precision_state off, or put it around the "
-            "rest of the chain."
+            f"`inner` has {what}, which learns from differences of what it stores: in 16 bits these would be "
+            f"roundings. Leave with_low_precision_state off, or put it around the rest of the chain.{cure}"
         )
         self.check(ValueError, message, with_low_precision_state(build()).init, parameters())
 
     def test_a_state_of_other_parameters(self):
         tx = with_low_precision_state(optax.adam(1e-3))
         message = (
-            "`opt_state` must be what `init` made for these parameters: it has 7 leaves inside, and `inner` makes 3. "
-            "Call update(grads, opt_state, params)."
+            "`state` must be what `init` made for these parameters: it has 7 leaves inside, and `inner` makes 3. "
+            "Call update(grads, state, params)."
         )
         self.check(ValueError, message, tx.update, jnp.zeros(3), tx.init(parameters()), jnp.zeros(3))
+
+    def test_a_state_that_is_none(self):
+        tx = with_low_precision_state(optax.adam(1e-3))
+        message = (
+            "`state` must be the LowPrecisionState that `init` or `update` returned, got NoneType. "
+            "Pass the whole state, not a part of it."
+        )
+        self.check(TypeError, message, tx.update, parameters(), None, parameters())
+
+    @pytest.mark.parametrize("wrap", [with_master_weights, with_stochastic_rounding])
+    def test_a_neighbour_of_a_wrapper_that_would_compute_in_16_bits(self, wrap):
+        message = (
+            "`inner` has a wrapper for 16-bit parameters, and beside it, at '0/mu/dense/b', a transformation that "
+            "would compute in bfloat16. Put with_stochastic_rounding or with_master_weights around all of it."
+        )
+        tx = with_low_precision_state(optax.chain(optax.scale_by_adam(), wrap(optax.sgd(1e-3))))
+        self.check(ValueError, message, tx.init, parameters(jnp.bfloat16))
+        tx.init(parameters())
+
+    def test_a_glob_where_nothing_can_be_stored(self):
+        tx = with_low_precision_state(optax.sgd(1e-3), where="nonsense")
+        with pytest.raises(ValueError, match=r"^`where`: the glob 'nonsense' matches none"):
+            tx.init(parameters())

@@ -86,11 +86,15 @@ def test_what_is_a_bfloat16_number_stays():
 
 
 def test_a_seed_and_every_kind_of_key():
-    expected = np.asarray(jax.random.key_data(start_key(5)))
-    for key in (np.int64(5), jax.random.key(5, impl="threefry2x32"), jax.random.PRNGKey(5, impl="threefry2x32")):
-        np.testing.assert_array_equal(jax.random.key_data(start_key(check_key(key))), expected)
-    others = [jax.random.key_data(start_key(jax.random.key(seed, impl="rbg"))) for seed in range(2)]
-    assert others[0].shape == (2,) and not np.array_equal(others[0], others[1])
+    expected = start_key(5)
+    assert expected.shape == (2,) and expected.dtype == jnp.uint32
+    keys = (np.int64(5), jnp.int32(5), jax.random.key(5, impl="threefry2x32"), np.array([0, 5], np.uint32))
+    for key in keys:
+        np.testing.assert_array_equal(start_key(check_key(key)), expected)
+    with jax.default_prng_impl("rbg"):
+        for make in (jax.random.key, jax.random.PRNGKey):
+            others = [start_key(check_key(make(seed))) for seed in range(2)]
+            assert others[0].shape == (2,) and not np.array_equal(others[0], others[1])
 
 
 @pytest.mark.parametrize(
