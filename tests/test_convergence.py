@@ -118,7 +118,7 @@ def test_mixed_precision_matches_float32_in_the_results(rows):
     for application in rows:
         for name, row in summaries(store, application, PRECISIONS, seeds=3).items():
             found.setdefault(name, []).append(row.verdict)
-    for name in ("mixed_bfloat16", "mixed_float16", "float16 parameters, masters"):
+    for name in ("mixed_bfloat16", "mixed_float16", "float16 parameters, masters", "bfloat16 everything, stochastic"):
         assert found[name] == [Verdict.MATCHES] * len(rows)
     for name, verdict in (("float16 parameters", Verdict.FAILS), ("mixed_float16, unscaled", Verdict.WORSE)):
         assert {Verdict.MATCHES, verdict} <= {*found[name]} and len(found[name]) == len(rows)
