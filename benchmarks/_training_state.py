@@ -78,11 +78,12 @@ def training_state(
       budget: in bytes.
     """
     sizes = {"layers": 2, "width": 64, "heads": 1, "batch_size": 8, "length": 64, "vocabulary": 512}
-    for choice in CHOICES:
+    choices = (CHOICES[0], CHOICES[-1]) if small else CHOICES
+    for choice in choices:
         row = held(memory, choice, **(sizes if small else SIZES["GPT-2"]))
         results.add("training state", {"model": "GPT-2", "choice": choice.name} | row)
     shape = sizes if small else SIZES["GPT-2 XL"]
-    for choice in CHOICES:
+    for choice in choices:
 
         @functools.cache
         def row_of(layers: int, choice: Choice = choice) -> dict[str, Any]:

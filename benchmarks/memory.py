@@ -200,7 +200,7 @@ def main() -> None:
     policies = ["float32", "mixed_float16"] if options.small else list(POLICIES)
     for model in ["cnn"] if options.small else options.models:
         measure(results, model, policies, batches, budget)
-    training_state(results, memory, largest, 0.05 * GIGA if options.small else budget, options.small)
+    training_state(results, memory, largest, 0.01 * GIGA if options.small else budget, options.small)
     if not options.small:
         deep(results)
     print_tables(results)
