@@ -100,13 +100,13 @@ def with_low_precision_state(
     key, where = check_key(key), check_where(where)
 
     @functools.lru_cache(maxsize=16)
-    def plan(structure: Any, types: tuple[Any, ...]) -> tuple[StateLeaf, ...]:
+    def plan(structure: Any, types: tuple[Any, ...]) -> tuple[Any, tuple[StateLeaf, ...]]:
         state, leaves = traced_state(inner_tx.init, jax.tree.unflatten(structure, types))
         _check_state(state)
-        return leaves
+        return state, leaves
 
-    def plan_for(params: Any) -> tuple[StateLeaf, ...]:
-        """What `inner` makes for parameters of these types."""
+    def plan_for(params: Any) -> tuple[Any, tuple[StateLeaf, ...]]:
+        """What `inner` makes for parameters of these types: its state with shapes for arrays, and its leaves."""
         leaves, structure = jax.tree.flatten(params)
         return plan(structure, tuple(_type_of(x) for x in leaves))
 
@@ -123,12 +123,13 @@ def with_low_precision_state(
         return jax.tree.unflatten(structure, [rounded(x, leaf) if low else x for x, low, leaf in each])
 
     def init(params: Any) -> Any:
-        wide = _widened(params)
-        if _rounds_parameters(traced_state(inner_tx.init, params)[0]):
-            _check_wide(plan_for(params), plan_for(wide))
+        wide = map_gradients(widen, params)
+        (state, leaves), (_, of_wide) = plan_for(params), plan_for(wide)
+        if _rounds_parameters(state):
+            _check_wide(leaves, of_wide)
         else:
-            params = wide
-        leaves, inner_state = plan_for(params), inner_tx.init(params)
+            params, leaves = wide, of_wide
+        inner_state = inner_tx.init(params)
         is_low = chosen(leaves, jax.tree.leaves(inner_state), where)
         _warn_if_nothing(leaves, is_low, params)
         start, step = start_key(key), jnp.zeros((), np.uint32)
@@ -142,10 +143,10 @@ def with_low_precision_state(
             )
         updates = map_gradients(widen, updates)
         if not _rounds_parameters(state.inner_state):
-            params = _widened(params)
+            params = map_gradients(widen, params)
         # Some are updated without parameters, or with a whole model; then a gradient has the type of its parameter.
         has_types = params is not None and all(map(is_array, jax.tree.leaves(params)))
-        leaves = plan_for(params if has_types else updates)
+        _, leaves = plan_for(params if has_types else updates)
         values, structure = jax.tree.flatten(state.inner_state)
         if len(values) != len(leaves):
             raise ValueError(
@@ -167,11 +168,6 @@ def with_low_precision_state(
 def _type_of(leaf: Any) -> Any:
     """Shape and dtype of an array, by which plans are kept; anything else as it is."""
     return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)) if is_array(leaf) else leaf
-
-
-def _widened(params: Any) -> Any:
-    """Floating parameters of 16 bits in float32."""
-    return map_gradients(lambda x: widen(x) if getattr(x, "dtype", None) in (jnp.bfloat16, np.float16) else x, params)
 
 
 def _rounds_parameters(inner_state: Any) -> bool:

@@ -73,13 +73,17 @@ def noise_at(key: jax.Array, step: jax.Array) -> Callable[[str, tuple[int, ...],
     first, second = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl=_IMPLEMENTATION), step))
 
     @functools.cache
-    def words(name: str, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-        position = jnp.zeros(shape, np.uint32)
+    def positions(shape: tuple[int, ...]) -> jax.Array:
+        found = jnp.zeros(shape, np.uint32)
         for axis in range(len(shape)):
             stride = np.uint32(math.prod(shape[axis + 1 :]) % 2**32)
-            position += stride * jax.lax.broadcasted_iota(np.uint32, shape, axis)
+            found += stride * jax.lax.broadcasted_iota(np.uint32, shape, axis)
+        return found
+
+    @functools.cache
+    def words(name: str, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
         counter = np.uint32(zlib.crc32(name.encode()))
-        return threefry2x32_p.bind(first, second, jnp.full(shape, counter), position)
+        return threefry2x32_p.bind(first, second, jnp.full(shape, counter), positions(shape))
 
     def noise(name: str, shape: tuple[int, ...], lane: int) -> jax.Array:
         call, lane = divmod(lane, _LANES)

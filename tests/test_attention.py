@@ -618,6 +618,15 @@ def test_a_mask_of_known_numbers_becomes_the_window_that_has_a_kernel(band, know
     assert error(attend(*operands(), jnp.asarray(mask)), want) <= TOLERANCE["float32"].gradient
 
 
+def test_dropout_outside_jit_is_compiled_once():
+    compiled: Any = _reference.with_dropout
+    compiled.clear_cache()
+    first, second = (
+        dot_product_attention(*operands(), dropout_rate=0.5, dropout_key=jax.random.key(seed)) for seed in range(2)
+    )
+    assert compiled._cache_size() == 1 and not np.array_equal(first, second)
+
+
 def test_explain_says_that_an_attention_with_dropout_is_not_fused():
     fn = functools.partial(model_loss, dropout_rate=0.5, dropout_key=jax.random.key(0))
     for place in (fn, jax.checkpoint(fn)):

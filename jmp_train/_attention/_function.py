@@ -5,7 +5,6 @@ Decides what arguments are accepted. Does not decide how they are computed; see 
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from typing import Any
@@ -20,7 +19,7 @@ from .._sharding import local, varying_axes
 from .._sizes import is_static
 from ._primitives import attention_p
 from ._reference import shifted, with_dropout
-from ._settings import DROPOUT, EXTRAS, Settings, config
+from ._settings import EXTRAS, Settings, config
 
 
 def dot_product_attention(
@@ -98,7 +97,9 @@ def dot_product_attention(
     window = _window(local_window_size)
     lengths = query.shape[1], key.shape[1]
     is_causal, window = _normalized(is_causal, window, lengths)
-    if "mask" in extras and window is None and (found := _window_of(mask, lengths)) is not None:
+    # Outside `jit` a mask would have to be fetched from the device at every call.
+    looks = "mask" in extras and window is None and isinstance(query, Tracer)
+    if looks and (found := _window_of(mask, lengths)) is not None:
         # A window to the right, with lengths or of unequal ones has no kernel; a mask has.
         within = _normalized(is_causal, found, lengths)
         padded = extras.keys() & {"query_seq_lengths", "key_value_seq_lengths"}
@@ -114,9 +115,9 @@ def dot_product_attention(
     operands = local(operands, tuple(frozenset().union(*map(varying_axes, operands))))
     if dropout_rate != 0.0:
         _check_dropout(dropout_rate, dropout_key)
-        run = functools.partial(with_dropout, settings=settings, rate=dropout_rate, broadcast=broadcast_dropout)
-        run.__name__ = DROPOUT  # pyright: ignore[reportAttributeAccessIssue]
-        return jax.jit(run)(*operands, key=dropout_key).reshape(shape)
+        # Static arguments, as Python numbers: a call outside `jit` is compiled once.
+        options = {"rate": float(dropout_rate), "broadcast": bool(broadcast_dropout)}
+        return with_dropout(*operands, settings=settings, key=dropout_key, **options).reshape(shape)
     return attention_p.bind(*operands, settings=settings)[0].reshape(shape)
 
 
@@ -194,12 +195,15 @@ def _window_of(mask: Any, lengths: tuple[int, int]) -> tuple[int, int] | None:
     if isinstance(mask, Tracer) or np.size(mask) != rows * columns or np.shape(mask)[-2:] != lengths:
         return None
     numbers = np.asarray(mask).reshape(lengths)
-    distance = np.arange(columns)[None] - np.arange(rows)[:, None]
-    allowed = distance[numbers]
-    if not (allowed.size and np.min(allowed) <= 0 <= np.max(allowed)):
+    if not np.all(np.any(numbers, axis=1)):
         return None
-    left, right = int(-np.min(allowed)), int(np.max(allowed))
-    return (left, right) if np.array_equal(numbers, (distance >= -left) & (distance <= right)) else None
+    row = np.arange(rows)
+    first, last = np.argmax(numbers, axis=1), columns - 1 - np.argmax(numbers[:, ::-1], axis=1)
+    left, right = int(np.max(row - first)), int(np.max(last - row))
+    is_window = np.array_equal(np.sum(numbers, axis=1), last - first + 1)
+    is_window &= np.array_equal(first, np.maximum(row - left, 0))
+    is_window &= np.array_equal(last, np.minimum(row + right, columns - 1))
+    return (left, right) if is_window and min(left, right) >= 0 else None
 
 
 def _scaled(query: jax.Array, key: jax.Array, scale: Any) -> tuple[jax.Array, jax.Array]:

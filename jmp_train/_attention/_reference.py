@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._settings import EXTRAS, Settings
+from ._settings import DROPOUT, EXTRAS, Settings
 
 Array = jax.Array
 
@@ -57,7 +57,7 @@ def output(*operands: Array, settings: Settings) -> Array:
     return forward(*operands, settings=settings, exact_products=True)[0]
 
 
-def with_dropout(*operands: Array, settings: Settings, rate: float, key: Any, broadcast: bool) -> Array:
+def _with_dropout(*operands: Array, settings: Settings, rate: float, key: Any, broadcast: bool) -> Array:
     """The output with a share `rate` of the weights set to zero and the others scaled up; plain `jax.numpy`.
 
     Srivastava et al., "Dropout", 2014. One draw for all examples and heads if `broadcast`.
@@ -69,6 +69,11 @@ def with_dropout(*operands: Array, settings: Settings, rate: float, key: Any, br
     weights = jnp.where(jax.random.bernoulli(key, 1 - rate, drawn), weights / (1 - rate), 0)
     out = at.dot("bkgts,bskh->btkgh", weights.astype(value.dtype), value).reshape(query.shape)
     return at.zero_padding(out).astype(query.dtype)
+
+
+# A `jit` of its own, whose name tells the equations of an attention with dropout from the user's.
+_with_dropout.__name__ = DROPOUT
+with_dropout = jax.jit(_with_dropout, static_argnames=("settings", "rate", "broadcast"))
 
 
 def backward(*operands: Array, settings: Settings, exact_products: bool = False) -> tuple[Array, ...]:
