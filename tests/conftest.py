@@ -18,6 +18,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import chex
 import hypothesis
 import jax
+import numpy as np
 from jax._src.interpreters import mlir
 
 CACHE = "JMP_TRAIN_TESTS_CACHE"
@@ -52,6 +53,13 @@ def compile_quickly(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache entry")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The same numbers for a test, whichever ran before it in its process."""
+    module = getattr(item, "module", None)
+    if module is not None and hasattr(module, "RNG"):
+        module.RNG = np.random.default_rng(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
