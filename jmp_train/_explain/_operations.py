@@ -194,7 +194,12 @@ _FOLLOWING = (Rule.FOLLOW, Rule.SHAPE, Rule.WIDEST)
 def _why_wide(program: Program, equation: Equation, producers: dict[int, str]) -> str:
     """What keeps an equation in float32 that could have followed a narrow operand."""
     precisions = [program.precision(use.value) for use in equation.uses]
-    wide = [u.value for u, p in zip(equation.uses, precisions, strict=True) if p is Precision.FULL and not u.residual]
+    saved = program.residuals.saved
+    wide = [
+        use.value
+        for use, precision in zip(equation.uses, precisions, strict=True)
+        if precision is Precision.FULL and not (use.residual and use.value in saved)
+    ]
     if wide:
         return f"float32, for {_maker(program, wide[0], producers)}"
     if Precision.LOW in precisions:

@@ -18,16 +18,14 @@ A value that is read across a dot is, in this order:
    number are written once, behind an `optimization_barrier`, and read by all. The same holds for a cotangent that a
    chain with an expensive function makes and that a sum reads beside others, as a norm's backward pass reads the
    gradient of a GELU: the kernel of the sum ends before the others can start, so XLA stores it, in float32;
-2. *rematerialized*, if it is elementwise (`Trait.FUSES`, `Trait.EXPENSIVE`) in values of which the reader finds the
-   very numbers that the equation read, or in one saved value of its own dtype: 0 bytes more are saved, and the sources
-   are read instead, which are no larger;
+2. *rematerialized*, if it is elementwise in values of which the reader finds the very numbers that the equation read,
+   and to read those costs fewer bytes than to write and read it (`analysis/residual_costs.py`);
 3. *saved as it is*, if it is a comparison (1 byte, where both operands would be saved otherwise), or an expensive
    function in the compute dtype, which XLA would otherwise store in float32, its rounding dropped;
 4. *read as it is*: the compiler decides.
 
 Decides this for every value, and which operands are read that way. Does not decide dtypes; see `assign_dtypes.py`.
-Values that one scan hands to another are the business of `scan_residuals.py`, which asks `is_elementwise` of the same
-table.
+Values that one scan hands to another are the business of `scan_residuals.py`, by the same costs.
 """
 
 from __future__ import annotations
@@ -38,9 +36,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..analysis.dot_sizes import DotSizes
+from ..._jaxpr import Node
+from ..analysis.residual_costs import ResidualCosts, Storage, fuses, size_in_bytes
 from ..analysis.wide_product import Cause, WideProduct
-from ..ir import Access, Equation, Fact, Precision, Program, Residuals
+from ..ir import Access, Equation, Fact, Precision, Program, Residuals, is_sixteen_bit
 from ..primitives import DOTS, Rule, Trait, having
 from .rewrites.relu_mask import is_positive, relu_operand
 
@@ -49,24 +48,22 @@ if TYPE_CHECKING:
 
 _EXPENSIVE = having(Trait.EXPENSIVE)
 _ELEMENTWISE = _EXPENSIVE | having(Trait.FUSES)
-_IN_RULES = _ELEMENTWISE | having(Trait.BITWISE)
-_RULES = (Rule.HIGH, Rule.WIDEST, Rule.FOLLOW, Rule.SHAPE)
 
 
 def save_or_remat(program: Program, context: Context) -> Program:
     """The program with its `residuals`, and with those operands marked that are read as saved or rematerialized."""
-    values: dict[int, _Value] = {}
-    equations, saves_low = [], context.saves_low
+    equations, decisions = [], _Decisions(program, context.saves_low)
+    values = decisions.values
     for equation in program.equations:
         for number in equation.results:
-            values[number] = _value_of(program, equation, values, number, saves_low)
+            decisions.add(equation, number)
         uses = equation.uses
         for position, use in enumerate(uses):
             known = use.value in values and not use.residual
             if known and _is_residual(program, context, equation, values, position):
                 uses = [*uses[:position], use._replace(residual=True), *uses[position + 1 :]]
         equations.append(equation if uses is equation.uses else dataclasses.replace(equation, uses=uses))
-    shared = _shared_with_sums(program, equations) if saves_low else set()
+    shared = _shared_with_sums(program, equations) if context.saves_low else set()
     if shared:
         values.update(dict.fromkeys(shared, _Value(saved=True)))
         equations = [_reading_saved(equation, shared) for equation in equations]
@@ -89,7 +86,6 @@ class _Value:
     Attributes:
       saved, remat: the decision; neither where readers read it as it is.
       from_dot: a dot's result or a mean over windows, possibly rearranged: it is in memory.
-      source: the one saved value that a value in the compute dtype is, or is computed from, if it is one.
       expensive: rematerialized for kernels of their own too, since XLA would store it for them in float32.
       dot_reads_relu: a relu's result that a dot reads in the compute dtype, so that it is in memory, whatever else
         reads it.
@@ -98,7 +94,6 @@ class _Value:
     saved: bool = False
     remat: bool = False
     from_dot: bool = False
-    source: int | None = None
     expensive: bool = False
     dot_reads_relu: bool = False
 
@@ -106,42 +101,83 @@ class _Value:
 _ARGUMENT = _Value()
 
 
-def _value_of(program: Program, equation: Equation, values: dict[int, _Value], number: int, saves_low: bool) -> _Value:
-    """What result `number` of an equation is to those who read it across a dot."""
-    fact, node = program.facts[number], equation.node
-    operands = [values.get(operand, _ARGUMENT) for operand in node.ins]
-    value = _Value()
-    if fact.precision is Precision.RECORDED:
-        is_mask = program.avals[number].dtype == np.bool_ and any(
-            program.precision(operand) is not Precision.RECORDED for operand in node.ins
-        )
-        value.remat = is_mask and is_positive(node, program.recorded) and operands[0].dot_reads_relu
-        value.saved = is_mask and not value.remat
-    elif fact.precision is Precision.LOW:
-        dot = equation.entry.rule is Rule.LOW and node.name in DOTS
-        mean = bool(equation.computes)
-        moved = equation.entry.rule is Rule.SHAPE and any(operand.from_dot for operand in operands)
-        value.from_dot = dot or mean or moved
-        if not (value.from_dot or fact.to_dot):
-            value.source = _common_source(program, equation, values)
-            value.remat = value.source is not None or _joins_residuals(equation, operands)
-        in_memory = value.from_dot or any(operand.from_dot for operand in operands)
-        value.saved = not value.remat and (in_memory or (is_expensive(equation) and not fact.to_dot))
-        value.source = number if value.saved else value.source
-    elif fact.precision is Precision.FULL and fact.computed:
-        value.saved = fact.has_low_copy
-        value.remat = not value.saved and (
-            _reads_residuals(program, equation, values)
-            or _expands(program, equation)
-            or (not fact.delicate and _is_distance(program, equation, values))
-        )
-        value.expensive = is_expensive(equation) or any(o.remat and o.expensive for o in operands)
-    low = fact.has_low_copy or fact.precision is Precision.LOW
-    value.dot_reads_relu = fact.to_dot and low and relu_operand(node, program.recorded) is not None
-    if not saves_low:  # float32 values wait as they are, and nothing is rematerialized
-        is_low = fact.precision is Precision.LOW
-        value = _Value(saved=is_low and (value.saved or value.remat), from_dot=value.from_dot, source=value.source)
-    return value
+class _Decisions:
+    """What is decided of each value, in the order in which they are computed.
+
+    In memory anyway is what a dot reads or made, what is saved, and what comes from outside; parameters in float32.
+    """
+
+    def __init__(self, program: Program, saves_low: bool):
+        self.values: dict[int, _Value] = {}
+        self._program, self._saves_low, self._costs = program, saves_low, ResidualCosts()
+        for number in (*program.inputs, *program.captured):
+            self._costs.state(number, size_in_bytes(program.avals[number]), Storage.IN_MEMORY)
+
+    def add(self, equation: Equation, number: int) -> None:
+        """Decides what result `number` of an equation is to those who read it across a dot."""
+        fact, node = self._program.facts[number], equation.node
+        operands = [self.values.get(operand, _ARGUMENT) for operand in node.ins]
+        value = self.values[number] = _Value()
+        low = fact.has_low_copy or fact.precision is Precision.LOW
+        if fact.precision is Precision.LOW:
+            value.from_dot = _is_from_dot(equation, operands)
+        is_mask = fact.precision is Precision.RECORDED and self._is_mask(number, node)
+        in_memory = value.from_dot or (low and fact.to_dot) or fact.precision is Precision.WEAK
+        self._state(number, Storage.IN_MEMORY if in_memory else Storage.NEW)
+        if is_mask:
+            value.remat = is_positive(node, self._program.recorded) and operands[0].dot_reads_relu
+        elif fact.precision is not Precision.RECORDED and self._may_run_again(equation, fact):
+            cheaper = self._costs.rematerialize(number, node.ins)
+            value.remat = cheaper and fact.computed and fact.precision is not Precision.WEAK
+        if fact.precision is Precision.LOW:
+            near_dot = value.from_dot or any([operand.from_dot for operand in operands])
+            value.saved = not value.remat and (near_dot or (is_expensive(equation) and not fact.to_dot))
+        else:
+            value.saved = fact.has_low_copy or (is_mask and not value.remat)
+            value.expensive = is_expensive(equation) or any([o.remat and o.expensive for o in operands])
+        if not self._saves_low:  # float32 values are saved as they are, and nothing is rematerialized
+            value.saved, value.remat = fact.precision is Precision.LOW and (value.saved or value.remat), False
+        if value.saved:
+            self._state(number, Storage.IN_MEMORY)
+        value.dot_reads_relu = fact.to_dot and low and relu_operand(node, self._program.recorded) is not None
+
+    def _state(self, number: int, storage: Storage) -> None:
+        fact, aval = self._program.facts[number], self._program.avals[number]
+        low = fact.has_low_copy or fact.precision is Precision.LOW
+        self._costs.state(number, size_in_bytes(aval, self._program.low.itemsize if low else None), storage)
+
+    def _is_mask(self, number: int, node: Node) -> bool:
+        """Whether a value is a comparison of numbers that were recorded in float32."""
+        precisions = [self._program.precision(operand) for operand in node.ins]
+        return self._program.avals[number].dtype == np.bool_ and any([p is not Precision.RECORDED for p in precisions])
+
+    def _may_run_again(self, equation: Equation, fact: Fact) -> bool:
+        """Whether readers across a dot may compute a value: from the numbers that the equation read, for no memory."""
+        if fact.has_low_copy or any([self._is_cast_by_hand(number) for number in equation.node.ins]):
+            return False
+        if any([self._program.facts[number].has_low_copy for number in equation.node.ins]):
+            return not fact.delicate and self._is_distance(equation)
+        return fuses(equation) or equation.node.name == "concatenate" or is_short_product(equation)
+
+    def _is_cast_by_hand(self, number: int) -> bool:
+        """Whether a value was recorded in 16 bits: what is saved of it is up to the program that did so."""
+        return self._program.precision(number) is Precision.RECORDED and is_sixteen_bit(self._program.avals[number])
+
+    def _is_distance(self, equation: Equation) -> bool:
+        """Whether an equation adds a value with a saved low copy and a literal, as the derivative `(1 + y) * (1 - y)`
+        of a `tanh` does."""
+        low = [number for number in equation.node.ins if self._program.facts[number].has_low_copy]
+        others = [number for number in equation.node.ins if number not in low]
+        known = all([number in self._program.constants for number in others])
+        return equation.node.name in ("add", "sub") and len(low) == 1 and known
+
+
+def _is_from_dot(equation: Equation, operands: Sequence[_Value]) -> bool:
+    """Whether a value in the compute dtype is in memory because a kernel of its own computed or rearranged it."""
+    dot = equation.entry.rule is Rule.LOW and equation.node.name in DOTS
+    mean = bool(equation.computes)
+    moved = equation.entry.rule is Rule.SHAPE and not fuses(equation) and any([o.from_dot for o in operands])
+    return dot or mean or moved
 
 
 def _shared_with_sums(program: Program, equations: Sequence[Equation]) -> set[int]:
@@ -205,56 +241,6 @@ def _is_residual(
         return False
     shared = fact.has_low_copy or (value.expensive and context.flow.readers[use.value] > 1)
     return equation.depth > fact.depth or (shared and use.dtype is not None and access is not Access.FUSED)
-
-
-def _reads_residuals(program: Program, equation: Equation, values: dict[int, _Value]) -> bool:
-    """Whether an equation is elementwise, and readers across a dot find the numbers it read, some of them saved."""
-    if not is_rematerializable(equation) or any([program.facts[n].has_low_copy for n in equation.node.ins]):
-        return False
-    found = [values.get(number, _ARGUMENT) for number in equation.node.ins]
-    return any([value.saved or value.remat for value in found])
-
-
-def _expands(program: Program, equation: Equation) -> bool:
-    """Whether an equation is a short product that makes more numbers than it reads: reading those again moves less."""
-    product = equation.node.name in DOTS and is_short_product(equation)
-    sizes = DotSizes.of(program.recorded, equation.node) if product else None
-    return sizes is not None and sizes.result > max(sizes.operands)
-
-
-def _is_distance(program: Program, equation: Equation, values: dict[int, _Value]) -> bool:
-    """Whether an equation adds a value with a saved low copy and a literal, as the derivative `(1 + y) * (1 - y)` of a
-    `tanh` does."""
-    low = [number for number in equation.node.ins if program.facts[number].has_low_copy]
-    others = [number for number in equation.node.ins if number not in low]
-    return equation.node.name in ("add", "sub") and len(low) == 1 and all(n in program.constants for n in others)
-
-
-def _joins_residuals(equation: Equation, operands: Sequence[_Value]) -> bool:
-    """Whether an equation concatenates residuals: the result is as large as they are, and need not be saved too."""
-    return equation.node.name == "concatenate" and all(operand.saved or operand.remat for operand in operands)
-
-
-def _common_source(program: Program, equation: Equation, values: dict[int, _Value]) -> int | None:
-    """The one saved value that an equation in the compute dtype is elementwise in, literals and parameters aside.
-
-    The result is no larger and need not be saved beside that: a dot's result with its bias, which is there anyway, the
-    derivative `2 * x` of a square, the sigmoid of a SiLU and its derivative, the error function of a GELU.
-    """
-    found = {
-        values.get(number, _ARGUMENT).source
-        for number in equation.node.ins
-        if program.precision(number) is not Precision.WEAK
-    }
-    return found.pop() if len(found) == 1 and is_rematerializable(equation) else None
-
-
-def is_rematerializable(equation: Equation) -> bool:
-    """Whether an equation is elementwise, so that XLA fuses it with whatever reads it."""
-    if equation.bodies:
-        rule = equation.node.name == "custom_jvp_call" and len(equation.results) == 1
-        return rule and all(inner.node.name in _IN_RULES for inner in equation.bodies[0].equations)
-    return equation.entry.rule in _RULES and equation.node.name in _ELEMENTWISE
 
 
 def is_expensive(equation: Equation) -> bool:

@@ -9,21 +9,20 @@ rows. Stacking those and rematerializing the rest in the backward iterations mov
 rounds nothing (Chen et al., "Training deep nets with sublinear memory cost", 2016; the choice is a greedy form of the
 cut in Jain et al., "Checkmate", 2020).
 
-Decides which values a scan stacks, by the bytes of an iteration: an elementwise value is rematerialized where what it
-is computed from is smaller, or there anyway. Does not decide a dtype: the equations that run again are those of the
-forward body, so that both sides see the same bits.
+Decides which values a scan stacks, by the bytes of an iteration (`analysis/residual_costs.py`): what the reader is
+given anyway is free, and what is stacked anyway is only read. Does not decide a dtype: the equations that run again are
+those of the forward body, so that both sides see the same bits.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..._dtypes import FLOAT32
 from ..._jaxpr import scan_counts
-from ..._sizes import is_less
+from ..analysis.residual_costs import ResidualCosts, Storage, Values, fuses, size_in_bytes
 from ..ir import Equation, Op, Precision, Program, Use
 from ..primitives import Trait, having
 from .dead_code import remove_dead_code
@@ -31,14 +30,8 @@ from .dead_code import remove_dead_code
 if TYPE_CHECKING:
     from ..planner import Planner
 
-_ELEMENTWISE = having(Trait.FUSES | Trait.EXPENSIVE | Trait.COMPARES)
 _EXPONENTIALS = having(Trait.EXPONENTIAL)
 _CONST, _CARRY, _ROW = range(3)
-# A value computed from more than this is stacked itself: keeps planning linear.
-_MOST_SOURCES = 16
-
-Values = frozenset[int]
-NOTHING: Values = frozenset()
 
 
 def scan_residuals(program: Program, planner: Planner) -> Program:
@@ -65,19 +58,12 @@ def scan_residuals(program: Program, planner: Planner) -> Program:
     return remove_dead_code(dataclasses.replace(program, equations=equations))
 
 
-def is_elementwise(equation: Equation) -> bool:
-    """Whether an equation fuses with whatever reads it."""
-    if equation.op is Op.RECORDED:
-        return not equation.bodies and equation.node.name in _ELEMENTWISE
-    return equation.op in (Op.CAST, Op.ROUND, Op.SAVED)
-
-
 def _always_there(program: Program) -> set[int]:
     """The values that cost nothing to read later: arguments, constants, what is elementwise in them or a parameter."""
     found = {*program.constants, *program.inputs}
     found.update(i for i, fact in enumerate(program.facts) if fact is not None and fact.precision is Precision.WEAK)
     for equation in program.equations:
-        if is_elementwise(equation) and found.issuperset(equation.operands):
+        if fuses(equation) and found.issuperset(equation.operands):
             found.update(equation.results)
     return found
 
@@ -195,43 +181,38 @@ class _Link:
         self.free = {inner for inner, (_, number) in self.passed.items() if number in alive}
         self.free |= self.body.constants.keys()
 
-    def bytes(self, number: int) -> int:
-        aval = self.body.avals[number]
-        return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 0)
+    def costs(self) -> tuple[ResidualCosts, dict[int, Values]]:
+        """What the values of the source's body cost the reader, and what each could be computed from."""
+        costs, could = ResidualCosts(), {}
 
-    def price(self, numbers: Iterable[int]) -> int:
-        return sum(self.bytes(number) for number in numbers if number not in self.there)
+        def state(number: int) -> None:
+            storage = Storage.IN_MEMORY if number in self.there else Storage.NEW
+            costs.state(number, size_in_bytes(self.body.avals[number]), storage)
 
-    def sources(self) -> tuple[dict[int, Values], dict[int, Values]]:
-        """What each value is best computed from, which may be itself; and what it could be computed from."""
-        best: dict[int, Values] = dict.fromkeys(self.free, NOTHING)
-        could: dict[int, Values] = {}
         for number in self.body.inputs:
-            best.setdefault(number, frozenset({number}))
+            if number not in self.free:
+                state(number)
         for equation in self.body.equations:
             for number in equation.results:
                 if self.same[number] != number:
                     continue
-                best[number] = frozenset({number})
-                if not is_elementwise(equation):
-                    continue
-                found = NOTHING.union(*(best[self.same[operand]] for operand in equation.operands))
-                if len(found) <= _MOST_SOURCES:
+                state(number)
+                operands = [self.same[operand] for operand in equation.operands]
+                found = costs.sources_of(operands) if fuses(equation) else None
+                if found is not None:
                     could[number] = found
-                    if number not in self.there and is_less(self.price(found), self.bytes(number)):
-                        best[number] = found
-        return best, could
+                    if number not in self.there:
+                        costs.rematerialize(number, operands)
+        return costs, could
 
     def chosen(self) -> tuple[set[int], dict[int, int]]:
         """The values to stack or pass, and the candidates that are then rematerialized."""
-        best, could = self.sources()
-        needed = set().union(*(best[inner] for _, inner in self.candidates))
+        costs, could = self.costs()
+        needed: set[int] = set().union(*(costs.sources(inner) for _, inner in self.candidates))
         for number in reversed(could):
-            if number in needed and number not in self.there:
-                missing = could[number] - needed
-                if is_less(self.price(missing), self.bytes(number)):
-                    needed.remove(number)
-                    needed |= missing
+            if number in needed and number not in self.there and costs.is_cheaper(could[number], number, needed):
+                needed.remove(number)
+                needed |= could[number]
         again, there = {}, set(self.there)
         for number, inner in self.candidates:
             if inner not in needed or inner in there:
