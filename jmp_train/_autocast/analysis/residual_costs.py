@@ -17,9 +17,8 @@ its operands and result, the bytes and the `Storage` of each. `save_or_remat.py`
 from __future__ import annotations
 
 import enum
-import math
-from collections.abc import Container, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Container, Iterable
+from typing import Any
 
 from ..._sizes import is_less
 from ..ir import Equation, Op
@@ -28,18 +27,17 @@ from ..primitives import Trait, having
 _ELEMENTWISE = having(Trait.FUSES | Trait.EXPENSIVE | Trait.COMPARES)
 _IN_RULES = _ELEMENTWISE | having(Trait.BITWISE)
 # A value computed from more than this is its own source: keeps planning linear.
-_MOST_SOURCES = 16
+MOST_SOURCES = 16
 
 Values = frozenset[int]
 _NOTHING: Values = frozenset()
 
 
-class Storage(enum.IntEnum):
-    """How often the bytes of a value move, if it is saved. What is not stated at all is free: literals, and what a
-    reader is given anyway."""
+class Storage(enum.Enum):
+    """Where a value is when it is read again, if it is saved."""
 
-    IN_MEMORY = 1  # written anyway: an argument, the operand or result of a dot, another residual
-    NEW = 2  # written and read
+    IN_MEMORY = "in memory"  # anyway: an argument, the operand or result of a dot, another residual; it is read
+    NEW = "new"  # it is written and read
 
 
 def fuses(equation: Equation) -> bool:
@@ -52,59 +50,63 @@ def fuses(equation: Equation) -> bool:
     return equation.op in (Op.CAST, Op.ROUND, Op.SAVED)
 
 
-def size_in_bytes(aval: Any, itemsize: int | None = None) -> Any:
-    """The bytes of a value, in numbers of another size if that is given; an expression if its shape is symbolic."""
-    width = getattr(getattr(aval, "dtype", None), "itemsize", 0) if itemsize is None else itemsize
-    return math.prod(getattr(aval, "shape", ())) * width
-
-
-class _Stated(NamedTuple):
-    bytes: Any
-    storage: Storage
-
-    @property
-    def cost(self) -> Any:
-        return self.bytes * self.storage
-
-
 class ResidualCosts:
-    """The values of one program, what each costs, and the sources from which it costs least.
+    """Where the values of one program are, and the sources from which each costs least.
 
-    Values are stated in the order in which they are computed. What was not stated is free.
+    Values are stated in the order in which they are computed. What is not stated is free: literals, and what a reader
+    is given anyway.
+
+    Args:
+      size_of: gives the bytes of a value, in the dtype in which it would be saved.
+      in_memory: values that are stated to begin with, in memory.
     """
 
-    def __init__(self):
-        self._stated: dict[int, _Stated] = {}
+    def __init__(self, size_of: Callable[[int], Any], in_memory: Iterable[int] = ()):
+        self._size_of = size_of
+        self._sizes: dict[int, Any] = {}
+        self._storage = dict.fromkeys(in_memory, Storage.IN_MEMORY)
         self._sources: dict[int, Values] = {}
 
-    def state(self, number: int, bytes: Any, storage: Storage) -> None:
-        """States what a value costs. It is its own source, unless `rematerialize` says otherwise."""
-        self._stated[number] = _Stated(bytes, storage)
-        self._sources[number] = frozenset((number,))
+    def state(self, number: int, storage: Storage) -> None:
+        """States where a value is. It is its own source, unless `rematerialize` says otherwise."""
+        self._storage[number] = storage
 
-    def sources(self, number: int) -> Values:
-        return self._sources.get(number, _NOTHING)
+    def save(self, number: int) -> None:
+        """States that a value is saved, whatever it is computed from."""
+        self._storage[number] = Storage.IN_MEMORY
+        self._sources.pop(number, None)
 
-    def sources_of(self, operands: Iterable[int]) -> Values | None:
-        """What a result of these operands is computed from; `None` if that is too much to keep track of."""
-        found = _NOTHING.union(*[self._sources.get(operand, _NOTHING) for operand in operands])
-        return found if len(found) <= _MOST_SOURCES else None
+    def sources_of(self, operands: Iterable[int]) -> Values:
+        """What operands are computed from at least cost; nothing for free ones."""
+        found = _NOTHING
+        for operand in operands:
+            if operand in self._sources:
+                found |= self._sources[operand]
+            elif operand in self._storage:
+                found |= {operand}
+        return found
 
     def is_cheaper(self, sources: Values, number: int, saved: Container[int] = ()) -> bool:
         """Whether a value's sources cost less than the value itself. Those that are `saved` are read only.
 
         Where both cost the same, the one that needs no more memory is chosen.
         """
-        stated = [self._stated[each] for each in sources]
-        known = [each.storage is Storage.IN_MEMORY or n in saved for n, each in zip(sources, stated, strict=True)]
-        cost = sum([each.bytes if read else each.cost for each, read in zip(stated, known, strict=True)])
-        value = self._stated[number]
-        return is_less(cost, value.cost) or (cost == value.cost and value.storage is Storage.NEW and all(known))
+        sizes, cost, are_in_memory = self._sizes, 0, True
+        for each in (number, *sources):
+            if each not in sizes:
+                sizes[each] = self._size_of(each)
+        for source in sources:
+            is_read_only = source in saved or self._storage[source] is Storage.IN_MEMORY
+            are_in_memory = are_in_memory and is_read_only
+            cost += sizes[source] * (1 if is_read_only else 2)
+        is_new = self._storage[number] is Storage.NEW
+        value = sizes[number] * (2 if is_new else 1)
+        return is_less(cost, value) or (is_new and are_in_memory and cost == value)
 
     def rematerialize(self, number: int, operands: Iterable[int]) -> bool:
         """Whether a value is best computed again from its operands; from then on their sources are its own."""
         found = self.sources_of(operands)
-        if found is None or not self.is_cheaper(found, number):
+        if len(found) > MOST_SOURCES or not self.is_cheaper(found, number):
             return False
         self._sources[number] = found
         return True

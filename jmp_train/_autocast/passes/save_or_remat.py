@@ -31,13 +31,14 @@ Values that one scan hands to another are the business of `scan_residuals.py`, b
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..._jaxpr import Node
-from ..analysis.residual_costs import ResidualCosts, Storage, fuses, size_in_bytes
+from ..analysis.residual_costs import ResidualCosts, Storage, fuses
 from ..analysis.wide_product import Cause, WideProduct
 from ..ir import Access, Equation, Fact, Precision, Program, Residuals, is_sixteen_bit
 from ..primitives import DOTS, Rule, Trait, having
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 _EXPENSIVE = having(Trait.EXPENSIVE)
 _ELEMENTWISE = _EXPENSIVE | having(Trait.FUSES)
+_JOINS = frozenset({"concatenate"})
 
 
 def save_or_remat(program: Program, context: Context) -> Program:
@@ -98,9 +100,6 @@ class _Value:
     dot_reads_relu: bool = False
 
 
-_ARGUMENT = _Value()
-
-
 class _Decisions:
     """What is decided of each value, in the order in which they are computed.
 
@@ -109,23 +108,24 @@ class _Decisions:
 
     def __init__(self, program: Program, saves_low: bool):
         self.values: dict[int, _Value] = {}
-        self._program, self._saves_low, self._costs = program, saves_low, ResidualCosts()
-        for number in (*program.inputs, *program.captured):
-            self._costs.state(number, size_in_bytes(program.avals[number]), Storage.IN_MEMORY)
+        self._program, self._saves_low = program, saves_low
+        self._costs = ResidualCosts(self._size_of, in_memory=(*program.inputs, *program.captured))
 
     def add(self, equation: Equation, number: int) -> None:
         """Decides what result `number` of an equation is to those who read it across a dot."""
         fact, node = self._program.facts[number], equation.node
-        operands = [self.values.get(operand, _ARGUMENT) for operand in node.ins]
-        value = self.values[number] = _Value()
+        values = self.values
+        operands = [values[operand] for operand in node.ins if operand in values]
+        value = values[number] = _Value()
         low = fact.has_low_copy or fact.precision is Precision.LOW
         if fact.precision is Precision.LOW:
             value.from_dot = _is_from_dot(equation, operands)
         is_mask = fact.precision is Precision.RECORDED and self._is_mask(number, node)
         in_memory = value.from_dot or (low and fact.to_dot) or fact.precision is Precision.WEAK
-        self._state(number, Storage.IN_MEMORY if in_memory else Storage.NEW)
+        self._costs.state(number, Storage.IN_MEMORY if in_memory else Storage.NEW)
         if is_mask:
-            value.remat = is_positive(node, self._program.recorded) and operands[0].dot_reads_relu
+            relu = values.get(node.ins[0])
+            value.remat = relu is not None and relu.dot_reads_relu and is_positive(node, self._program.recorded)
         elif fact.precision is not Precision.RECORDED and self._may_run_again(equation, fact):
             cheaper = self._costs.rematerialize(number, node.ins)
             value.remat = cheaper and fact.computed and fact.precision is not Precision.WEAK
@@ -134,17 +134,19 @@ class _Decisions:
             value.saved = not value.remat and (near_dot or (is_expensive(equation) and not fact.to_dot))
         else:
             value.saved = fact.has_low_copy or (is_mask and not value.remat)
-            value.expensive = is_expensive(equation) or any([o.remat and o.expensive for o in operands])
+        if value.remat:
+            value.expensive = is_expensive(equation) or any([operand.expensive for operand in operands])
         if not self._saves_low:  # float32 values are saved as they are, and nothing is rematerialized
             value.saved, value.remat = fact.precision is Precision.LOW and (value.saved or value.remat), False
         if value.saved:
-            self._state(number, Storage.IN_MEMORY)
+            self._costs.save(number)
         value.dot_reads_relu = fact.to_dot and low and relu_operand(node, self._program.recorded) is not None
 
-    def _state(self, number: int, storage: Storage) -> None:
-        fact, aval = self._program.facts[number], self._program.avals[number]
-        low = fact.has_low_copy or fact.precision is Precision.LOW
-        self._costs.state(number, size_in_bytes(aval, self._program.low.itemsize if low else None), storage)
+    def _size_of(self, number: int) -> Any:
+        fact = self._program.facts[number]
+        low = fact.has_low_copy or (fact.precision is Precision.LOW and fact.computed)
+        aval = self._program.avals[number]
+        return math.prod(aval.shape) * (self._program.low if low else aval.dtype).itemsize
 
     def _is_mask(self, number: int, node: Node) -> bool:
         """Whether a value is a comparison of numbers that were recorded in float32."""
@@ -152,16 +154,19 @@ class _Decisions:
         return self._program.avals[number].dtype == np.bool_ and any([p is not Precision.RECORDED for p in precisions])
 
     def _may_run_again(self, equation: Equation, fact: Fact) -> bool:
-        """Whether readers across a dot may compute a value: from the numbers that the equation read, for no memory."""
-        if fact.has_low_copy or any([self._is_cast_by_hand(number) for number in equation.node.ins]):
-            return False
-        if any([self._program.facts[number].has_low_copy for number in equation.node.ins]):
-            return not fact.delicate and self._is_distance(equation)
-        return fuses(equation) or equation.node.name == "concatenate" or is_short_product(equation)
+        """Whether readers across a dot may compute a value: from the numbers that the equation read, for no memory.
 
-    def _is_cast_by_hand(self, number: int) -> bool:
-        """Whether a value was recorded in 16 bits: what is saved of it is up to the program that did so."""
-        return self._program.precision(number) is Precision.RECORDED and is_sixteen_bit(self._program.avals[number])
+        What was recorded in 16 bits is none of its operands: what is saved then is up to the program that did so.
+        """
+        if fact.has_low_copy or not (fuses(equation) or equation.node.name in _JOINS or is_short_product(equation)):
+            return False
+        for number in equation.node.ins:
+            operand = self._program.facts[number]
+            if operand.has_low_copy:  # which readers across a dot would find in its place
+                return not fact.delicate and self._is_distance(equation)
+            if operand.precision is Precision.RECORDED and is_sixteen_bit(self._program.avals[number]):
+                return False
+        return True
 
     def _is_distance(self, equation: Equation) -> bool:
         """Whether an equation adds a value with a saved low copy and a literal, as the derivative `(1 + y) * (1 - y)`
@@ -189,15 +194,19 @@ def _shared_with_sums(program: Program, equations: Sequence[Equation]) -> set[in
     after_sum: set[int] = set()  # not known before the kernel of a sum has ended
     meets: set[int] = set()  # read beside what is after a sum
     for equation in equations:
-        elementwise = equation.node.name in _ELEMENTWISE
-        near = [use.value for use in equation.uses if not use.residual]
-        if _is_sum(equation) or ((elementwise or equation.entry.rule is Rule.SHAPE) and not after_sum.isdisjoint(near)):
-            after_sum.update(equation.results)
-            meets.update(near if elementwise else ())
-        # A statistic that is broadcast is computed once a row.
-        chained = equation.node.name != "broadcast_in_dim" and not expensive.isdisjoint(equation.operands)
-        if elementwise and (chained or is_expensive(equation)):
-            expensive.update(equation.results)
+        elementwise, is_sum = equation.node.name in _ELEMENTWISE, _is_sum(equation)
+        if is_sum or (after_sum and (elementwise or equation.entry.rule is Rule.SHAPE)):
+            near = [use.value for use in equation.uses if not use.residual]
+            if is_sum or not after_sum.isdisjoint(near):
+                after_sum.update(equation.results)
+                meets.update(near if elementwise else ())
+        if elementwise:
+            # A statistic that is broadcast is computed once a row.
+            chained = equation.node.name != "broadcast_in_dim" and not expensive.isdisjoint(equation.operands)
+            if chained or is_expensive(equation):
+                expensive.update(equation.results)
+    if not (meets and expensive):
+        return set()
     candidates: set[int] = set()
     for equation in reversed(equations):
         if meets.isdisjoint(equation.results) or not after_sum.isdisjoint(equation.results):

@@ -17,12 +17,13 @@ those of the forward body, so that both sides see the same bits.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..._dtypes import FLOAT32
 from ..._jaxpr import scan_counts
-from ..analysis.residual_costs import ResidualCosts, Storage, Values, fuses, size_in_bytes
+from ..analysis.residual_costs import MOST_SOURCES, ResidualCosts, Storage, Values, fuses
 from ..ir import Equation, Op, Precision, Program, Use
 from ..primitives import Trait, having
 from .dead_code import remove_dead_code
@@ -181,25 +182,28 @@ class _Link:
         self.free = {inner for inner, (_, number) in self.passed.items() if number in alive}
         self.free |= self.body.constants.keys()
 
+    def size_of(self, number: int) -> Any:
+        aval = self.body.avals[number]
+        return math.prod(aval.shape) * aval.dtype.itemsize
+
     def costs(self) -> tuple[ResidualCosts, dict[int, Values]]:
         """What the values of the source's body cost the reader, and what each could be computed from."""
-        costs, could = ResidualCosts(), {}
-
-        def state(number: int) -> None:
-            storage = Storage.IN_MEMORY if number in self.there else Storage.NEW
-            costs.state(number, size_in_bytes(self.body.avals[number]), storage)
-
+        costs = ResidualCosts(self.size_of, in_memory=self.there - self.free)
+        could: dict[int, Values] = {}
         for number in self.body.inputs:
-            if number not in self.free:
-                state(number)
+            if number not in self.free and number not in self.there:
+                costs.state(number, Storage.NEW)
         for equation in self.body.equations:
             for number in equation.results:
                 if self.same[number] != number:
                     continue
-                state(number)
+                if number not in self.there:
+                    costs.state(number, Storage.NEW)
+                if not fuses(equation):
+                    continue
                 operands = [self.same[operand] for operand in equation.operands]
-                found = costs.sources_of(operands) if fuses(equation) else None
-                if found is not None:
+                found = costs.sources_of(operands)
+                if len(found) <= MOST_SOURCES:
                     could[number] = found
                     if number not in self.there:
                         costs.rematerialize(number, operands)
@@ -208,7 +212,7 @@ class _Link:
     def chosen(self) -> tuple[set[int], dict[int, int]]:
         """The values to stack or pass, and the candidates that are then rematerialized."""
         costs, could = self.costs()
-        needed: set[int] = set().union(*(costs.sources(inner) for _, inner in self.candidates))
+        needed: set[int] = {*costs.sources_of(inner for _, inner in self.candidates)}
         for number in reversed(could):
             if number in needed and number not in self.there and costs.is_cheaper(could[number], number, needed):
                 needed.remove(number)
