@@ -128,7 +128,9 @@ class _Decisions:
             value.remat = relu is not None and relu.dot_reads_relu and is_positive(node, self._program.recorded)
         elif fact.precision is not Precision.RECORDED and self._may_run_again(equation, fact):
             cheaper = self._costs.rematerialize(number, node.ins)
-            value.remat = cheaper and fact.computed and fact.precision is not Precision.WEAK
+            # What no barrier is behind would be the same expression twice, which XLA computes once.
+            behind_barrier = is_short_product(equation) or any([o.saved or o.remat for o in operands])
+            value.remat = cheaper and behind_barrier and fact.precision is not Precision.WEAK
         if fact.precision is Precision.LOW:
             near_dot = value.from_dot or any([operand.from_dot for operand in operands])
             value.saved = not value.remat and (near_dot or (is_expensive(equation) and not fact.to_dot))
