@@ -229,6 +229,26 @@ def test_one_scan_may_serve_several():
     assert stacked == [("float16", FULL)]
 
 
+def test_a_scan_computes_again_what_another_made_with_a_derivative_rule_or_joined():
+    def f(w, xs):
+        def write(_, x):
+            h = x @ w
+            return 0.0, (h, jax.nn.relu(h), jnp.concatenate([h, 2 * h]))
+
+        def read(c, values):
+            h, positive, joined = values
+            return c + jnp.sum((positive * h) @ w) + jnp.sum(joined**2), None
+
+        return lax.scan(read, 0.0, lax.scan(write, 0.0, xs)[1])[0]
+
+    w, xs = normal(WIDTH, WIDTH) / 3, normal(LAYERS, *FULL)
+    ours = autocast(f, "mixed_float16")
+    (_, stacked), *_ = scans(ours, w, xs)
+    assert stacked == [("float16", FULL)]
+    got, want = (quick_jit(jax.value_and_grad(each))(w, xs) for each in (ours, f))
+    assert relative_error(leaves(got), leaves(want)) < 2e-3
+
+
 @pytest.mark.parametrize("length", [0, 1, LAYERS])
 def test_a_scan_may_hand_on_its_own_rows_constants_and_zeros(length):
     def f(w, xs):

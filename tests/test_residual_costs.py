@@ -1,5 +1,6 @@
 """The cost that decides between saving and rematerializing, in straight code and in scans."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -21,8 +22,12 @@ def costs_of(dot_results: int = 1, numbers: Any = N, **sizes: Any) -> ResidualCo
     return costs
 
 
+def again(costs: ResidualCosts, number: int, operands: Iterable[int]) -> bool:
+    return costs.rematerialize(number, costs.sources_of(operands))
+
+
 @pytest.mark.parametrize(
-    ("size", "storage", "operands", "again"),
+    ("size", "storage", "operands", "is_again"),
     [
         (4 * N, Storage.NEW, [DOT], True),  # 2 bytes are read in place of 8
         (2 * N, Storage.NEW, [DOT], True),  # in place of 4
@@ -34,24 +39,24 @@ def costs_of(dot_results: int = 1, numbers: Any = N, **sizes: Any) -> ResidualCo
         (4 * N, Storage.NEW, [], True),  # known numbers
     ],
 )
-def test_a_value_is_rematerialized_where_its_sources_cost_less(size, storage, operands, again):
+def test_a_value_is_rematerialized_where_its_sources_cost_less(size, storage, operands, is_again):
     costs = costs_of(2, value=size)
     costs.state(VALUE, storage)
-    assert costs.rematerialize(VALUE, operands) == again
-    assert costs.sources_of([VALUE]) == frozenset(operands if again else [VALUE])
+    assert again(costs, VALUE, operands) == is_again
+    assert costs.sources_of([VALUE]) == frozenset(operands if is_again else [VALUE])
 
 
 def test_what_is_computed_from_a_rematerialized_value_has_its_sources():
     costs = costs_of()
-    assert costs.rematerialize(VALUE, [DOT]) and costs.rematerialize(NEXT, [VALUE, DOT])
+    assert again(costs, VALUE, [DOT]) and again(costs, NEXT, [VALUE, DOT])
     assert costs.sources_of([NEXT]) == {DOT}
 
 
 def test_what_is_saved_after_all_is_its_own_source():
     costs = costs_of()
-    assert costs.rematerialize(VALUE, [DOT])
+    assert again(costs, VALUE, [DOT])
     costs.save(VALUE)
-    assert costs.sources_of([VALUE]) == {VALUE} and costs.rematerialize(NEXT, [VALUE])
+    assert costs.sources_of([VALUE]) == {VALUE} and again(costs, NEXT, [VALUE])
 
 
 def test_a_source_that_another_value_has_saved_is_only_read():
@@ -63,11 +68,11 @@ def test_a_source_that_another_value_has_saved_is_only_read():
 def test_a_value_of_very_many_sources_is_its_own():
     costs = ResidualCosts(lambda number: 4 * N if number == 17 else 1, in_memory=range(17))
     costs.state(17, Storage.NEW)
-    assert not costs.rematerialize(17, range(17)) and costs.rematerialize(17, range(16))
+    assert not again(costs, 17, range(17)) and again(costs, 17, range(16))
 
 
 def test_symbolic_sizes_are_compared_for_every_batch():
     (batch,) = export.symbolic_shape("b")
     costs = costs_of(numbers=batch, next=4)
-    assert costs.rematerialize(VALUE, [DOT])
-    assert not costs.rematerialize(NEXT, [DOT])  # less for some batches only
+    assert again(costs, VALUE, [DOT])
+    assert not again(costs, NEXT, [DOT])  # less for some batches only

@@ -41,7 +41,7 @@ class Trait(enum.Flag):
     LINEAR = enum.auto()  # linear in each operand, or in all of them together
     ROUNDS = enum.auto()  # follows its operands and rounds: worth float32 wherever that costs no bytes
     ELEMENTWISE = enum.auto()  # of real numbers: an element of the result comes from one of each operand
-    FUSES = enum.auto()  # elementwise and cheap: XLA computes it again in every fusion that reads it
+    FUSES = enum.auto()  # elementwise, or moves values, and cheap: XLA computes it again in every fusion that reads it
     EXPENSIVE = enum.auto()  # elementwise, and XLA stores the result rather than compute it twice
     COMPARES = enum.auto()  # an order of two numbers, which few roundings change; equality is another matter
     BITWISE = enum.auto()  # what JAX writes functions such as erfc's derivative with
@@ -187,7 +187,7 @@ TRAITS = {
     Trait.LINEAR: "add sub add_any mul div neg reduce_sum dot_general",
     Trait.ROUNDS: "add sub add_any mul div rem atan2 tanh logistic erf erfc",
     Trait.FUSES: "add sub add_any mul div max min neg abs sign select_n clamp integer_pow square one_minus_square "
-    "broadcast_in_dim reshape squeeze slice convert_element_type copy",
+    "broadcast_in_dim reshape squeeze slice concatenate convert_element_type copy",
     Trait.ELEMENTWISE: "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type "
     "copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 floor integer_pow lgamma log log1p logistic max min "
     "mul neg nextafter pow reduce_precision rem round rsqrt sign sin sinh sqrt square sub tan tanh",

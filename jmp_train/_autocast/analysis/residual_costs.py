@@ -27,7 +27,7 @@ from ..primitives import Trait, having
 _ELEMENTWISE = having(Trait.FUSES | Trait.EXPENSIVE | Trait.COMPARES)
 _IN_RULES = _ELEMENTWISE | having(Trait.BITWISE)
 # A value computed from more than this is its own source: keeps planning linear.
-MOST_SOURCES = 16
+_MOST_SOURCES = 16
 
 Values = frozenset[int]
 _NOTHING: Values = frozenset()
@@ -91,6 +91,8 @@ class ResidualCosts:
 
         Where both cost the same, the one that needs no more memory is chosen.
         """
+        if len(sources) > _MOST_SOURCES:
+            return False
         sizes, cost, are_in_memory = self._sizes, 0, True
         for each in (number, *sources):
             if each not in sizes:
@@ -103,10 +105,9 @@ class ResidualCosts:
         value = sizes[number] * (2 if is_new else 1)
         return is_less(cost, value) or (is_new and are_in_memory and cost == value)
 
-    def rematerialize(self, number: int, operands: Iterable[int]) -> bool:
-        """Whether a value is best computed again from its operands; from then on their sources are its own."""
-        found = self.sources_of(operands)
-        if len(found) > MOST_SOURCES or not self.is_cheaper(found, number):
+    def rematerialize(self, number: int, sources: Values) -> bool:
+        """Whether a value is best computed again from these sources; from then on they are its own."""
+        if not self.is_cheaper(sources, number):
             return False
-        self._sources[number] = found
+        self._sources[number] = sources
         return True

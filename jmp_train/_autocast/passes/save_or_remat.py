@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 _EXPENSIVE = having(Trait.EXPENSIVE)
 _ELEMENTWISE = _EXPENSIVE | having(Trait.FUSES)
-_JOINS = frozenset({"concatenate"})
 
 
 def save_or_remat(program: Program, context: Context) -> Program:
@@ -127,7 +126,7 @@ class _Decisions:
             relu = values.get(node.ins[0])
             value.remat = relu is not None and relu.dot_reads_relu and is_positive(node, self._program.recorded)
         elif fact.precision is not Precision.RECORDED and self._may_run_again(equation, fact):
-            cheaper = self._costs.rematerialize(number, node.ins)
+            cheaper = self._costs.rematerialize(number, self._costs.sources_of(node.ins))
             # What no barrier is behind would be the same expression twice, which XLA computes once.
             behind_barrier = is_short_product(equation) or any([o.saved or o.remat for o in operands])
             value.remat = cheaper and behind_barrier and fact.precision is not Precision.WEAK
@@ -160,7 +159,7 @@ class _Decisions:
 
         What was recorded in 16 bits is none of its operands: what is saved then is up to the program that did so.
         """
-        if fact.has_low_copy or not (fuses(equation) or equation.node.name in _JOINS or is_short_product(equation)):
+        if fact.has_low_copy or not (fuses(equation) or is_short_product(equation)):
             return False
         for number in equation.node.ins:
             operand = self._program.facts[number]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._dtypes import FLOAT32
 from ..._jaxpr import scan_counts
-from ..analysis.residual_costs import MOST_SOURCES, ResidualCosts, Storage, Values, fuses
+from ..analysis.residual_costs import ResidualCosts, Storage, Values, fuses
 from ..ir import Equation, Op, Precision, Program, Use
 from ..primitives import Trait, having
 from .dead_code import remove_dead_code
@@ -199,14 +199,10 @@ class _Link:
                     continue
                 if number not in self.there:
                     costs.state(number, Storage.NEW)
-                if not fuses(equation):
-                    continue
-                operands = [self.same[operand] for operand in equation.operands]
-                found = costs.sources_of(operands)
-                if len(found) <= MOST_SOURCES:
-                    could[number] = found
+                if fuses(equation):
+                    could[number] = costs.sources_of(self.same[operand] for operand in equation.operands)
                     if number not in self.there:
-                        costs.rematerialize(number, operands)
+                        costs.rematerialize(number, could[number])
         return costs, could
 
     def chosen(self) -> tuple[set[int], dict[int, int]]:
