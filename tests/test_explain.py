@@ -79,6 +79,8 @@ def test_backward_operations_are_told_apart():
         (lambda w, x: (x @ w) * 1e-9, "float32, for float16 cannot hold its literal"),
         (lambda w, x: w + w, "float32, until a narrow value meets it"),
         (lambda w, x: jnp.log(x) + x @ w, "float32, for log leaves its operand in float32"),
+        # Across a dot: the backward pass of this one would compute the exponential again, in float32.
+        (lambda w, x: jnp.sum(jnp.exp(x @ w) * (x @ w @ w)), "float32, for exp leaves its operand in float32"),
     ],
 )
 def test_why_an_operation_is_wide(fn, reason):

@@ -219,19 +219,17 @@ class Residuals:
     Attributes:
       saved: values of which a copy is saved, in the compute dtype if they are floating.
       remat: values that are rematerialized instead.
-      anchors: operands of rematerialized products that are read as they are, behind a barrier.
       rounded: values in the compute dtype that every float32 reader has to see rounded.
       squared: those among them that a product, here or in a body, multiplies with themselves.
     """
 
     saved: frozenset[int] = frozenset()
     remat: frozenset[int] = frozenset()
-    anchors: frozenset[int] = frozenset()
     rounded: frozenset[int] = frozenset()
     squared: frozenset[int] = frozenset()
 
     def has(self, value: int) -> bool:
-        return value in self.saved or value in self.remat or value in self.anchors
+        return value in self.saved or value in self.remat
 
 
 @dataclasses.dataclass(slots=True)

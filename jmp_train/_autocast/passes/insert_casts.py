@@ -109,7 +109,7 @@ class _Writer:
         if value in self.residuals.remat:
             again = self._rematerialized(value, at)
             return self._cast(value, again, dtype, at) if dtype not in (None, self.avals[again].dtype) else again
-        if value not in self.residuals.anchors and dtype not in (None, low):
+        if dtype not in (None, low):
             return self._add(Op.CAST, self.read(Use(value, low, True), at), self._new(value, dtype), at)
         copy = self.read(Use(value, dtype), at)
         return self._add(Op.SAVED, copy, self._like(copy), at)

@@ -20,8 +20,7 @@ A value that is read across a dot is, in this order:
    gradient of a GELU: the kernel of the sum ends before the others can start, so XLA stores it, in float32;
 2. *rematerialized*, if it is elementwise in values of which the reader finds the very numbers that the equation read,
    and to read those costs fewer bytes than to write and read it (`analysis/residual_costs.py`);
-3. *saved as it is*, if it is a comparison (1 byte, where both operands would be saved otherwise), or an expensive
-   function in the compute dtype, which XLA would otherwise store in float32, its rounding dropped;
+3. *saved as it is*, if it is a comparison (1 byte, where both operands would be saved otherwise);
 4. *read as it is*: the compiler decides.
 
 Decides this for every value, and which operands are read that way. Does not decide dtypes; see `assign_dtypes.py`.
@@ -39,8 +38,7 @@ import numpy as np
 
 from ..._jaxpr import Node
 from ..analysis.residual_costs import ResidualCosts, Storage, fuses
-from ..analysis.wide_product import Cause, WideProduct
-from ..ir import Access, Equation, Fact, Precision, Program, Residuals, is_sixteen_bit
+from ..ir import Access, Equation, Fact, Precision, Program, Residuals
 from ..primitives import DOTS, Rule, Trait, having
 from .rewrites.relu_mask import is_positive, relu_operand
 
@@ -70,14 +68,7 @@ def save_or_remat(program: Program, context: Context) -> Program:
         equations = [_reading_saved(equation, shared) for equation in equations]
     saved = frozenset(number for number, value in values.items() if value.saved)
     remat = frozenset(number for number, value in values.items() if value.remat)
-    anchors = frozenset(
-        number
-        for equation in equations
-        if equation.node.name in DOTS and is_short_product(equation) and not remat.isdisjoint(equation.results)
-        for number in equation.operands
-        if number not in saved and number not in remat
-    )
-    return dataclasses.replace(program, equations=equations, residuals=Residuals(saved, remat, anchors))
+    return dataclasses.replace(program, equations=equations, residuals=Residuals(saved, remat))
 
 
 @dataclasses.dataclass(slots=True)
@@ -102,7 +93,7 @@ class _Value:
 class _Decisions:
     """What is decided of each value, in the order in which they are computed.
 
-    In memory anyway is what a dot reads or made, what is saved, and what comes from outside; parameters in float32.
+    In memory anyway is what a dot reads or made, what is saved, and what comes from outside.
     """
 
     def __init__(self, program: Program, saves_low: bool):
@@ -119,22 +110,19 @@ class _Decisions:
         low = fact.has_low_copy or fact.precision is Precision.LOW
         if fact.precision is Precision.LOW:
             value.from_dot = _is_from_dot(equation, operands)
-        is_mask = fact.precision is Precision.RECORDED and self._is_mask(number, node)
-        in_memory = value.from_dot or (low and fact.to_dot) or fact.precision is Precision.WEAK
+        in_memory = value.from_dot or (low and fact.to_dot)
         self._costs.state(number, Storage.IN_MEMORY if in_memory else Storage.NEW)
-        if is_mask:
-            relu = values.get(node.ins[0])
-            value.remat = relu is not None and relu.dot_reads_relu and is_positive(node, self._program.recorded)
-        elif fact.precision is not Precision.RECORDED and self._may_run_again(equation, fact):
+        if fact.precision is Precision.RECORDED:
+            value.saved = self._is_saved_mask(number, node)
+        elif self._may_run_again(equation, fact):
             cheaper = self._costs.rematerialize(number, self._costs.sources_of(node.ins))
             # What no barrier is behind would be the same expression twice, which XLA computes once.
-            behind_barrier = is_short_product(equation) or any([o.saved or o.remat for o in operands])
+            behind_barrier = any([operand.saved or operand.remat for operand in operands])
             value.remat = cheaper and behind_barrier and fact.precision is not Precision.WEAK
         if fact.precision is Precision.LOW:
-            near_dot = value.from_dot or any([operand.from_dot for operand in operands])
-            value.saved = not value.remat and (near_dot or (is_expensive(equation) and not fact.to_dot))
-        else:
-            value.saved = fact.has_low_copy or (is_mask and not value.remat)
+            value.saved = not value.remat and (value.from_dot or any([operand.from_dot for operand in operands]))
+        elif fact.has_low_copy:
+            value.saved = True
         if value.remat:
             value.expensive = is_expensive(equation) or any([operand.expensive for operand in operands])
         if not self._saves_low:  # float32 values are saved as they are, and nothing is rematerialized
@@ -149,33 +137,27 @@ class _Decisions:
         aval = self._program.avals[number]
         return math.prod(aval.shape) * (self._program.low if low else aval.dtype).itemsize
 
-    def _is_mask(self, number: int, node: Node) -> bool:
-        """Whether a value is a comparison of numbers that were recorded in float32."""
+    def _is_saved_mask(self, number: int, node: Node) -> bool:
+        """Whether a value compares numbers that were recorded in float32, and a relu's result does not say the same."""
         precisions = [self._program.precision(operand) for operand in node.ins]
-        return self._program.avals[number].dtype == np.bool_ and any([p is not Precision.RECORDED for p in precisions])
+        if self._program.avals[number].dtype != np.bool_ or all([p is Precision.RECORDED for p in precisions]):
+            return False
+        relu = self.values.get(node.ins[0])
+        return relu is None or not (relu.dot_reads_relu and is_positive(node, self._program.recorded))
 
     def _may_run_again(self, equation: Equation, fact: Fact) -> bool:
-        """Whether readers across a dot may compute a value: from the numbers that the equation read, for no memory.
+        """Whether readers across a dot may compute a value: from the numbers that the equation read.
 
-        What was recorded in 16 bits is none of its operands: what is saved then is up to the program that did so.
+        In place of an operand with a low copy they would find that; so they do in `(1 + y) * (1 - y)`, the derivative
+        of a `tanh`, where `y` itself is read as its low copy.
         """
-        if fact.has_low_copy or not (fuses(equation) or is_short_product(equation)):
+        if fact.has_low_copy or not fuses(equation):
             return False
-        for number in equation.node.ins:
-            operand = self._program.facts[number]
-            if operand.has_low_copy:  # which readers across a dot would find in its place
-                return not fact.delicate and self._is_distance(equation)
-            if operand.precision is Precision.RECORDED and is_sixteen_bit(self._program.avals[number]):
-                return False
-        return True
-
-    def _is_distance(self, equation: Equation) -> bool:
-        """Whether an equation adds a value with a saved low copy and a literal, as the derivative `(1 + y) * (1 - y)`
-        of a `tanh` does."""
         low = [number for number in equation.node.ins if self._program.facts[number].has_low_copy]
-        others = [number for number in equation.node.ins if number not in low]
-        known = all([number in self._program.constants for number in others])
-        return equation.node.name in ("add", "sub") and len(low) == 1 and known
+        if not low:
+            return True
+        known = all([number in low or number in self._program.constants for number in equation.node.ins])
+        return not fact.delicate and len(low) == 1 and known and equation.node.name in ("add", "sub")
 
 
 def _is_from_dot(equation: Equation, operands: Sequence[_Value]) -> bool:
@@ -245,9 +227,7 @@ def _is_residual(
     """Whether an operand is read as saved or rematerialized; kernels of their own read it so on the near side too."""
     use, access = equation.uses[position], equation.accesses[position]
     fact, value = program.facts[use.value], values[use.value]
-    if fact.has_low_copy and access is Access.CARRIED:
-        return False
-    if not (value.saved or (value.remat and use.dtype is not None)):
+    if not (value.saved or value.remat) or (fact.has_low_copy and access is Access.CARRIED):
         return False
     shared = fact.has_low_copy or (value.expensive and context.flow.readers[use.value] > 1)
     return equation.depth > fact.depth or (shared and use.dtype is not None and access is not Access.FUSED)
@@ -258,9 +238,3 @@ def is_expensive(equation: Equation) -> bool:
     if equation.bodies and equation.node.name == "custom_jvp_call":
         return any([inner.node.name in _EXPENSIVE for inner in equation.bodies[0].equations])
     return equation.node.name in _EXPENSIVE
-
-
-def is_short_product(equation: Equation) -> bool:
-    """Whether an equation is a product written as a few multiplications and additions, which fuse with its readers."""
-    entry = equation.entry
-    return isinstance(entry, WideProduct) and entry.cause is Cause.SHORT and not entry.of_derivative

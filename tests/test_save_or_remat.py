@@ -1,0 +1,97 @@
+"""What a value is to those who read it across a dot, in programs of a few lines."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from pass_tools import after
+
+RNG = np.random.default_rng(0)
+W, A, B = (RNG.normal(size=(16, 16)).astype(np.float32) for _ in range(3))
+X, DATA = (RNG.normal(size=(2, 16)).astype(np.float32) for _ in range(2))
+
+
+def decisions(fn, *args):
+    """What is decided of each result, in the order of the program: `saved`, `remat`, or `read`, which is as it is."""
+    program = after("save_or_remat", fn, *args)
+    residuals = program.residuals
+    named = [(equation.name, number) for equation in program.equations for number in equation.results]
+    return [
+        (name, "saved" if number in residuals.saved else "remat" if number in residuals.remat else "read")
+        for name, number in named
+    ]
+
+
+def decided(name, fn, *args):
+    return [found for each, found in decisions(fn, *args) if each == name]
+
+
+def across(value, w, x):
+    """Reads `value` across two dots."""
+    return jnp.sum(value * (x @ w @ w))
+
+
+def test_what_an_argument_is_multiplied_with_costs_reading_the_argument():
+    def once(w, x, data):
+        return across(jnp.exp(x @ w) * data, w, x)
+
+    def twice(w, x, data, other):
+        return across(jnp.exp(x @ w) * data * other, w, x)
+
+    assert decided("mul", once, W, X, DATA)[0] == "remat"  # 2 bytes and 4 in place of 8
+    assert decided("mul", twice, W, X, DATA, X)[:2] == ["remat", "read"]  # 2 bytes and 4 and 4
+
+
+def test_results_of_dots_cost_their_bytes_in_the_compute_dtype():
+    def exp_of_three(w, a, b, x):
+        return across(jnp.exp(x @ w + x @ a + x @ b), w, x)
+
+    assert decided("exp", exp_of_three, W, A, B, X) == ["remat"]  # three times 2 bytes in place of 8
+
+
+def test_what_is_computed_from_a_saved_value_costs_reading_that():
+    def three_times_three(w, a, b, x):
+        return jnp.sum((3 * (x @ w + x @ a + x @ b) + x @ w @ w @ a) @ w)
+
+    found = decisions(three_times_three, W, A, B, X)
+    assert [decision for name, decision in found if name == "add"][:2] == ["remat", "saved"]  # of three: 6 bytes for 4
+    assert [decision for name, decision in found if name == "mul"] == ["remat"]  # 2 bytes in place of 4
+
+
+def test_what_no_barrier_is_behind_is_read_as_it_is():
+    assert decided("sin", lambda w, x: across(jnp.sin(x), w, x), W, X) == ["read"]  # XLA merges equal expressions
+    assert decided("sin", lambda w, x: across(jnp.sin(x @ w), w, x), W, X) == ["remat"]
+
+
+def test_parts_and_concatenations_fuse_with_their_readers():
+    def half(w, x):
+        return jnp.sum(jnp.exp(x @ w)[:, :8] * (x @ w @ w)[:, :8])
+
+    def both(w, x):
+        return jnp.sum(jnp.concatenate([jnp.exp(x @ w), x @ w], 1) * jnp.concatenate([x @ w @ w, x], 1))
+
+    assert decided("slice", half, W, X) == ["remat", "remat"]
+    assert decided("concatenate", both, W, X)[0] == "remat"
+
+
+def test_what_has_a_low_copy_is_read_as_that_and_only_its_distances_are_rematerialized_from_it():
+    def exp_that_a_dot_reads(w, x):
+        h = jnp.exp(x @ w)
+        y = h @ w @ w
+        return jnp.sum(y * (h * h) + y * (1 - h))
+
+    assert decided("exp", exp_that_a_dot_reads, W, X) == ["saved"]
+    assert decided("mul", exp_that_a_dot_reads, W, X)[0] == "read"
+    assert decided("sub", exp_that_a_dot_reads, W, X)[0] == "remat"
+
+
+def test_a_carry_in_float32_starts_with_what_was_computed_and_not_with_its_low_copy():
+    def loop(w, x):
+        h = jnp.exp(x @ w)
+        y = h @ w @ w
+        return jnp.sum(lax.scan(lambda c, _: (jnp.sin(c) * y, None), h, None, length=2)[0])
+
+    program = after("save_or_remat", loop, W, X)
+    (scan,) = (equation for equation in program.equations if equation.name == "scan")
+    (h,) = (equation.results[0] for equation in program.equations if equation.name == "exp")
+    assert h in program.residuals.saved
+    assert [use.residual for use in scan.uses if use.value == h] == [False]
