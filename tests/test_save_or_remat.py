@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from pass_tools import after
 
@@ -82,6 +83,22 @@ def test_what_has_a_low_copy_is_read_as_that_and_only_its_distances_are_remateri
     assert decided("exp", exp_that_a_dot_reads, W, X) == ["saved"]
     assert decided("mul", exp_that_a_dot_reads, W, X)[0] == "read"
     assert decided("sub", exp_that_a_dot_reads, W, X)[0] == "remat"
+
+
+@pytest.mark.parametrize(
+    ("name", "read", "expected"),
+    [
+        ("cos", lambda h, x: jnp.cos(h), "read"),  # that of a rounded number is more than a rounding away
+        ("add", lambda h, x: x + h, "read"),
+        ("sub", lambda h, x: jnp.log(1 - h), "remat"),  # there is no low copy of what is delicate
+    ],
+)
+def test_what_else_is_computed_from_a_low_copy_is_read_as_it_is(name, read, expected):
+    def exp_that_a_dot_reads(w, x):
+        h = jnp.exp(x @ w)
+        return jnp.sum((h @ w @ w) * read(h, x))
+
+    assert decided(name, exp_that_a_dot_reads, W, X) == [expected]
 
 
 def test_a_carry_in_float32_starts_with_what_was_computed_and_not_with_its_low_copy():

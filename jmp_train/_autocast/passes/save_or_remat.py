@@ -123,8 +123,7 @@ class _Decisions:
             value.saved = not value.remat and (value.from_dot or any([operand.from_dot for operand in operands]))
         elif fact.has_low_copy:
             value.saved = True
-        if value.remat:
-            value.expensive = is_expensive(equation) or any([operand.expensive for operand in operands])
+        value.expensive = value.remat and is_expensive(equation)
         if not self._saves_low:  # float32 values are saved as they are, and nothing is rematerialized
             value.saved, value.remat = fact.precision is Precision.LOW and (value.saved or value.remat), False
         if value.saved:
@@ -157,7 +156,7 @@ class _Decisions:
         if not low:
             return True
         known = all([number in low or number in self._program.constants for number in equation.node.ins])
-        return not fact.delicate and len(low) == 1 and known and equation.node.name in ("add", "sub")
+        return len(low) == 1 and known and equation.node.name in ("add", "sub")
 
 
 def _is_from_dot(equation: Equation, operands: Sequence[_Value]) -> bool:
@@ -230,7 +229,7 @@ def _is_residual(
     if not (value.saved or value.remat) or (fact.has_low_copy and access is Access.CARRIED):
         return False
     shared = fact.has_low_copy or (value.expensive and context.flow.readers[use.value] > 1)
-    return equation.depth > fact.depth or (shared and use.dtype is not None and access is not Access.FUSED)
+    return equation.depth > fact.depth or (shared and access is not Access.FUSED)
 
 
 def is_expensive(equation: Equation) -> bool:
