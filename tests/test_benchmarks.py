@@ -20,6 +20,7 @@ pytestmark = pytest.mark.integration
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 RESULTS = BENCHMARKS / "results"
+README = BENCHMARKS.parent / "README.md"
 NAMES = ("traffic", "overhead", "memory", "optimizer_state")
 KEYS = {
     "benchmark", "command", "date", "measured", "device", "versions", "commit", "seeds", "small", "complete", "tables",
@@ -138,6 +139,27 @@ def test_results_tell_what_was_asked_for_and_no_path_of_a_machine(load):
     assert command(asked) == "python benchmarks/traffic.py --models mlp cnn --small"
     for path in RESULTS.glob("*.json"):
         assert "/tmp" not in path.read_text() and "/home" not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("model", "how", "start", "unit"),
+    [
+        ("mlp", "ours, reduce_dtype=float16", "6\u00d71024 MLP, ", "MB"),
+        ("mlp", "ours", "the same, `reduce_dtype=float32`", "MB"),
+        ("cnn", "ours", "CNN with group norm", "MB"),
+        ("resnet50", "ours", "ResNet-50, batch 256", "GB"),
+        ("transformer", "ours", "Transformer, 4 layers of GPT-2", "GB"),
+        ("transformer", "ours, our attention_fn", "the same with `flax_bridge", "GB"),
+        ("lstm", "ours", "LSTM, 2 layers", "GB"),
+    ],
+)
+def test_the_readme_gives_the_traffic_that_was_measured(model, how, start, unit):
+    (line,) = (line for line in README.read_text().splitlines() if line.startswith(f"| {start}"))
+    row = by(checked(RESULTS / "traffic.json")["tables"]["training step"], "model", "how")[model, how]
+    told = line.split("|")[2].strip()
+    assert told.endswith(f" {unit}")
+    # The last digit is 0.1; a half may be rounded either way.
+    assert abs(float(told.split()[0]) - row["bytes"] / {"MB": 1e6, "GB": 1e9}[unit]) <= 0.0501
 
 
 @pytest.mark.slow
