@@ -8,16 +8,16 @@ from jax import export
 
 from jmp_train._autocast.analysis.residual_costs import ResidualCosts, Storage
 
-DOT, OTHER, FLOAT32, VALUE, NEXT = range(5)
+DOT, OTHER, FLOAT32, BIAS, VALUE, NEXT = range(6)
 N = 1024
 
 
 def costs_of(dot_results: int = 1, numbers: Any = N, **sizes: Any) -> ResidualCosts:
     """Costs of `DOT` and perhaps `OTHER`, in 16 bits and in memory, of `FLOAT32`, which is not, and of new values."""
-    bytes = {DOT: 2 * numbers, OTHER: 2 * numbers, FLOAT32: 4 * numbers, VALUE: 4 * numbers, NEXT: 4 * numbers}
-    bytes |= {VALUE: sizes.get("value", bytes[VALUE]), NEXT: sizes.get("next", bytes[NEXT])}
+    bytes = {DOT: 2 * numbers, OTHER: 2 * numbers, FLOAT32: 4 * numbers, BIAS: sizes.get("bias", 4)}
+    bytes |= {VALUE: sizes.get("value", 4 * numbers), NEXT: sizes.get("next", 4 * numbers)}
     costs = ResidualCosts(bytes.__getitem__, in_memory=range(dot_results))
-    for number in (FLOAT32, VALUE, NEXT):
+    for number in (FLOAT32, BIAS, VALUE, NEXT):
         costs.state(number, Storage.NEW)
     return costs
 
@@ -33,6 +33,7 @@ def again(costs: ResidualCosts, number: int, operands: Iterable[int]) -> bool:
         (2 * N, Storage.NEW, [DOT], True),  # in place of 4
         (2 * N, Storage.IN_MEMORY, [DOT], False),  # both only read 2: what is in memory is read
         (2 * N, Storage.NEW, [DOT, OTHER], True),  # both move 4, and nothing is held for it
+        (2 * N, Storage.NEW, [DOT, OTHER, BIAS], True),  # the few bytes of a bias do not decide
         (2 * N, Storage.NEW, [DOT, FLOAT32], False),
         (4 * N, Storage.NEW, [FLOAT32], False),  # both move 8: the source is not in memory either
         (4, Storage.NEW, [DOT], False),  # the statistics of many numbers
@@ -44,6 +45,12 @@ def test_a_value_is_rematerialized_where_its_sources_cost_less(size, storage, op
     costs.state(VALUE, storage)
     assert again(costs, VALUE, operands) == is_again
     assert costs.sources_of([VALUE]) == frozenset(operands if is_again else [VALUE])
+
+
+@pytest.mark.parametrize(("size", "is_again"), [(N // 2 - 4, True), (N // 2, False)])
+def test_a_source_counts_from_a_fourth_of_the_value(size, is_again):
+    costs = costs_of(2, value=2 * N, bias=size)
+    assert again(costs, VALUE, [DOT, OTHER, BIAS]) == is_again
 
 
 def test_what_is_computed_from_a_rematerialized_value_has_its_sources():
@@ -76,3 +83,5 @@ def test_symbolic_sizes_are_compared_for_every_batch():
     costs = costs_of(numbers=batch, next=4)
     assert again(costs, VALUE, [DOT])
     assert not again(costs, NEXT, [DOT])  # less for some batches only
+    costs = costs_of(2, numbers=batch, value=2 * batch)
+    assert not again(costs, VALUE, [DOT, OTHER, BIAS])  # a bias is small for some batches only

@@ -6,8 +6,9 @@
 An elementwise equation that runs again costs nothing more. XLA fuses it with what reads it, and its arithmetic is done
 while the kernel waits for memory. So a value is rematerialized if its sources cost less than it does itself: a GELU's
 inside in float32 (8 bytes a number) from the result of a dot (2), or the sum of two such results (4 bytes, as they are
-together, and no memory), but not of three. The sources of a rematerialized value are those of its operands, so that one
-choice rests on the ones before it, as in a greedy form of the cut in Jain et al., "Checkmate" (2020).
+together, and no memory), but not of three. What is small beside the value, as its bias, costs nothing. The sources of a
+rematerialized value are those of its operands, so that one choice rests on the ones before it, as in a greedy form of
+the cut in Jain et al., "Checkmate" (2020).
 
 A policy in the manner of `jax.checkpoint_policies`: it asks for an equation's primitive (`fuses`) and for facts about
 its operands and result, the bytes and the `Storage` of each. `save_or_remat.py` states them for straight code, and
@@ -28,6 +29,9 @@ _ELEMENTWISE = having(Trait.FUSES | Trait.EXPENSIVE | Trait.COMPARES)
 _IN_RULES = _ELEMENTWISE | having(Trait.BITWISE)
 # A value computed from more than this is its own source: keeps planning linear.
 _MOST_SOURCES = 16
+# A source that is more than this many times smaller than the value counts for nothing: the bias or mean of many rows.
+# Its few bytes would decide where the others cost as much as the value does.
+_NEGLIGIBLE = 4
 
 Values = frozenset[int]
 _NOTHING: Values = frozenset()
@@ -89,7 +93,7 @@ class ResidualCosts:
     def is_cheaper(self, sources: Values, number: int, saved: Container[int] = ()) -> bool:
         """Whether a value's sources cost less than the value itself. Those that are `saved` are read only.
 
-        Where both cost the same, the one that needs no more memory is chosen.
+        Where both cost the same, the one that needs no more memory is chosen. A bias does not decide between them.
         """
         if len(sources) > _MOST_SOURCES:
             return False
@@ -98,6 +102,8 @@ class ResidualCosts:
             if each not in sizes:
                 sizes[each] = self._size_of(each)
         for source in sources:
+            if is_less(_NEGLIGIBLE * sizes[source], sizes[number]):
+                continue
             is_read_only = source in saved or self._storage[source] is Storage.IN_MEMORY
             are_in_memory = are_in_memory and is_read_only
             cost += sizes[source] * (1 if is_read_only else 2)
