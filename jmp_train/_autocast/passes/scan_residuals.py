@@ -172,10 +172,9 @@ class _Link:
     def __init__(self, program: Program, alive: set[int], source: _Scan, reader: _Scan, candidates: dict[int, int]):
         self.program, self.source, self.reader, self.rows = program, source, reader, candidates
         self.body = source.body
-        self.same = _value_numbers(self.body)
         stacked = source.results[source.carry :]
-        self.candidates = [(number, self.same[inner]) for number, inner in stacked if number in candidates]
-        self.there = {self.same[inner] for number, inner in stacked if number not in candidates}
+        self.candidates = [(number, inner) for number, inner in stacked if number in candidates]
+        self.there = {inner for number, inner in stacked if number not in candidates}
         pairs = zip(self.body.inputs, source.operands, strict=True)
         self.passed = {inner: operand for inner, operand in pairs if operand[0] != _CARRY}
         alive = alive.union(number for _, number in reader.operands)
@@ -195,12 +194,10 @@ class _Link:
                 costs.state(number, Storage.NEW)
         for equation in self.body.equations:
             for number in equation.results:
-                if self.same[number] != number:
-                    continue
                 if number not in self.there:
                     costs.state(number, Storage.NEW)
                 if fuses(equation):
-                    could[number] = costs.sources_of(self.same[operand] for operand in equation.operands)
+                    could[number] = costs.sources_of(equation.operands)
                     if number not in self.there:
                         costs.rematerialize(number, could[number])
         return costs, could
@@ -229,9 +226,9 @@ class _Link:
         source.results = [result for result in source.results if result[0] not in again]
         stops = needed | self.passed.keys() | self.body.constants.keys()
         chain = self._computing(again.values(), stops)
-        source.body = self.body = _rounded_for_exponentials(self.body, chain, self.same)
+        source.body = self.body = _rounded_for_exponentials(self.body, chain)
         chain = self._computing(again.values(), stops)
-        read = {self.same.get(number, number) for equation in chain for number in equation.operands}
+        read = {number for equation in chain for number in equation.operands}
         names = {number: self._given(number) for number in sorted(stops & read.union(again.values()))}
         used = {reader.operands[reader.body.inputs.index(n)][1] for n in names.values() if n in reader.body.inputs}
         clones = [self._clone(equation, names) for equation in chain]
@@ -248,7 +245,7 @@ class _Link:
         for equation in reversed(self.body.equations):
             if not pending.isdisjoint(equation.results):
                 chain.append(equation)
-                pending.update({self.same.get(number, number) for number in equation.operands} - stops)
+                pending.update(set(equation.operands) - stops)
         return chain[::-1]
 
     def _given(self, number: int) -> int:
@@ -262,7 +259,7 @@ class _Link:
             return value
         if number in self.passed:
             return reader.given(*self.passed[number], body.avals[number])
-        stacked = {self.same[inner]: outer for outer, inner in self.source.results[self.source.carry :]}
+        stacked = {inner: outer for outer, inner in self.source.results[self.source.carry :]}
         if number not in stacked:
             aval = body.avals[number]
             stacked[number] = self.program.new(aval.update(shape=(self.source.length, *aval.shape)))
@@ -270,7 +267,7 @@ class _Link:
         return reader.given(_ROW, stacked[number], body.avals[number])
 
     def _clone(self, equation: Equation, names: dict[int, int]) -> Equation:
-        uses = [Use(names[self.same.get(number, number)]) for number in equation.operands]
+        uses = [Use(names[number]) for number in equation.operands]
         names.update({number: self.reader.body.new(self.body.avals[number]) for number in equation.results})
         results = tuple(names[number] for number in equation.results)
         return dataclasses.replace(equation, uses=uses, results=results, at=equation.at or equation.node, remat=True)
@@ -298,25 +295,7 @@ class _Link:
         reader.results = [(number, names.get(inner, inner)) for number, inner in reader.results]
 
 
-def _value_numbers(body: Program) -> dict[int, int]:
-    """For each value the first one that is equal to it: a saved copy is its operand, a rematerialized value itself."""
-    same = {number: number for number in (*body.inputs, *body.constants)}
-    first: dict[Any, tuple[int, ...]] = {}
-    for equation in body.equations:
-        operands = tuple(same[number] for number in equation.operands)
-        if equation.op is Op.SAVED:
-            found = operands
-        elif equation.op in (Op.CAST, Op.ROUND):
-            found = first.setdefault((equation.op, *operands, equation.params["dtype"]), equation.results)
-        elif equation.op is Op.RECORDED and not equation.node.eqn.effects:
-            found = first.setdefault((id(equation.node), *operands), equation.results)
-        else:
-            found = equation.results
-        same.update(zip(equation.results, found, strict=True))
-    return same
-
-
-def _rounded_for_exponentials(body: Program, chain: list[Equation], same: dict[int, int]) -> Program:
+def _rounded_for_exponentials(body: Program, chain: list[Equation]) -> Program:
     """The body with casts rounded from which `chain` computes exponentials; see `shared_roundings.py`.
 
     Both sides round them: the equations of `chain` are run in another body, too.
@@ -326,10 +305,10 @@ def _rounded_for_exponentials(body: Program, chain: list[Equation], same: dict[i
         if (equation.node.name in _EXPONENTIALS and equation.op is Op.RECORDED) or not found.isdisjoint(
             equation.results
         ):
-            found.update(same[number] for number in equation.operands)
-    rounded = {same[e.operands[0]] for e in chain if e.op is Op.ROUND}
+            found.update(equation.operands)
+    rounded = {e.operands[0] for e in chain if e.op is Op.ROUND}
     casts = {
-        same[equation.operands[0]]
+        equation.operands[0]
         for equation in chain
         if equation.op is Op.CAST
         and equation.results[0] in found
@@ -339,9 +318,8 @@ def _rounded_for_exponentials(body: Program, chain: list[Equation], same: dict[i
     }
     equations = []
     for equation in body.equations:
-        if equation.op is Op.CAST and same[equation.operands[0]] in casts and equation.params["dtype"] == FLOAT32:
+        if equation.op is Op.CAST and equation.operands[0] in casts and equation.params["dtype"] == FLOAT32:
             (result,), between = equation.results, body.new(body.avals[equation.results[0]])
-            same[between] = between
             equations.append(dataclasses.replace(equation, results=(between,)))
             params = {"dtype": body.low}
             equation = dataclasses.replace(equation, op=Op.ROUND, uses=[Use(between)], results=(result,), params=params)
