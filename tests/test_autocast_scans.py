@@ -153,6 +153,11 @@ def test_a_scanned_softmax_and_its_gradient_see_the_same_logits(dtype):
     assert jnp.linalg.norm(gradient.sum(axis=1)) < 0.02 * jnp.linalg.norm(gradient)
     stacked = stacked_forward(loss, f"mixed_{dtype}", (params, xs, labels))
     assert (dtype, (64, 10)) in stacked and ("float32", (64, 10)) not in stacked
+    closed = jax.make_jaxpr(autocast(jax.grad(loss), f"mixed_{dtype}"))(params, xs, labels)
+    forward, backward = (eqn.params["jaxpr"].eqns for eqn in closed.eqns if eqn.primitive.name == "scan")
+    for body in (forward, backward):  # of logits and their maxima: no compiler may drop it on one side only
+        rounded = {eqn.invars[0].aval.shape for eqn in body if eqn.primitive.name == "reduce_precision"}
+        assert rounded == {(64, 10), (64, 1)}
 
 
 def test_nested_scans_and_scans_in_remat_stack_in_16_bits():
@@ -229,6 +234,32 @@ def test_one_scan_may_serve_several():
     assert stacked == [("float16", FULL)]
 
 
+def test_what_one_scan_rematerializes_from_stays_stacked_though_another_could_do_without():
+    """The second reader is given the rows that `h` is the sum of, but the first one computes `exp(h)` from `h`."""
+
+    def f(w, xs):
+        rows = [xs @ each for each in w]
+
+        def write(_, x):
+            h = x[0] + x[1] + x[2]
+            return 0.0, (jnp.exp(h), h)
+
+        def first(c, exp):
+            return c + jnp.sum(exp), None
+
+        def second(c, values):
+            h, x = values
+            return c + jnp.sum(h**2 * x[0] * x[1] * x[2]), None
+
+        exp, h = lax.scan(write, 0.0, rows)[1]
+        return lax.scan(first, 0.0, exp)[0] + lax.scan(second, 0.0, (h, rows))[0]
+
+    w, xs = normal(3, WIDTH, WIDTH) / 9, normal(LAYERS, *FULL)
+    (_, stacked), *_ = scans(autocast(f, "mixed_float16"), w, xs)
+    assert stacked == [("float32", FULL)]  # `h`
+    np.testing.assert_allclose(quick_jit(autocast(f, "mixed_float16"))(w, xs), quick_jit(f)(w, xs), rtol=2e-2)
+
+
 def test_a_scan_computes_again_what_another_made_with_a_derivative_rule_or_joined():
     def f(w, xs):
         def write(_, x):
@@ -301,7 +332,10 @@ def test_float32_changes_nothing_and_residuals_can_stay_wide():
     loss = scanned(gelu_layer)
     assert_only_the_precision_differs(autocast(jax.grad(loss), "float32"), jax.grad(loss), PARAMS, X)
     wide = DEFAULT_RULES.with_residuals("float32")
-    assert ("float32", FULL) in stacked_forward(loss, rules=wide)
+    stacked = stacked_forward(loss, rules=wide)
+    assert ("float32", FULL) in stacked
+    plain = scans(jax.grad(loss), PARAMS, X)[0][1]
+    assert sorted(shape for _, shape in stacked) == sorted(shape for _, shape in plain)  # nothing is rematerialized
 
 
 def test_explain_counts_what_is_stacked():
