@@ -235,28 +235,27 @@ def test_one_scan_may_serve_several():
 
 
 def test_what_one_scan_rematerializes_from_stays_stacked_though_another_could_do_without():
-    """The second reader is given the rows that `h` is the sum of, but the first one computes `exp(h)` from `h`."""
+    """The second reader is given the dots that `h` is the sum of, but the first one computes `exp(h)` from `h`."""
 
     def f(w, xs):
-        rows = [xs @ each for each in w]
-
         def write(_, x):
-            h = x[0] + x[1] + x[2]
-            return 0.0, (jnp.exp(h), h)
+            dots = [x @ each for each in w]
+            h = dots[0] + dots[1]
+            return 0.0, (jnp.exp(h), h, dots)
 
         def first(c, exp):
             return c + jnp.sum(exp), None
 
         def second(c, values):
-            h, x = values
-            return c + jnp.sum(h**2 * x[0] * x[1] * x[2]), None
+            h, dots = values
+            return c + jnp.sum(h**2 * dots[0] * dots[1]), None
 
-        exp, h = lax.scan(write, 0.0, rows)[1]
-        return lax.scan(first, 0.0, exp)[0] + lax.scan(second, 0.0, (h, rows))[0]
+        exp, *others = lax.scan(write, 0.0, xs)[1]
+        return lax.scan(first, 0.0, exp)[0] + lax.scan(second, 0.0, others)[0]
 
-    w, xs = normal(3, WIDTH, WIDTH) / 9, normal(LAYERS, *FULL)
+    w, xs = normal(2, WIDTH, WIDTH) / 9, normal(LAYERS, *FULL)
     (_, stacked), *_ = scans(autocast(f, "mixed_float16"), w, xs)
-    assert stacked == [("float32", FULL)]  # `h`
+    assert sorted(stacked) == [("float16", FULL)] * 2 + [("float32", FULL)]  # `h`
     np.testing.assert_allclose(quick_jit(autocast(f, "mixed_float16"))(w, xs), quick_jit(f)(w, xs), rtol=2e-2)
 
 
@@ -310,6 +309,28 @@ def test_a_scan_may_hand_on_its_own_rows_constants_and_zeros(length):
 
     w, xs = normal(WIDTH, WIDTH) / 3, normal(LAYERS, *FULL)[:length]
     np.testing.assert_allclose(quick_jit(autocast(f, "mixed_float16"))(w, xs), quick_jit(f)(w, xs), rtol=2e-2)
+
+
+@pytest.mark.parametrize("how", ["whole", "rows and whole", "rows twice", "rows and outside", "rows and returned"])
+def test_what_is_not_only_read_as_rows_is_stacked_as_it_was(how):
+    def f(w, xs):
+        def write(_, x):
+            h = x @ w
+            return 0.0, (jnp.exp(h), h)
+
+        exp, h = lax.scan(write, 0.0, xs)[1]
+
+        def read(c, rows):
+            return c + sum(jnp.sum(row) for row in rows) + (jnp.sum(exp) if "whole" in how else 0.0), None
+
+        rows = {"whole": [h], "rows twice": [exp, exp, h]}.get(how, [exp, h])
+        total = lax.scan(read, 0.0, rows)[0] + (jnp.sum(exp) if "outside" in how else 0.0)
+        return (total, exp) if "returned" in how else total
+
+    w, xs = normal(WIDTH, WIDTH) / 3, normal(LAYERS, *FULL)
+    ours = autocast(f, "mixed_float16")
+    assert ("float32", FULL) in scans(ours, w, xs)[0][1]
+    np.testing.assert_allclose(*(jax.tree.leaves(quick_jit(each)(w, xs))[0] for each in (ours, f)), rtol=2e-2)
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", pytest.param("float32", marks=pytest.mark.slow)])

@@ -57,8 +57,8 @@ def fuses(equation: Equation) -> bool:
 class ResidualCosts:
     """Where the values of one program are, and the sources from which each costs least.
 
-    Values are stated in the order in which they are computed. What is not stated is free: literals, and what a reader
-    is given anyway.
+    Values are stated in the order in which they are computed. What is not stated is free: literals, and what a scan is
+    given, whose reader can be given the same.
 
     Args:
       size_of: gives the bytes of a value, in the dtype in which it would be saved.

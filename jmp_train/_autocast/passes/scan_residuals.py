@@ -9,9 +9,9 @@ rows. Stacking those and rematerializing the rest in the backward iterations mov
 rounds nothing (Chen et al., "Training deep nets with sublinear memory cost", 2016; the choice is a greedy form of the
 cut in Jain et al., "Checkmate", 2020).
 
-Decides which values a scan stacks, by the bytes of an iteration (`analysis/residual_costs.py`): what the reader is
-given anyway is free, and what is stacked anyway is only read. Does not decide a dtype: the equations that run again are
-those of the forward body, so that both sides see the same bits.
+Decides which values a scan stacks, by the bytes of an iteration (`analysis/residual_costs.py`): the constants and rows
+that the scan is given itself are free to give to its reader, and what is stacked anyway is only read. Does not decide a
+dtype: the equations that run again are those of the forward body, so that both sides see the same bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from ..._dtypes import FLOAT32
 from ..._jaxpr import scan_counts
 from ..analysis.residual_costs import ResidualCosts, Storage, Values, fuses
-from ..ir import Equation, Op, Precision, Program, Use
+from ..ir import Equation, Op, Program, Use
 from ..primitives import Trait, having
 from .dead_code import remove_dead_code
 
@@ -41,32 +41,19 @@ def scan_residuals(program: Program, planner: Planner) -> Program:
     if len(scans) < 2 or not planner.rules.low_residuals:
         return program
     program = dataclasses.replace(program, avals=[*program.avals])
-    alive, readers = _always_there(program), _only_readers(program)
+    readers = _only_readers(program)
     for scan in scans.values():
         pairs: dict[int, list[tuple[int, int]]] = {}
         for number, _ in scan.results[scan.carry :]:
             at, operand = _reading_scan(program, readers, number)
-            reader = scans.get(at)
-            if reader is not None and reader.length == scan.length and (row := reader.row_of(operand)) is not None:
+            if at in scans and (row := scans[at].row_of(operand)) is not None:
                 pairs.setdefault(at, []).append((number, row))
         used: set[int] = set()
         for at, candidates in pairs.items():
             movable = {number: row for number, row in candidates if number not in used}
-            used |= _Link(program, alive, scan, scans[at], movable).make()
-    if not any(scan.changed for scan in scans.values()):
-        return program
+            used |= _Link(program, scan, scans[at], movable).make()
     equations = [scans[i].finished() if i in scans else equation for i, equation in enumerate(program.equations)]
     return remove_dead_code(dataclasses.replace(program, equations=equations))
-
-
-def _always_there(program: Program) -> set[int]:
-    """The values that cost nothing to read later: arguments, constants, what is elementwise in them or a parameter."""
-    found = {*program.constants, *program.inputs}
-    found.update(i for i, fact in enumerate(program.facts) if fact is not None and fact.precision is Precision.WEAK)
-    for equation in program.equations:
-        if fuses(equation) and found.issuperset(equation.operands):
-            found.update(equation.results)
-    return found
 
 
 def _only_readers(program: Program) -> dict[int, int | None]:
@@ -95,7 +82,6 @@ class _Scan:
       carry: how many values it carries.
       operands: how each operand is given, as a constant, carry or rows, and which value of the program around it is.
       results: the value in the program around, and that in the body; carries first.
-      changed: whether anything was exchanged.
     """
 
     equation: Equation
@@ -103,7 +89,6 @@ class _Scan:
     carry: int
     operands: list[tuple[int, int]]
     results: list[tuple[int, int]]
-    changed: bool = False
 
     @staticmethod
     def of(equation: Equation) -> _Scan:
@@ -113,10 +98,6 @@ class _Scan:
         body = dataclasses.replace(equation.bodies[0], avals=[*equation.bodies[0].avals])
         results = list(zip(equation.results, body.outputs, strict=True))
         return _Scan(equation, body, carry, operands, results)
-
-    @property
-    def length(self) -> int:
-        return self.equation.node.params["length"]
 
     def row_of(self, number: int) -> int | None:
         """The body's input that is a row of `number`, if that is the only way in which `number` is read."""
@@ -136,8 +117,6 @@ class _Scan:
 
     def finished(self) -> Equation:
         """The equation, its body without inputs and equations that nobody reads."""
-        if not self.changed:
-            return self.equation
         body = dataclasses.replace(self.body, outputs=tuple(inner for _, inner in self.results))
         body.result_dtypes = [body.avals[number].dtype for number in body.outputs]
         body = remove_dead_code(body)
@@ -164,12 +143,11 @@ class _Link:
 
     Args:
       program: the program around both.
-      alive: values in it that cost nothing to read later.
       source, reader: the scans.
       candidates: the stacked results that only `reader` reads, and the input of its body that is a row of them.
     """
 
-    def __init__(self, program: Program, alive: set[int], source: _Scan, reader: _Scan, candidates: dict[int, int]):
+    def __init__(self, program: Program, source: _Scan, reader: _Scan, candidates: dict[int, int]):
         self.program, self.source, self.reader, self.rows = program, source, reader, candidates
         self.body = source.body
         stacked = source.results[source.carry :]
@@ -177,9 +155,6 @@ class _Link:
         self.there = {inner for number, inner in stacked if number not in candidates}
         pairs = zip(self.body.inputs, source.operands, strict=True)
         self.passed = {inner: operand for inner, operand in pairs if operand[0] != _CARRY}
-        alive = alive.union(number for _, number in reader.operands)
-        self.free = {inner for inner, (_, number) in self.passed.items() if number in alive}
-        self.free |= self.body.constants.keys()
 
     def size_of(self, number: int) -> Any:
         aval = self.body.avals[number]
@@ -187,10 +162,10 @@ class _Link:
 
     def costs(self) -> tuple[ResidualCosts, dict[int, Values]]:
         """What the values of the source's body cost the reader, and what each could be computed from."""
-        costs = ResidualCosts(self.size_of, in_memory=self.there - self.free)
+        costs = ResidualCosts(self.size_of, in_memory=self.there - self.passed.keys())
         could: dict[int, Values] = {}
         for number in self.body.inputs:
-            if number not in self.free and number not in self.there:
+            if number not in self.there and number not in self.passed:
                 costs.state(number, Storage.NEW)
         for equation in self.body.equations:
             for number in equation.results:
@@ -207,7 +182,7 @@ class _Link:
         costs, could = self.costs()
         needed: set[int] = {*costs.sources_of(inner for _, inner in self.candidates)}
         for number in reversed(could):
-            if number in needed and number not in self.there and costs.is_cheaper(could[number], number, needed):
+            if number in needed and costs.is_cheaper(could[number], number, needed):
                 needed.remove(number)
                 needed |= could[number]
         again, there = {}, set(self.there)
@@ -236,7 +211,6 @@ class _Link:
             names[inner], cast = self._as_row(names[inner], self.rows[number])
             clones += cast
         self._substitute(clones, {self.rows[number]: names[inner] for number, inner in again.items()})
-        source.changed = reader.changed = True
         return used
 
     def _computing(self, wanted: Iterable[int], stops: set[int]) -> list[Equation]:
@@ -254,15 +228,14 @@ class _Link:
         if number in body.constants:
             value = reader.body.new(body.avals[number])
             constants = {**reader.body.constants, value: body.constants[number]}
-            captured = reader.body.captured | ({value} if number in body.captured else set())
-            reader.body = dataclasses.replace(reader.body, constants=constants, captured=captured)
+            reader.body = dataclasses.replace(reader.body, constants=constants)
             return value
         if number in self.passed:
             return reader.given(*self.passed[number], body.avals[number])
         stacked = {inner: outer for outer, inner in self.source.results[self.source.carry :]}
         if number not in stacked:
-            aval = body.avals[number]
-            stacked[number] = self.program.new(aval.update(shape=(self.source.length, *aval.shape)))
+            aval, length = body.avals[number], self.source.equation.node.params["length"]
+            stacked[number] = self.program.new(aval.update(shape=(length, *aval.shape)))
             self.source.results.append((stacked[number], number))
         return reader.given(_ROW, stacked[number], body.avals[number])
 
@@ -286,10 +259,8 @@ class _Link:
         """Runs `first` before the reader's body, which then reads other values in place of rows."""
         reader = self.reader
         rest = [
-            dataclasses.replace(e, uses=[Use(names.get(number, number)) for number in e.operands])
-            if not names.keys().isdisjoint(e.operands)
-            else e
-            for e in reader.body.equations
+            dataclasses.replace(equation, uses=[Use(names.get(number, number)) for number in equation.operands])
+            for equation in reader.body.equations
         ]
         reader.body = dataclasses.replace(reader.body, equations=[*first, *rest])
         reader.results = [(number, names.get(inner, inner)) for number, inner in reader.results]
