@@ -386,11 +386,22 @@ def test_a_residual_stream_is_carried_narrow_from_an_embedding_on():
     assert forward == [("float16", FULL)] and backward[0] == ("float16", FULL)
 
 
-def test_a_stream_that_starts_with_data_stays_wide():
+def test_a_stream_that_starts_with_data_stays_wide_and_so_does_its_gradient():
     def loss(params, x):
-        return jnp.mean(lax.scan(lambda h, p: (norm_layer(h, p), None), x, params)[0])
+        return jnp.mean(lax.scan(lambda h, p: (norm_layer(h, p), None), x, params)[0] ** 2)
 
-    assert carried(loss, PARAMS, X) == [[("float32", FULL)]]
+    assert carried(jax.grad(loss), PARAMS, X) == [[("float32", FULL)]] * 2
+
+    def two(params, x):
+        def layer(streams, p):
+            return [norm_layer(h, p) for h in streams], None
+
+        first, second = lax.scan(layer, [x @ params["w"][0], x[: BATCH // 2]], params)[0]
+        return jnp.mean(first**2) + jnp.mean(second**2)
+
+    streams = [("float16", FULL), ("float32", (BATCH // 2, WIDTH))]
+    forward, backward = carried(jax.grad(two), PARAMS, X)
+    assert forward == streams and backward[:2] == streams
 
 
 def test_weights_that_an_inner_loop_updates_stay_wide():

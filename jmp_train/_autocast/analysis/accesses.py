@@ -7,9 +7,9 @@ Above all this is about residual streams in loops. A loop's carry starts as its 
 parameter, and the gradient of a network's head is float32, yet outside of a loop the first layer would narrow both.
 Here they are narrowed before the loop, since a carry has one dtype.
 
-Decides the `Access` of each operand. What else a loop carries (the state of a recurrent cell, sums, weights that an
-inner loop updates) is built up over many iterations and stays as it starts. Does not decide whether the body can return
-a carry in the compute dtype; see `passes.control_flow`.
+Decides the `Access` of each operand, and which carries may start in the compute dtype. Does not decide whether they
+do: what a loop builds up over many iterations (the state of a recurrent cell, sums, weights that an inner loop updates)
+stays as it starts; see `passes.control_flow`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Sequence
 
-from ..._jaxpr import FlatJaxpr, Node, flatten, scan_counts
+from ..._jaxpr import FlatJaxpr, Node, scan_counts
 from ..._sizes import is_less
 from ..ir import Access, Fact, Place, Precision
 from ..primitives import Entry, Rule, Trait, having
-from .loops import may_be_narrow
 
 _POOLS = having(Trait.POOL)
 _ELEMENTWISE = having(Trait.FUSES | Trait.EXPENSIVE)
@@ -32,8 +31,8 @@ _MANY = 2**20
 class Accesses:
     """Says of each equation of a program how its operands get to it; asked in the order of the equations."""
 
-    def __init__(self, program: FlatJaxpr, place: Place, wide: Container[int], returned: Container[int]):
-        self._program, self._place, self._wide, self._returned = program, place, wide, returned
+    def __init__(self, program: FlatJaxpr, place: Place, returned: Container[int]):
+        self._program, self._place, self._returned = program, place, returned
         self._scans: dict[int, Node] = {}
         self._summed: set[int] = set()  # the depths at which a gradient that is returned was summed
         self._after_sum: set[int] = set()  # computed from sums of the forward pass, without a dot between
@@ -53,7 +52,7 @@ class Accesses:
             return [Access.STORED if node.name == "remat2" else Access.FUSED] * len(node.ins)
         consts, carry = scan_counts(node.eqn)
         accesses = [Access.STORED] * len(node.ins)
-        accesses[consts : consts + carry] = self._carried(node, consts, facts, node.ins[consts : consts + carry])
+        accesses[consts : consts + carry] = self._carried(node, facts, node.ins[consts : consts + carry])
         self._scans.update(dict.fromkeys(node.outs, node))
         return accesses
 
@@ -75,23 +74,16 @@ class Accesses:
         if (after_sum and fuses) or (is_sum and not self._place.is_backward(node)):
             self._after_sum.update(node.outs)
 
-    def _carried(self, node: Node, consts: int, facts: Sequence[Fact], carry: Sequence[int]) -> list[Access]:
-        candidates = {
-            position
-            for position, fact in enumerate(facts[number] for number in carry)
-            if fact.has_low_copy or (fact.precision is Precision.WEAK and fact.computed)
-        }
-        if not candidates:
-            return [Access.CARRIED] * len(carry)
-        inside, body = self._place.inside(node), flatten(node.params["jaxpr"], also=("remat2",))
-        if inside.backward:
+    def _carried(self, node: Node, facts: Sequence[Fact], carry: Sequence[int]) -> list[Access]:
+        candidates = [number for number in carry if self._can_start_narrow(facts[number])]
+        if candidates and self._place.inside(node).backward:
             shapes = self._narrow_shapes(node, facts)
-            candidates = {p for p in candidates if self._program.avals[carry[p]].shape in shapes}
-        rows = [*zip(body.inputs, node.ins, strict=True)][consts + len(carry) :]
-        weights = [inner for inner, number in rows if facts[number].precision is Precision.WEAK]
-        ends = list(zip(body.inputs[consts:], body.outputs[: len(carry)], strict=False))
-        streams = {p for p in candidates if may_be_narrow(body, inside, weights, *ends[p], wide=self._wide)}
-        return [Access.NARROW if position in streams else Access.CARRIED for position in range(len(carry))]
+            candidates = [number for number in candidates if self._program.avals[number].shape in shapes]
+        return [Access.NARROW if number in candidates else Access.CARRIED for number in carry]
+
+    @staticmethod
+    def _can_start_narrow(fact: Fact) -> bool:
+        return fact.has_low_copy or (fact.precision is Precision.WEAK and fact.computed)
 
     def _narrow_shapes(self, node: Node, facts: Sequence[Fact]) -> set[tuple[int, ...]]:
         """The shapes of the streams whose gradients a backward scan carries: those of the scans that it reads."""

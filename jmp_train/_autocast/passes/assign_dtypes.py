@@ -71,7 +71,7 @@ class _Walk:
         self.program, self.recorded, self.context = program, program.recorded, context
         self.low, self.flow, self.place = program.low, context.flow, program.place
         self.avals = self.recorded.avals
-        self.accesses = Accesses(self.recorded, self.place, context.planner.wide, context.flow.returned)
+        self.accesses = Accesses(self.recorded, self.place, context.flow.returned)
         self.equations: list[Equation] = []
         self.forward_depth, self.saves_low = 0, context.saves_low
         self.facts: list[Any] = [None] * len(self.avals)
@@ -122,7 +122,11 @@ class _Walk:
         else:
             equation, made = self._DECIDE[entry.rule](self, node, entry, seen)
             has_dot = equation.entry.rule is Rule.LOW and node.name in DOTS
-        equation.depth, equation.accesses = depth, accesses
+        equation.depth = depth
+        equation.accesses = [
+            Access.CARRIED if access is Access.NARROW and use.dtype == FLOAT32 else access
+            for access, use in zip(accesses, equation.uses, strict=True)
+        ]
         for number, precision in zip(node.outs, made, strict=True):
             self.facts[number] = self._fact(equation, number, precision, depth + has_dot)
         self.equations.append(equation)
