@@ -171,7 +171,7 @@ def test_nested_scans_and_scans_in_remat_stack_in_16_bits():
             assert not any(("float32", FULL) in stacked for _, stacked in found)
 
 
-@pytest.mark.parametrize("cell", [nn.OptimizedLSTMCell, nn.GRUCell])
+@pytest.mark.parametrize("cell", [nn.OptimizedLSTMCell, nn.GRUCell, nn.SimpleCell])
 def test_recurrent_cells_stack_less_and_keep_their_state_wide(cell):
     model = nn.RNN(cell(WIDTH))
     x = normal(BATCH, 5, WIDTH)
@@ -390,7 +390,8 @@ def test_a_stream_that_starts_with_data_stays_wide_and_so_does_its_gradient():
     def loss(params, x):
         return jnp.mean(lax.scan(lambda h, p: (norm_layer(h, p), None), x, params)[0] ** 2)
 
-    assert carried(jax.grad(loss), PARAMS, X) == [[("float32", FULL)]] * 2
+    for start in (loss, lambda params, x: loss(params, jnp.sin(x))):
+        assert carried(jax.grad(start), PARAMS, X) == [[("float32", FULL)]] * 2
 
     def two(params, x):
         def layer(streams, p):
