@@ -271,25 +271,20 @@ def _rounded_for_exponentials(body: Program, chain: list[Equation]) -> Program:
 
     Both sides round them: the equations of `chain` are run in another body, too.
     """
-    found: set[int] = set()
+
+    def widens(equation: Equation) -> bool:
+        (source, *_) = equation.operands
+        return equation.op is Op.CAST and equation.params["dtype"] == FLOAT32 and body.avals[source].dtype == body.low
+
+    exponents: set[int] = set()
     for equation in reversed(chain):
-        if (equation.node.name in _EXPONENTIALS and equation.op is Op.RECORDED) or not found.isdisjoint(
-            equation.results
-        ):
-            found.update(equation.operands)
-    rounded = {e.operands[0] for e in chain if e.op is Op.ROUND}
-    casts = {
-        equation.operands[0]
-        for equation in chain
-        if equation.op is Op.CAST
-        and equation.results[0] in found
-        and equation.results[0] not in rounded
-        and body.avals[equation.operands[0]].dtype == body.low
-        and equation.params["dtype"] == FLOAT32
-    }
+        in_exponent = equation.node.name in _EXPONENTIALS or not exponents.isdisjoint(equation.results)
+        if in_exponent and equation.op is not Op.ROUND:
+            exponents.update(equation.operands)
+    casts = {equation.operands[0] for equation in chain if equation.results[0] in exponents and widens(equation)}
     equations = []
     for equation in body.equations:
-        if equation.op is Op.CAST and equation.operands[0] in casts and equation.params["dtype"] == FLOAT32:
+        if not casts.isdisjoint(equation.operands) and widens(equation):
             (result,), between = equation.results, body.new(body.avals[equation.results[0]])
             equations.append(dataclasses.replace(equation, results=(between,)))
             params = {"dtype": body.low}
