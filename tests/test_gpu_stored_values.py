@@ -142,6 +142,23 @@ def test_no_more_bytes_than_flax_in_float16(name):
     assert not ours.wide_products and not ours.sixteen_bit_sums
 
 
+def test_the_value_of_a_summed_loss_costs_what_that_of_a_mean_does():
+    """The sum that a program returns is no gradient of a bias, and changes nothing for those that are."""
+    x = jax.ShapeDtypeStruct((4096, 256), jnp.float32)
+    head = nn.Dense(32768)
+    params = jax.eval_shape(head.init, jax.random.key(0), x)
+
+    def losses(params, x):
+        logits = jnp.asarray(head.apply(params, x))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(4096))
+
+    found = [
+        figures(autocast(jax.value_and_grad(lambda *args, r=r: r(losses(*args))), "mixed_float16"), params, x).bytes
+        for r in (jnp.sum, jnp.mean)
+    ]
+    assert found[0] <= 1.001 * found[1]
+
+
 @pytest.mark.parametrize("name", ROWS_OF_TABLE)
 def test_no_more_bytes_than_with_residuals_in_float32(name):
     wide = ours_of(name, DEFAULT_RULES.with_residuals("float32"))

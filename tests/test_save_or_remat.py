@@ -1,10 +1,17 @@
 """What a value is to those who read it across a dot, in programs of a few lines."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from pass_tools import after
+
+from jmp_train import autocast
 
 RNG = np.random.default_rng(0)
 W, A, B = (RNG.normal(size=(16, 16)).astype(np.float32) for _ in range(3))
@@ -112,3 +119,15 @@ def test_a_carry_in_float32_starts_with_what_was_computed_and_not_with_its_low_c
     (h,) = (equation.results[0] for equation in program.equations if equation.name == "exp")
     assert h in program.residuals.saved
     assert [use.residual for use in scan.uses if use.value == h] == [False]
+
+
+def test_devices_add_what_was_computed_and_not_the_low_copy_that_a_dot_beside_them_reads():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    def both(w, x):
+        h = jnp.sin(x)
+        return lax.psum(h, "data"), h @ w
+
+    total, _ = jax.jit(autocast(both, "mixed_float16"))(W, X)
+    np.testing.assert_array_max_ulp(total, jax.jit(jnp.sin)(X), maxulp=2)

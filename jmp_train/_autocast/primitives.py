@@ -71,6 +71,11 @@ class Entry:
     never_low: bool = False
     traits: Trait = Trait.NONE
 
+    @property
+    def has_own_kernel(self) -> bool:
+        """Whether it is a sum or a factorization, whose kernel reads its operands from memory."""
+        return self.never_low and self.rule is Rule.HIGH
+
 
 _LOW = {
     "dot_general ragged_dot_general": "Tensor Cores multiply 16-bit operands and accumulate in float32",

@@ -40,7 +40,7 @@ class Accesses:
     def of(self, node: Node, entry: Entry, facts: Sequence[Fact]) -> list[Access]:
         """For each operand of `node`, given what is known of every value so far."""
         if entry.rule is not Rule.ENTER:
-            is_sum = entry.never_low and entry.rule is Rule.HIGH
+            is_sum = entry.has_own_kernel
             gradient = node.name == "reduce_sum" and node.outs[0] in self._returned and self._place.is_backward(node)
             fused = gradient and self._is_bias_of_head(node, facts)
             if gradient:

@@ -176,7 +176,7 @@ def _shared_with_sums(program: Program, equations: Sequence[Equation]) -> set[in
     after_sum: set[int] = set()  # not known before the kernel of a sum has ended
     meets: set[int] = set()  # read beside what is after a sum
     for equation in equations:
-        elementwise, is_sum = equation.node.name in _ELEMENTWISE, _is_sum(equation)
+        elementwise, is_sum = equation.node.name in _ELEMENTWISE, equation.entry.has_own_kernel
         if is_sum or (after_sum and (elementwise or equation.entry.rule is Rule.SHAPE)):
             near = [use.value for use in equation.uses if not use.residual]
             if is_sum or not after_sum.isdisjoint(near):
@@ -201,15 +201,15 @@ def _shared_with_sums(program: Program, equations: Sequence[Equation]) -> set[in
     for equation in equations if candidates else ():
         for number in candidates.intersection(equation.operands):
             readers[number].append(equation)
-    return {number for number, found in readers.items() if len(found) > 1 and any(map(_is_sum, found))}
+    return {
+        number
+        for number, found in readers.items()
+        if len(found) > 1 and any([equation.entry.has_own_kernel for equation in found])
+    }
 
 
 def _may_be_saved_low(fact: Fact) -> bool:
     return fact.precision is Precision.FULL and not fact.has_low_copy and not fact.delicate
-
-
-def _is_sum(equation: Equation) -> bool:
-    return equation.entry.never_low and equation.entry.rule is Rule.HIGH
 
 
 def _reading_saved(equation: Equation, saved: set[int]) -> Equation:
