@@ -38,16 +38,14 @@ def widen(program: Program, context: Context) -> Program:
     dots = {number for equation in program.equations if equation.node.name in DOTS for number in equation.results}
     equations = []
     for equation in reversed(program.equations):
-        rounds = equation.node.name in _ROUNDS and facts[equation.results[0]].precision is Precision.LOW
+        rounds = equation.node.name in _ROUNDS and low in equation.reads
         biased = equation.node.name in _ADDS and any(facts[number].parameter for number in equation.operands)
         if biased and not dots.isdisjoint(equation.operands):
             rounds = False
-        if rounds and narrow_readers.isdisjoint(equation.results) and low in equation.reads:
-            uses = [use if use.dtype is None else use._replace(dtype=FLOAT32) for use in equation.uses]
-            equation = dataclasses.replace(equation, uses=uses)
+        if rounds and narrow_readers.isdisjoint(equation.results):
+            equation = dataclasses.replace(equation, uses=[use._replace(dtype=FLOAT32) for use in equation.uses])
             for number in equation.results:
-                if facts[number].precision is Precision.LOW:
-                    facts[number] = dataclasses.replace(facts[number], precision=Precision.FULL)
+                facts[number] = dataclasses.replace(facts[number], precision=Precision.FULL)
         depth = equation.depth
         narrow_readers.update(
             [
