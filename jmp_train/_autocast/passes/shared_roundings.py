@@ -34,11 +34,7 @@ def shared_roundings(program: Program, context: Context) -> Program:
     squared = _low(program, _moved_from(program, _squared(program)))
     residuals = program.residuals
     exponentials = [
-        number
-        for equation in program.equations
-        if equation.node.name in _EXPONENTIALS
-        for number in equation.results
-        if number in residuals.remat
+        number for equation in program.equations if equation.node.name in _EXPONENTIALS for number in equation.results
     ]
     read = rematerialized_from(program, exponentials)
     exponents = _low(program, read & (residuals.saved | residuals.remat))
@@ -76,7 +72,7 @@ def _squared(program: Program) -> set[int]:
 def _moved_from(program: Program, numbers: set[int]) -> set[int]:
     """The values that some are moved from, and these."""
     found = set(numbers)
-    for equation in reversed(program.equations) if found else ():
+    for equation in reversed(program.equations):
         if equation.entry.rule is Rule.SHAPE and not found.isdisjoint(equation.results):
             found.update(equation.operands)
     return found
