@@ -44,6 +44,19 @@ class Joined(nn.Module):
         return conv(128, (1, 1))(nn.relu(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x)))
 
 
+class Pooled(nn.Module):
+    """Convolutions with GroupNorm, each before an average of windows."""
+
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: Any):
+        for _ in range(2):
+            x = nn.relu(nn.GroupNorm(16, dtype=self.dtype)(nn.Conv(256, (3, 3), dtype=self.dtype)(x)))
+            x = nn.avg_pool(x, (2, 2), (2, 2))
+        return nn.Conv(128, (1, 1), dtype=self.dtype)(x)
+
+
 class NormedThenActivated(nn.Module):
     """Convolution, LayerNorm, GELU, as in wav2vec 2.0's feature extractor and, between other layers, in ConvNeXt."""
 
@@ -101,6 +114,7 @@ IMAGES, ROWS, STEPS = ((64, 56, 56, 128), (16384, 512), (128, 32, 1024))
 ROWS_OF_TABLE = {
     "batch norm": (Normed, IMAGES, mean_square, 1.03),
     "dense block": (Joined, IMAGES, mean_square, 1.0),
+    "average pool": (Pooled, IMAGES, mean_square, 1.0),
     "relu": (lambda dtype: Dense(nn.relu, dtype), ROWS, mean_square, 1.03),
     "exact gelu": (lambda dtype: Dense(exact_gelu, dtype), ROWS, mean_square, 1.03),
     "silu": (lambda dtype: Dense(nn.silu, dtype), ROWS, mean_square, 1.03),

@@ -3,6 +3,7 @@
 Passes that only look (`mark_dead`, `shared_roundings`) show in the program that `insert_casts` writes.
 """
 
+import functools
 import re
 from collections import Counter
 from pathlib import Path
@@ -228,6 +229,11 @@ REWRITTEN = {
     "FoldTransposes": (jax.grad(squares), W, X),
     "HoistWeightCasts": (recurrent, LAYERS[0], X),
     "ChainedCasts": (jax.grad(residual_stream), LAYERS, X),
+    "WindowSums": (
+        jax.grad(lambda w, x: jnp.sum(lax.reduce_window(x @ w, 0.0, lax.add, (1, 2), (1, 1), "SAME") ** 2)),
+        W,
+        X,
+    ),
 }
 
 
@@ -269,6 +275,62 @@ def test_hoist_weight_casts_leaves_no_cast_of_the_weight_in_the_loop():
     weight, copy, *_ = scan.bodies[0].inputs
     assert [e.name for e in scan.bodies[0].equations if weight in e.operands] == ["hoisted"]
     assert scan.bodies[0].avals[copy].dtype == np.float16
+
+
+def sums_of_windows(window, strides, padding, **params):
+    dims = len(window)
+    return functools.partial(
+        lax.reduce_window_sum_p.bind,
+        window_dimensions=window,
+        window_strides=strides,
+        padding=padding,
+        base_dilation=params.get("base_dilation", (1,) * dims),
+        window_dilation=params.get("window_dilation", (1,) * dims),
+    )
+
+
+# A window, its strides, the padding, and the shape of the operand.
+WINDOWS = {
+    "disjoint": ((2, 2), (2, 2), ((0, 0), (0, 0)), (6, 8)),
+    "overlapping": ((3, 3), (2, 2), ((0, 1), (1, 1)), (6, 8)),
+    "strides beyond the window": ((2, 1), (3, 2), ((0, 0), (0, 0)), (7, 8)),
+    "a last part that no window has": ((2, 2), (2, 2), ((0, 0), (0, 0)), (7, 9)),
+    "padded further than a window": ((2, 2), (1, 1), ((3, 0), (0, 4)), (3, 3)),
+    "cut by the padding": ((2, 2), (1, 1), ((-1, 0), (0, -2)), (6, 8)),
+    "sixteen places": ((4, 4), (1, 1), ((1, 2), (2, 1)), (6, 8)),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_window_sums_adds_one_slice_a_place(name):
+    window, strides, padding, shape = WINDOWS[name]
+    x = RNG.normal(size=shape).astype(np.float32)
+    fn = sums_of_windows(window, strides, padding)
+    jaxpr = jax.make_jaxpr(lambda x: run(fn, x)[0])(x).jaxpr
+    names = Counter(eqn.primitive.name for eqn in jaxpr.eqns)
+    assert names["reduce_window_sum"] == 0 and names["pad"] == names["add"] == np.prod(window)
+    padded = np.zeros([n + max(low, 0) + max(high, 0) for n, (low, high) in zip(shape, padding, strict=True)])
+    padded[tuple(slice(max(low, 0), max(low, 0) + n) for n, (low, _) in zip(shape, padding, strict=True))] = x
+    cut = [slice(max(-low, 0), n - max(-high, 0)) for n, (low, high) in zip(padded.shape, padding, strict=True)]
+    windows = np.lib.stride_tricks.sliding_window_view(padded[tuple(cut)], window)[:: strides[0], :: strides[1]]
+    np.testing.assert_allclose(run(fn, x)[0], windows.sum((-2, -1)), rtol=1e-6, atol=1e-6)
+
+
+KERNELS = {
+    "many places": (sums_of_windows((17,), (1,), ((0, 0),)), (32,)),
+    "elements apart": (sums_of_windows((2,), (1,), ((0, 0),), window_dilation=(2,)), (8,)),
+    "zeros between the operand's": (sums_of_windows((2,), (1,), ((0, 0),), base_dilation=(2,)), (8,)),
+    "no window": (sums_of_windows((4, 1), (1, 1), ((0, 0), (0, 0))), (3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_window_sums_leaves_other_reductions_as_they_are(name):
+    fn, shape = KERNELS[name]
+    x = RNG.normal(size=shape).astype(np.float32)
+    jaxpr = jax.make_jaxpr(lambda x: run(fn, x)[0])(x).jaxpr
+    assert [eqn.primitive.name for eqn in jaxpr.eqns].count("reduce_window_sum") == 1
+    np.testing.assert_array_equal(run(fn, x)[0], fn(x))
 
 
 @pytest.mark.parametrize("fn", [jax.grad(tanh_between_dots), jax.grad(softmax_between_dots), jax.grad(squares)])

@@ -106,11 +106,11 @@ def convolution(w, x):
     return jnp.mean(jax.nn.relu(lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)) ** 2)
 
 
-def pooled(window, strides, padding):
+def pooled(window, strides, padding, pool=nn.max_pool):
     def loss(w, x):
         dims = x.ndim - 2
-        pool = nn.max_pool(jax.nn.relu(x @ w), (window,) * dims, (strides,) * dims, padding=padding)
-        return jnp.mean((pool @ w) ** 2)
+        rows = pool(jax.nn.relu(x @ w), (window,) * dims, (strides,) * dims, padding=padding)
+        return jnp.mean((rows @ w) ** 2)
 
     return loss
 
@@ -143,6 +143,9 @@ PROGRAMS = {
     "max-pool, any image": (pooled(2, 2, "VALID"), ANY_IMAGES),
     "overlapping max-pool, any image": (pooled(3, 2, "SAME"), ANY_IMAGES),
     "max-pool over any length": (pooled(2, 2, "VALID"), ROWS),  # perhaps shorter than a window
+    "average pool, any image": (pooled(2, 2, "VALID", nn.avg_pool), ANY_IMAGES),
+    "overlapping average pool, any image": (pooled(3, 2, "SAME", nn.avg_pool), ANY_IMAGES),
+    "average pool over any length": (pooled(2, 2, "VALID", nn.avg_pool), ROWS),
     "sum in 16 bits": (sum_in_16_bits, BATCH),
 }
 
@@ -165,6 +168,7 @@ def check(step, spec, params, examples):
 CALLED = {
     "layer norm", "a label of any number", "scan over layers, rows", "scan over attention", "scan over the batch",
     "recurrent", "convolution, any image", "overlapping max-pool, any image", "max-pool over any length",
+    "overlapping average pool, any image",
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from .max_pool_gradient import MaxPoolGradient
 from .one_hot_scatter import OneHotScatter
 from .relu_mask import ReluMask
 from .rewrite import Rewrite as Rewrite
+from .window_sums import WindowSums
 
 if TYPE_CHECKING:
     from ...planner import Context, Planner
@@ -26,6 +27,7 @@ REWRITES: tuple[Rewrite, ...] = (
     FoldTransposes(),
     HoistWeightCasts(),
     ChainedCasts(),
+    WindowSums(),
 )
 
 

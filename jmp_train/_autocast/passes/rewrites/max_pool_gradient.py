@@ -12,7 +12,6 @@ values of the compute dtype, and sums in float32 registers.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +27,7 @@ from ...._sizes import is_less
 from ...ir import Equation, Op, Program
 from ...primitives import Entry, Rule
 from .rewrite import Rewrite
+from .windows import elements_at, starts_of_places
 
 _MOST_PLACES = 64  # of a window: each adds a few operations to the program
 
@@ -71,9 +71,7 @@ def scatter_to_windows(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
       One array like the operand, in the source's dtype, zero but at the chosen elements.
     """
     source, operand = operands
-    window, strides = node.params["window_dimensions"], node.params["window_strides"]
-    places = itertools.product(*map(range, window))
-    starts = [[at - low for at, (low, _) in zip(place, node.params["padding"], strict=True)] for place in places]
+    strides, starts = node.params["window_strides"], starts_of_places(node)
     chosen = _chosen(operand, source.shape, starts, strides, node.params["select_prim"].name == "ge")
     total = jnp.zeros(operand.shape, jnp.promote_types(source.dtype, FLOAT32))
     for place, start in enumerate(starts):
@@ -94,8 +92,7 @@ def _chosen(operand: Any, windows: tuple[int, ...], starts: list[list[int]], str
     keep = chosen == nowhere
     for place, start in enumerate(starts):
         extreme = lax.select(keep, extreme, value)
-        value = lax.pad(operand, jnp.zeros((), operand.dtype), _taking(start, strides, windows, operand.shape))
-        value = lax.slice(value, [0] * value.ndim, value.shape, strides)
+        value = elements_at(operand, start, strides, windows)
         keep = compare(extreme, value) & (chosen < nowhere) | ~_inside(start, strides, windows, operand.shape)
         chosen = lax.select(keep, chosen, lax.full_like(chosen, place))
     return lax.optimization_barrier(chosen)  # one byte, found once: its readers are as many as there are places
@@ -109,12 +106,6 @@ def _inside(start: Sequence[int], strides: Any, windows: tuple[int, ...], shape:
             at = first + stride * lax.broadcasted_iota(jnp.int32, windows, axis)
             inside = inside & (at >= 0) & (at < size)
     return inside
-
-
-def _taking(start: Any, strides: Any, windows: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """The padding, negative where it cuts, that leaves from the first window's element to the last one's."""
-    sizes = zip(start, strides, windows, shape, strict=True)
-    return [(-first, first + stride * (count - 1) + 1 - size, 0) for first, stride, count, size in sizes]
 
 
 def _placing(start: Any, strides: Any, windows: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, int, int]]:

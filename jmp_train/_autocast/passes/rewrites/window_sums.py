@@ -1,0 +1,62 @@
+"""The sum of each small window written as additions.
+
+    s:f32[m] = reduce_window_sum x:f32[n]    ->    s = sum over places k of slice(x, start=k, strides)
+
+GPU compilers make a reduction over windows a kernel of its own, which reads and writes float32 in memory. An average
+pool is one, and its gradient another. Additions of slices fuse with what computes `x` and with what reads the sums.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...._jaxpr import Node
+from ...._sizes import is_less, static_size
+from ...ir import Equation, Op, Program
+from .rewrite import Rewrite
+from .windows import elements_at, starts_of_places
+
+_MOST_PLACES = 16  # of a window: each reads the operand once more
+
+
+class WindowSums(Rewrite):
+    primitives = frozenset({"reduce_window_sum"})
+
+    def of_equation(self, program: Program, equation: Equation) -> Equation:
+        del program
+        if not _can_be_written_out(equation.node):
+            return equation
+        return dataclasses.replace(equation, op=Op.REWRITTEN, rewrite=add_places)
+
+
+def _can_be_written_out(node: Node) -> bool:
+    """Whether each window has few elements, next to each other, and there is a window along every axis."""
+    places = static_size(node.params["window_dimensions"])
+    dilations = {*node.params["base_dilation"], *node.params["window_dilation"]}
+    windows: Any = node.eqn.outvars[0].aval
+    return (
+        places is not None
+        and places <= _MOST_PLACES
+        and dilations == {1}
+        and all(is_less(0, count) for count in windows.shape)
+    )
+
+
+def add_places(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
+    """What a `reduce_window_sum` does to `[n_0, n_1, ...]`: `[m_0, m_1, ...]`, one sum a window, in the same dtype.
+
+    >>> eqn = jax.make_jaxpr(lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (2,), (2,), "VALID"))(jnp.ones(6))
+    >>> add_places(Node(eqn.eqns[-1], (), (), None, False), [jnp.arange(6.0)])
+    [Array([1., 5., 9.], dtype=float32)]
+    """
+    (operand,) = operands
+    windows: Any = node.eqn.outvars[0].aval
+    total = jnp.zeros(windows.shape, operand.dtype)
+    for start in starts_of_places(node):
+        total += elements_at(operand, start, node.params["window_strides"], windows.shape)
+    return [total]

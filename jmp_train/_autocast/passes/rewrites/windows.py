@@ -1,0 +1,45 @@
+"""The elements of windows that slide over an array, for what writes each place of a window out.
+
+Sizes may be symbolic: all is padding and strided slices from the first element, which `jax.export` accepts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...._jaxpr import Node
+
+
+def starts_of_places(node: Node) -> list[list[int]]:
+    """The index that each place of the first window has in the operand; negative in the padding before it.
+
+    >>> eqn = jax.make_jaxpr(lambda x: lax.reduce_window(x, 0.0, lax.add, (3,), (2,), [(1, 1)]))(jnp.ones(6)).eqns[-1]
+    >>> starts_of_places(Node(eqn, (), (), None, False))
+    [[-1], [0], [1]]
+    """
+    places = itertools.product(*map(range, node.params["window_dimensions"]))
+    return [[at - low for at, (low, _) in zip(place, node.params["padding"], strict=True)] for place in places]
+
+
+def elements_at(operand: Any, start: Sequence[int], strides: Sequence[int], windows: tuple[Any, ...]) -> jax.Array:
+    """One element of each window of `operand`, `[m_0, m_1, ...]`; zero in the padding.
+
+    Args:
+      operand: `[n_0, n_1, ...]`.
+      start: the index of the first window's element.
+      strides: how far the next window's element is.
+      windows: `(m_0, m_1, ...)`, at least one along every axis.
+
+    >>> elements_at(jnp.arange(1.0, 6.0), [-1], [2], (3,))
+    Array([0., 2., 4.], dtype=float32)
+    """
+    sizes = zip(start, strides, windows, operand.shape, strict=True)
+    cut = [(-first, first + stride * (count - 1) + 1 - size, 0) for first, stride, count, size in sizes]
+    elements = lax.pad(operand, jnp.zeros((), operand.dtype), cut)
+    return lax.slice(elements, [0] * elements.ndim, elements.shape, strides)
