@@ -115,6 +115,11 @@ def pooled(window, strides, padding, pool=nn.max_pool):
     return loss
 
 
+def pooled_to_one(w, x):
+    rows = x @ w
+    return jnp.mean((nn.avg_pool(rows, rows.shape[1:-1]) @ w) ** 2)
+
+
 def sum_in_16_bits(w, x):
     low = w.astype(jnp.bfloat16)
     total, _ = lax.scan(lambda c, r: (c + jnp.sum(r @ low), None), jnp.zeros((), jnp.bfloat16), x.astype(jnp.bfloat16))
@@ -145,6 +150,7 @@ PROGRAMS = {
     "max-pool over any length": (pooled(2, 2, "VALID"), ROWS),  # perhaps shorter than a window
     "average pool, any image": (pooled(2, 2, "VALID", nn.avg_pool), ANY_IMAGES),
     "overlapping average pool, any image": (pooled(3, 2, "SAME", nn.avg_pool), ANY_IMAGES),
+    "average of a whole image, any image": (pooled_to_one, ANY_IMAGES),
     "average pool over any length": (pooled(2, 2, "VALID", nn.avg_pool), ROWS),
     "sum in 16 bits": (sum_in_16_bits, BATCH),
 }
