@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from battery_tools import primitives
 from comparisons import assert_two_programs_agree
 from jax import lax
 from pass_tools import after, lines, run, stages
 
+from jmp_train import DEFAULT_RULES, autocast
 from jmp_train._autocast.ir import Program, Use, format_program
 from jmp_train._autocast.passes.rewrites import REWRITES
 from jmp_train._autocast.planner import LOWERING, PLANNING
@@ -250,6 +252,14 @@ def test_a_rewrite_can_be_left_out_and_the_gradients_are_the_same(name):
 
 def test_every_rewrite_is_left_out_once():
     assert sorted(REWRITTEN) == sorted(map(repr, REWRITES))
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_no_rewrite_changes_what_the_user_keeps_as_recorded(name):
+    fn, *args = REWRITTEN[name]
+    rules = DEFAULT_RULES.with_scopes({".": "float32"})
+    assert primitives(autocast(fn, "mixed_float16", rules=rules), *args) <= primitives(fn, *args)  # but for dead code
+    assert_two_programs_agree(autocast(fn, "mixed_float16", rules=rules)(*args), fn(*args), "float32")
 
 
 def relu_mask(program: Program) -> set[str]:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from ...._jaxpr import Node
 from ...._sizes import is_less, static_size
 from ...ir import Equation, Op, Program
+from ...primitives import Rule
 from .rewrite import Rewrite
 from .windows import elements_at, starts_of_places
 
@@ -29,7 +30,7 @@ class WindowSums(Rewrite):
 
     def of_equation(self, program: Program, equation: Equation) -> Equation:
         del program
-        if not _can_be_written_out(equation.node):
+        if equation.entry.rule is not Rule.HIGH or not _can_be_written_out(equation.node):
             return equation
         return dataclasses.replace(equation, op=Op.REWRITTEN, rewrite=add_places)
 
