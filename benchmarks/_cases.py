@@ -118,7 +118,7 @@ def gpt2() -> Case:
 CASES: dict[str, Callable[[], Case]] = {
     "mlp": mlp,
     "cnn": lambda: of_battery(
-        "cnn_groupnorm", "cnn", "two convolutions with group norm and max-pool, 64 images of 32x32, width 256"
+        "cnn_groupnorm", "cnn", "two convolutions, group norm, max- and average pool, 64 images of 32x32, width 256"
     ),
     "transformer": gpt2,
     "lstm": lambda: workload("lstm", "lstm", "two layers of 1536, vocabulary 10,000, length 64, batch 256"),
