@@ -1,10 +1,15 @@
 """Which equations run in float32 because all that read them do, in programs of a few lines."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from pass_tools import after
+
+from jmp_train import autocast
 
 RNG = np.random.default_rng(0)
 PARAMS = {"w": RNG.normal(size=(16, 16)), "v": RNG.normal(size=(16, 16)), "b": RNG.normal(size=16)}
@@ -36,3 +41,42 @@ def test_what_only_float32_reads_runs_in_float32(name):
         if equation.name in primitives.split()
     ]
     assert found == expected
+
+
+def product(w: Any, x: Any) -> Any:
+    """Two activations multiplied: a few hundred each, so that float16 cannot hold most of the result."""
+    return (x @ w[0]) * (x @ w[1])
+
+
+# What float32 sums read of a product, and what stands between.
+SUMMED = {
+    "nothing": product,
+    "a call": jax.jit(product),
+    "a rematerialized call": jax.checkpoint(product),
+    "a batch": jax.vmap(product, (None, 0)),
+    "a scan's rows": lambda w, x: lax.scan(lambda c, x: (c, product(w, x)), 0.0, x)[1],
+    "branches": lambda w, x: lax.cond(x[0, 0] > 0, product, lambda w, x: product(w, x[::-1]), w, x),
+    "branches in a scan": lambda w, x: lax.map(
+        lambda x: lax.cond(x[0] > 0, product, lambda w, x: product(w[::-1], x), w, x), x
+    ),
+    "a derivative rule": lambda w, x: jax.nn.relu(product(w, x)),
+    "an absolute value": lambda w, x: jnp.abs(product(w, x)),
+    "a choice": lambda w, x: jnp.where(x > 0, product(w, x), 0),
+    "other products": lambda w, x: jnp.concatenate([product(w, x), product(w, x[::-1])]),
+    "some rows": lambda w, x: product(w, x)[np.array([0, 3, 5])],
+    "another shape": lambda w, x: jnp.moveaxis(product(w, x).reshape(4, 2, 8, 4), 1, 2),
+    "a quotient": lambda w, x: product(w, x) / (1.5 + jnp.tanh(x @ w[0])),
+    "a dot": lambda w, x: (lambda once: once * (jnp.tanh(x @ w[0]) @ w[1]))(product(w, x)),
+}
+
+
+@pytest.mark.parametrize("between", SUMMED)
+@pytest.mark.parametrize("total", [jnp.sum, jnp.mean, jnp.var, jnp.cumsum], ids=lambda fn: fn.__name__)
+def test_a_product_that_only_float32_reads_does_not_overflow(between, total):
+    w = 60 * RNG.normal(size=(2, 32, 32)).astype(np.float32)
+    x = RNG.normal(size=(8, 32)).astype(np.float32)
+    fn = SUMMED[between]
+    want = total(fn(w, x), 0)
+    assert np.max(np.abs(fn(w, x))) > 2**17 and np.max(np.abs(x @ w[0])) < 2**12
+    got = jax.jit(autocast(lambda w, x: total(fn(w, x), 0), "mixed_float16"))(w, x)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2**-6 * np.max(np.abs(want)))

@@ -28,7 +28,8 @@ class Flags(NamedTuple):
     Attributes:
       reaches_dot: some dot depends on it.
       to_dot: a dot consumes it, directly or through operations that pass values on as they are.
-      only_wide: only operations that run in float32 consume it.
+      only_wide: only operations that run in float32 consume it, in this program or around it: then a product, which may
+        be infinite in the compute dtype, runs in float32 too. (`passes.widen` is about rounding, and what is near.)
       exact: what is finite for it may not be for its copy in the compute dtype: something divides by it, takes its
         logarithm, or bounds it first, or does so to its distance from a constant.
       in_exponent: an exponential is computed from it, or from sums and products of it: the absolute error of its copy
@@ -112,6 +113,8 @@ class Backward:
             to_dot = out.to_dot and name in _EXACT_OR_POOLS
             # A dot kept in float32 is one too: what a narrow dot hands it is no weight's gradient.
             reaches = reaches or name in DOTS
+            # Not `neg`: an activation's gradient has one on its way to a norm, and would be stored in float32.
+            only_wide = out.only_wide and name == "abs"
         moves = rule is Rule.SHAPE or name == "add_any" or (name == "reduce_sum" and self._sums_ones(node))
         if moves and not self.returned.isdisjoint(node.outs):
             self.returned.update(node.ins)
