@@ -57,6 +57,45 @@ class Pooled(nn.Module):
         return nn.Conv(128, (1, 1), dtype=self.dtype)(x)
 
 
+class GroupNormed(nn.Module):
+    """Convolutions with a bias, each followed by GroupNorm and an activation."""
+
+    activation: Any
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: Any):
+        for _ in range(3):
+            x = nn.Conv(128, (3, 3), dtype=self.dtype)(x)
+            x = self.activation(nn.GroupNorm(8, dtype=self.dtype)(x))
+        return nn.Conv(128, (1, 1), dtype=self.dtype)(x)
+
+
+class Residual(nn.Module):
+    """Convolutions with a bias, each added to what it reads."""
+
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: Any):
+        for _ in range(3):
+            x = nn.gelu(x + nn.Conv(128, (3, 3), dtype=self.dtype)(x))
+        return nn.Conv(128, (1, 1), dtype=self.dtype)(x)
+
+
+class Convolutions(nn.Module):
+    """Convolutions with a bias and an activation that JAX differentiates with masks."""
+
+    activation: Any
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: Any):
+        for _ in range(3):
+            x = self.activation(nn.Conv(128, (3, 3), dtype=self.dtype)(x))
+        return nn.Conv(128, (1, 1), dtype=self.dtype)(x)
+
+
 class NormedThenActivated(nn.Module):
     """Convolution, LayerNorm, GELU, as in wav2vec 2.0's feature extractor and, between other layers, in ConvNeXt."""
 
@@ -110,6 +149,7 @@ def cross_entropy(logits):
 
 
 IMAGES, ROWS, STEPS = ((64, 56, 56, 128), (16384, 512), (128, 32, 1024))
+FEWER_IMAGES = (32, 56, 56, 128)
 # Of Flax's bytes. It writes the gradient of the logits in float32 and casts it in a kernel of its own.
 ROWS_OF_TABLE = {
     "batch norm": (Normed, IMAGES, mean_square, 1.03),
@@ -122,7 +162,20 @@ ROWS_OF_TABLE = {
     "lstm": (Recurrent, STEPS, mean_square, 1.03),
     "head": (lambda dtype: nn.Dense(32768, dtype=dtype), (4096, 256), cross_entropy, 0.62),
     "head without bias": (lambda dtype: nn.Dense(32768, use_bias=False, dtype=dtype), (4096, 256), cross_entropy, 0.62),
-    "norm, then gelu": (NormedThenActivated, (32, 56, 56, 128), mean_square, 1.03),
+    "head of a regression": (lambda dtype: nn.Dense(32768, dtype=dtype), (4096, 256), mean_square, 1.0),
+    "group norm": (lambda dtype: GroupNormed(nn.relu, dtype), FEWER_IMAGES, mean_square, 0.98),
+    "group norm, then silu": (lambda dtype: GroupNormed(nn.silu, dtype), FEWER_IMAGES, mean_square, 0.98),
+    "residual convolutions": (Residual, FEWER_IMAGES, mean_square, 0.7),
+    "leaky relu": (lambda dtype: Convolutions(nn.leaky_relu, dtype), FEWER_IMAGES, mean_square, 1.001),
+    "hard tanh": (lambda dtype: Convolutions(nn.hard_tanh, dtype), FEWER_IMAGES, mean_square, 1.001),
+    "elu": (lambda dtype: Convolutions(nn.elu, dtype), FEWER_IMAGES, mean_square, 0.95),
+    "a square beyond a threshold": (
+        lambda dtype: Convolutions(lambda x: jnp.where(x > 0.5, x * x, x), dtype),
+        FEWER_IMAGES,
+        mean_square,
+        1.001,
+    ),
+    "norm, then gelu": (NormedThenActivated, FEWER_IMAGES, mean_square, 1.03),
 }
 # Float32 residuals move fewer bytes in a recurrent cell, whose gates XLA fuses, for 1.24 times the temporary memory.
 OF_FLOAT32_RESIDUALS = {"lstm": 1.04}

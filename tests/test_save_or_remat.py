@@ -108,6 +108,126 @@ def test_what_else_is_computed_from_a_low_copy_is_read_as_it_is(name, read, expe
     assert decided(name, exp_that_a_dot_reads, W, X) == [expected]
 
 
+def convolve(x, kernel):
+    return lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC"))
+
+
+KERNEL, BIAS = RNG.normal(size=(3, 8, 8)).astype(np.float32), RNG.normal(size=8).astype(np.float32)
+SIGNALS, SHIFT = (RNG.normal(size=(2, 16, 8)).astype(np.float32) for _ in range(2))
+
+
+def test_of_a_convolution_the_sum_with_its_bias_is_saved():
+    """One kernel of cuDNN computes both, if nothing but the bias reads the convolution."""
+
+    def biased(params, x, _):
+        kernel, bias = params
+        h = convolve(x, kernel) + bias
+        return jnp.sum(jnp.sin(h) * convolve(jnp.tanh(h), kernel))
+
+    def scaled(params, x, _):
+        kernel, scale = params
+        return jnp.sum(jnp.tanh(scale * convolve(x, kernel)) * convolve(convolve(x, kernel), kernel))
+
+    def shifted(params, x, shift):
+        kernel, _ = params
+        h = convolve(x, kernel) + convolve(shift, kernel)
+        return jnp.sum(jnp.sin(h) * convolve(jnp.tanh(h), kernel))
+
+    params = KERNEL, BIAS
+    program = after("save_or_remat", biased, params, SIGNALS, SHIFT)
+    assert decided("add", biased, params, SIGNALS, SHIFT) == ["saved"]
+    assert decided("sin", biased, params, SIGNALS, SHIFT) == ["remat"]
+    saved = [e for e in after("insert_casts", biased, params, SIGNALS, SHIFT).equations if e.name == "saved"]
+    (total,) = (number for e in program.equations if e.name == "add" for number in e.results)
+    assert [e.operands for e in saved if program.avals[e.operands[0]].shape == (2, 16, 8)] == [(total,)]
+    assert decided("mul", scaled, params, SIGNALS, SHIFT)[0] == "remat"
+    assert decided("add", shifted, params, SIGNALS, SHIFT) == ["remat"]  # two results of kernels, both in memory
+
+
+def test_a_dense_layers_bias_is_added_again():
+    def biased(params, x):
+        w, bias = params
+        return across(jnp.sin(x @ w + bias), w, x)
+
+    assert decided("add", biased, (W, B[0]), X) == ["remat"]
+
+
+def test_what_a_biased_convolution_is_added_to_is_saved_and_what_a_dot_reads_of_it_needs_no_barrier():
+    def residual(params, x, _):
+        kernel, bias = params
+        h = jnp.exp(convolve(x, kernel))
+        h = h + (convolve(h, kernel) + bias)
+        return jnp.sum(jnp.sin(h) * convolve(jnp.tanh(h), kernel))
+
+    def rectified(params, x, _):
+        kernel, bias = params
+        h = jnp.maximum(convolve(x, kernel) + bias, -1)
+        return jnp.sum(h * convolve(h, kernel))
+
+    params = KERNEL, BIAS
+    assert decided("add", residual, params, SIGNALS, SHIFT) == ["saved", "saved"]
+    assert decided("max", rectified, params, SIGNALS, SHIFT) == ["read"]
+
+
+# What is read across two dots of a value, how many of it are masks, and what is decided of these.
+MASKS = {
+    "a mask alone": (lambda h, y: jnp.where(h > 0.5, y, 0), ["saved"]),
+    "beside its operand": (lambda h, y: jnp.where(h > 0.5, y * h, 0), ["remat"]),
+    "beside what is rematerialized from its operand": (lambda h, y: jnp.where(h > 0.5, y * jnp.sin(h), 0), ["remat"]),
+    "two of one value": (lambda h, y: jnp.where(h > 0.5, y, jnp.where(h < -0.5, 2 * y, 0)), ["remat", "remat"]),
+    "of two values": (lambda h, y: jnp.where(h > jnp.tanh(y @ W), y @ W @ W, 0), ["saved"]),
+    "of two values that are read": (lambda h, y: jnp.where(h > y, h * y * (y @ W), 0), ["remat"]),
+    "of two values, one of which is read": (lambda h, y: jnp.where(h > y, h * (y @ W), 0), ["saved"]),
+    "two of two values": (lambda h, y: jnp.where(h > y, y @ W, jnp.where(h + 1 < y, 1, 0)), ["saved", "saved"]),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_is_saved_only_where_nothing_else_says_the_same(name):
+    read, expected = MASKS[name]
+
+    def loss(w, x):
+        return jnp.sum(read(x @ w, x @ w @ w))
+
+    found = [decision for each, decision in decisions(loss, W, X) if each in ("gt", "lt")]
+    assert found == expected
+
+
+def test_a_mask_of_a_biased_dot_is_rematerialized_from_the_dot():
+    def loss(params, x):
+        w, bias = params
+        h = x @ w + bias
+        return jnp.sum(jnp.where(h > 0.5, jnp.sin(h), 0) * (x @ w @ w))
+
+    assert decided("gt", jax.grad(loss), (W, B[0]), np.ones((16, 16), np.float32))[:1] == ["remat"]
+
+
+def test_a_mask_of_a_float32_value_with_a_low_copy_is_saved():
+    """Of the copy it might be another."""
+
+    def loss(w, x):
+        h = jnp.exp(x @ w)
+        return jnp.sum(jnp.where(h > 0.5, h * (h @ w @ w), 0))
+
+    assert decided("exp", loss, W, X) == decided("gt", loss, W, X) == ["saved"]
+
+
+def test_a_mask_of_what_no_barrier_is_behind_is_saved():
+    """XLA would merge the comparison with the one in the forward pass."""
+
+    def of_argument(w, x):
+        return jnp.sum(jnp.where(x > 0.5, x * (x @ w @ w), 0))
+
+    def of_operand(params, x, _):
+        kernel, bias = params
+        h = jnp.maximum(convolve(x, kernel) + bias, -1)
+        y = convolve(h, kernel)
+        return jnp.sum(jnp.where(h > 0.5, y, jnp.where(h > 0, 2 * y, 0)))
+
+    assert decided("gt", of_argument, W, X) == ["saved"]
+    assert decided("gt", of_operand, (KERNEL, BIAS), SIGNALS, SHIFT) == ["saved", "saved"]
+
+
 def test_a_carry_in_float32_starts_with_what_was_computed_and_not_with_its_low_copy():
     def loop(w, x):
         h = jnp.exp(x @ w)

@@ -15,12 +15,14 @@ A value that is read across a dot is, in this order:
 
 1. *saved in the compute dtype*, if a dot reads it in that dtype anyway and no reader minds the rounding
    (`Fact.has_low_copy`), or if it is in the compute dtype and a dot's result, or computed from one: then 2 bytes a
-   number are written once, behind an `optimization_barrier`, and read by all. The same holds for a cotangent that a
-   chain with an expensive function makes and that a sum reads beside others, as a norm's backward pass reads the
+   number are written once, behind an `optimization_barrier`, and read by all. Of a convolution it is the sum with the
+   bias: cuDNN adds that in the same kernel, if nothing else reads the convolution. The same holds for a cotangent that
+   a chain with an expensive function makes and that a sum reads beside others, as a norm's backward pass reads the
    gradient of a GELU: the kernel of the sum ends before the others can start, so XLA stores it, in float32;
 2. *rematerialized*, if it is elementwise in values of which the reader finds the very numbers that the equation read,
    and to read those costs fewer bytes than to write and read it (`analysis/residual_costs.py`);
-3. *saved as it is*, if it is a comparison (1 byte, where both operands would be saved otherwise);
+3. *saved as it is*, if it is a comparison (1 byte, where both operands would be saved otherwise) of values that
+   nothing else reads there, or fewer other comparisons than there are values;
 4. *read as it is*: the compiler decides.
 
 Decides this for every value, and which operands are read that way. Does not decide dtypes; see `assign_dtypes.py`.
@@ -37,6 +39,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..._jaxpr import Node
+from ..._sizes import is_less
 from ..analysis.residual_costs import ResidualCosts, Storage, fuses
 from ..ir import Access, Equation, Fact, Precision, Program, Residuals
 from ..primitives import DOTS, Rule, Trait, having
@@ -62,6 +65,7 @@ def save_or_remat(program: Program, context: Context) -> Program:
             if known and _is_residual(program, context, equation, values, position):
                 uses = [*uses[:position], use._replace(residual=True), *uses[position + 1 :]]
         equations.append(equation if uses is equation.uses else dataclasses.replace(equation, uses=uses))
+    decisions.rematerialize_masks(equations)
     shared = _shared_with_sums(program, equations) if context.saves_low else set()
     if shared:
         values.update(dict.fromkeys(shared, _Value(saved=True)))
@@ -78,6 +82,8 @@ class _Value:
     Attributes:
       saved, remat: the decision; neither where readers read it as it is.
       from_dot: a dot's result or a mean over windows, possibly rearranged: it is in memory.
+      convolution: a convolution's result.
+      biased: that with its bias added: one kernel of cuDNN does both, unless something else reads the convolution.
       expensive: rematerialized for kernels of their own too, since XLA would store it for them in float32.
       dot_reads_relu: a relu's result that a dot reads in the compute dtype, so that it is in memory, whatever else
         reads it.
@@ -86,6 +92,8 @@ class _Value:
     saved: bool = False
     remat: bool = False
     from_dot: bool = False
+    convolution: bool = False
+    biased: bool = False
     expensive: bool = False
     dot_reads_relu: bool = False
 
@@ -110,7 +118,9 @@ class _Decisions:
         low = fact.has_low_copy or fact.precision is Precision.LOW
         if fact.precision is Precision.LOW:
             value.from_dot = _is_from_dot(equation, operands)
-        in_memory = value.from_dot or (low and fact.to_dot)
+            value.convolution = node.name == "conv_general_dilated"
+            value.biased = self._is_biased(node)
+        in_memory = value.from_dot or value.biased or (low and fact.to_dot)
         self._costs.state(number, Storage.IN_MEMORY if in_memory else Storage.NEW)
         if fact.precision is Precision.RECORDED:
             value.saved = self._is_saved_mask(number, node)
@@ -120,7 +130,9 @@ class _Decisions:
             behind_barrier = any([operand.saved or operand.remat for operand in operands])
             value.remat = cheaper and behind_barrier and fact.precision is not Precision.WEAK
         if fact.precision is Precision.LOW:
-            value.saved = not value.remat and (value.from_dot or any([operand.from_dot for operand in operands]))
+            # What a dot reads needs no barrier of its own behind a bias: its kernel may write it in another layout.
+            read = any([operand.from_dot or (operand.biased and not fact.to_dot) for operand in operands])
+            value.saved = not value.remat and (value.from_dot or read)
         elif fact.has_low_copy:
             value.saved = True
         value.expensive = value.remat and is_expensive(equation)
@@ -129,6 +141,11 @@ class _Decisions:
         if value.saved:
             self._costs.save(number)
         value.dot_reads_relu = fact.to_dot and low and relu_operand(node, self._program.recorded) is not None
+
+    def _is_biased(self, node: Node) -> bool:
+        convolutions = [n for n in node.ins if n in self.values and self.values[n].convolution]
+        biases = [n for n in node.ins if self._program.facts[n].parameter]
+        return node.name == "add" and len(convolutions) == len(biases) == 1
 
     def _size_of(self, number: int) -> Any:
         fact = self._program.facts[number]
@@ -143,6 +160,28 @@ class _Decisions:
             return False
         relu = self.values.get(node.ins[0])
         return relu is None or not (relu.dot_reads_relu and is_positive(node, self._program.recorded))
+
+    def rematerialize_masks(self, equations: Sequence[Equation]) -> None:
+        """Rematerializes saved masks from fewer values than there are masks, but for those that are read anyway.
+
+        A mask costs a byte to write and one to read, such a value 2 bytes to read.
+        """
+        makers = {number: equation for equation in equations for number in equation.results}
+        read: set[int] = set()
+        masks: dict[frozenset[int], list[_Value]] = {}
+        for number in makers.keys() & {use.value for equation in equations for use in equation.uses if use.residual}:
+            value, equation = self.values[number], makers[number]
+            if not (value.saved and self._program.avals[number].dtype == np.bool_):
+                read |= self._costs.sources_of([number])
+            elif self._may_run_again(equation, self._program.facts[number]):
+                sources = self._costs.sources_of(equation.node.ins)
+                large = frozenset(n for n in sources if not is_less(self._size_of(n), self._size_of(number)))
+                if all(n in self.values and self.values[n].saved for n in large):
+                    masks.setdefault(large, []).append(value)
+        for sources, found in masks.items():
+            if len(sources - read) < len(found):
+                for value in found:
+                    value.saved, value.remat = False, True
 
     def _may_run_again(self, equation: Equation, fact: Fact) -> bool:
         """Whether readers across a dot may compute a value: from the numbers that the equation read.
