@@ -6,7 +6,10 @@ What compiles for a GPU is slow and needs `.[gpu-report]`; what is refused is ne
 import dataclasses
 import importlib.metadata
 import json
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -256,6 +259,26 @@ def test_without_the_compiler(monkeypatch, version, message):
     command = f'pip install "jax-cuda13-plugin=={jax.__version__}" "jax-cuda13-pjrt=={jax.__version__}"'
     with pytest.raises(RuntimeError, match="^" + re.escape(message + command) + "$"):
         report(jnp.sin, array(8))
+
+
+@slow
+def test_where_jax_left_the_compiler_out_the_error_says_how_to_keep_it(tmp_path):
+    script = tmp_path / "report.py"
+    script.write_text(
+        "import jax.numpy as jnp\n"
+        "from jmp_train.diagnostics import gpu_report\n"
+        "print(jnp.ones(3).sum())\n"  # JAX starts
+        "gpu_report(jnp.sin)(jnp.ones(8))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+
+    def run(**more):
+        command = [sys.executable, str(script)]
+        return subprocess.run(command, env=environment | more, capture_output=True, text=True, check=False)
+
+    found = run()  # succeeds where JAX finds a GPU
+    assert found.returncode == 0 or "set the environment variable JAX_PLATFORMS=cpu, or" in found.stderr
+    assert run(JAX_PLATFORMS="cpu").returncode == 0
 
 
 @slow

@@ -43,6 +43,12 @@ def gpu_mesh(devices: int | Mapping[str, int] = 1, gpu: str = "H200") -> Mesh:
     _check_plugin()
     try:
         topology = topologies.get_topology_desc("", "cuda", target_config=target, topology=f"1x1x{math.prod(sizes)}")
+    except NotImplementedError as error:  # JAX knows no such platform: it left the plugin out when it started
+        raise RuntimeError(
+            "JAX looked for a GPU when it started, and left out the GPU compiler as it found none. Without a GPU, "
+            "set the environment variable JAX_PLATFORMS=cpu, or call jax.config.update('jax_platforms', 'cpu') before "
+            "anything else of JAX."
+        ) from error
     except Exception as error:  # the plugin's exceptions have no common type
         raise RuntimeError(
             f"the GPU compiler of jax {jax.__version__} does not start for this target description. If it is one of "

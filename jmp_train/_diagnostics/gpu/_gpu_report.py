@@ -46,7 +46,8 @@ def gpu_report(
         after = gpu_report(jax.jit(mixed_step, donate_argnums=0))(state, batch)
         print(before.compare(after))
 
-    The machine needs no GPU, no driver and no CUDA libraries, only `pip install "jmp-train[gpu-report]"` on Linux. The
+    The machine needs no GPU, no driver and no CUDA libraries, only `pip install "jmp-train[gpu-report]"` on Linux and,
+    without a GPU, the environment variable `JAX_PLATFORMS=cpu`: else JAX looks for one and leaves the compiler out. The
     figures are bytes and FLOPs as compiled, the same every time; no kernel is timed and none is tuned, so the choice
     between cuBLAS, cuDNN and Triton may differ from that of a run on the GPU itself.
 
