@@ -1,0 +1,113 @@
+"""What becomes of a value, in programs of one line: whether dots consume it, and what its rounding would do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax import lax
+
+import jmp_train as jmp
+from jmp_train._autocast.analysis.uses import Flags
+from jmp_train._autocast.ir import TOP, Precision
+from jmp_train._autocast.planner import Planner
+
+RNG = np.random.default_rng(0)
+X, Y = (RNG.normal(size=(8, 16)).astype(np.float32) for _ in range(2))
+W = RNG.normal(size=(16, 4)).astype(np.float32)
+
+DOT = {"reaches_dot", "to_dot"}
+BEFORE_DOT = {"reaches_dot"}
+WIDE = {"only_wide"}
+EXACT = {"exact"}
+EXPONENT = {"in_exponent"}
+
+
+def halves(x):
+    """The results of one operation."""
+    return jnp.split(x, 2)
+
+
+def pooled(x):
+    return nn.max_pool(x[..., None], (2, 1), (2, 1))[..., 0]
+
+
+@jax.named_scope("wide")
+def wide_dot(x, w):
+    return x @ w
+
+
+def looped(x, w):
+    """The sum of a scan's carry and its rows, of which a dot reads the rows."""
+    carry, rows = lax.scan(lambda c, row: (c + row, row * 2), x[0], x)
+    return jnp.sum(carry) + jnp.sum(rows @ w)
+
+
+# Of `x`, the first argument: everything that is said of it.
+CASES = {
+    "nothing reads it": (lambda x, y, w: y, set()),
+    "returned": (lambda x, y, w: x, set()),
+    "returned and summed": (lambda x, y, w: (x, jnp.sum(x)), set()),
+    "a dot": (lambda x, y, w: x @ w, DOT),
+    "a dot and a sum": (lambda x, y, w: (x @ w, jnp.sum(x)), DOT),
+    "a dot behind moves": (lambda x, y, w: x.T.reshape(8, 16)[:, ::-1] @ w, DOT),
+    "a dot behind a sign": (lambda x, y, w: jnp.abs(-x) @ w, DOT),
+    "a dot behind a magnitude": (lambda x, y, w: jnp.abs(x) @ w, DOT),
+    "a dot behind a bound": (lambda x, y, w: jnp.maximum(x, y) @ w, DOT),
+    "a dot behind a choice": (lambda x, y, w: jnp.where(y > 0, x, y) @ w, DOT),
+    "a dot behind a pool": (lambda x, y, w: pooled(x) @ w, DOT),
+    "a dot behind a concatenation": (lambda x, y, w: jnp.concatenate([y, x]) @ w, DOT),
+    "a dot behind a function": (lambda x, y, w: jnp.tanh(x) @ w, BEFORE_DOT),
+    "a dot behind a product": (lambda x, y, w: (x * y) @ w, BEFORE_DOT),
+    "a dot behind a sum": (lambda x, y, w: jnp.sum(x, 0) * w[:, 0] @ w, BEFORE_DOT | WIDE),
+    "a dot of one part": (lambda x, y, w: (halves(x)[0] @ w, jnp.tanh(halves(x)[1])), DOT),
+    "a dot in a region": (lambda x, y, w: jmp.full_precision(jnp.dot)(x, w), EXACT),
+    "a dot in a scope": (lambda x, y, w: wide_dot(x, w), BEFORE_DOT | EXACT),
+    "a dot of a precision": (lambda x, y, w: jnp.dot(x, w, precision="highest"), BEFORE_DOT | EXACT | WIDE),
+    "a dot in a loop": (lambda x, y, w: looped(x, w), BEFORE_DOT),
+    "a dot in a branch": (lambda x, y, w: lax.cond(y[0, 0] > 0, lambda: x @ w, lambda: jnp.tanh(y @ w)), DOT),
+    "a sum": (lambda x, y, w: jnp.sum(x), WIDE),
+    "two sums": (lambda x, y, w: jnp.sum(x) + jnp.sum(x, 0), WIDE),
+    "a sum behind moves": (lambda x, y, w: jnp.sum(x.T[:4], 0), WIDE),
+    "a sum of a product": (lambda x, y, w: jnp.sum(x * y), WIDE),
+    "a sum of a magnitude": (lambda x, y, w: jnp.sum(jnp.abs(x)), WIDE),
+    "a sum of a function": (lambda x, y, w: jnp.sum(jnp.tanh(x)), set()),
+    "a largest element": (lambda x, y, w: jnp.max(x), set()),
+    "a sum of one part": (lambda x, y, w: (jnp.sum(halves(x)[0]), halves(x)[1]), set()),
+    "a square": (lambda x, y, w: x.T @ x, BEFORE_DOT | EXACT | WIDE),
+    "a divisor": (lambda x, y, w: y / x, EXACT),
+    "a dividend": (lambda x, y, w: x / y, set()),
+    "a logarithm": (lambda x, y, w: jnp.log(x), EXACT | WIDE),
+    "a logarithm of moves": (lambda x, y, w: jnp.log(-x.T[:2]), EXACT),
+    "a logarithm of a product": (lambda x, y, w: jnp.log(x * y), WIDE),
+    "a logarithm of a distance": (lambda x, y, w: jnp.log(1 - x), EXACT | WIDE),
+    "a logarithm of a difference": (lambda x, y, w: jnp.log(y - x), WIDE),
+    "a logarithm of a distance of a square": (lambda x, y, w: jnp.log(1 - x**2), EXACT | WIDE),
+    "a logarithm of a distance of a product with itself": (lambda x, y, w: jnp.log(1 - x * x), EXACT | WIDE),
+    "a logarithm of one part": (lambda x, y, w: (jnp.log(halves(x)[0]), halves(x)[1]), EXACT),
+    "a bound from above": (lambda x, y, w: jnp.minimum(x, y), EXACT),
+    "a bound from below": (lambda x, y, w: jnp.maximum(x, y), set()),
+    "a negative power": (lambda x, y, w: x**-2, EXACT | WIDE),
+    "a power": (lambda x, y, w: x**2, WIDE),
+    "what runs as recorded": (lambda x, y, w: lax.bitcast_convert_type(x, np.int32), EXACT),
+    "an exponential": (lambda x, y, w: jnp.exp(x), EXPONENT | WIDE),
+    "an exponential of a sum": (lambda x, y, w: jnp.exp(y - 2 * x), EXPONENT | WIDE),
+    "an exponential of moves": (lambda x, y, w: jnp.exp(jnp.maximum(x.T, 0)), EXPONENT | WIDE),
+    "an exponential of a function": (lambda x, y, w: jnp.exp(jnp.tanh(x)), set()),
+    "an exponential of a quotient": (lambda x, y, w: jnp.exp(x / y), WIDE),
+    "an exponential of one part": (lambda x, y, w: (jnp.exp(halves(x)[0]), halves(x)[1]), EXPONENT),
+    "an exponential in a branch": (
+        lambda x, y, w: lax.cond(y[0, 0] > 0, lambda: jnp.exp(x), lambda: x),
+        EXPONENT,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_becomes_of_a_value(name):
+    fn, expected = CASES[name]
+    jaxpr = jax.make_jaxpr(fn)(X, Y, W)
+    planner = Planner(jmp.get_policy("mixed_float16"), jmp.DEFAULT_RULES.with_scopes({"wide": "float32"}))
+    planner.find_products(jaxpr, [Precision.FULL] * 3)
+    found = planner.in_flags(jaxpr, TOP, [Flags()] * len(jaxpr.out_avals))[0]
+    assert {flag for flag in Flags._fields if getattr(found, flag)} == expected
