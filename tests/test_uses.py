@@ -8,7 +8,7 @@ from flax import linen as nn
 from jax import lax
 
 import jmp_train as jmp
-from jmp_train._autocast.analysis.uses import Flags
+from jmp_train._autocast.analysis.uses import Flags, axes_of
 from jmp_train._autocast.ir import TOP, Precision
 from jmp_train._autocast.planner import Planner
 
@@ -111,3 +111,46 @@ def test_what_becomes_of_a_value(name):
     planner.find_products(jaxpr, [Precision.FULL] * 3)
     found = planner.in_flags(jaxpr, TOP, [Flags()] * len(jaxpr.out_avals))[0]
     assert {flag for flag in Flags._fields if getattr(found, flag)} == expected
+
+
+def sum_of_two(x, y, w):
+    """The gradient of what two products read."""
+    return jax.linear_transpose(lambda x: (x @ w, x @ (2 * w)), x)((x[:, :4], y[:, :4]))[0]
+
+
+# Whether the products are the last on their way to a result, as the gradient of a weight is: of their own, and of one
+# that multiplies by a parameter, which otherwise is the gradient of an activation.
+ENDS = {
+    "returned": (lambda x, y, w: x @ w, [True], [True]),
+    "returned, moved": (lambda x, y, w: (x @ w).T[:, None], [True], [True]),
+    "a sum of two": (sum_of_two, [True, True], [True, True]),
+    "over axes of one number": (lambda x, y, w: jnp.sum((x[:1] @ w)[:, None], (0, 1)), [True], [True]),
+    "over many numbers": (lambda x, y, w: jnp.sum(x @ w, 0), [True], [False]),
+    "read by a function": (lambda x, y, w: jnp.tanh(x @ w), [True], [False]),
+    "read by a dot": (lambda x, y, w: (x @ w) @ w.T, [False, True], [False, True]),
+    "of a weight's axes": (lambda x, y, w: jnp.tanh(w.T @ (w @ w.T)), [False, True], [False, True]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_which_products_are_the_last_on_their_way(name):
+    fn, own, of_parameter = ENDS[name]
+    jaxpr = jax.make_jaxpr(fn)(X, Y, W)
+    planner = Planner(jmp.get_policy("mixed_float16"), jmp.DEFAULT_RULES)
+    flow = planner.flow(jaxpr, TOP, [Flags()] * len(jaxpr.out_avals))
+    program, _ = planner.recorded(jaxpr, TOP)
+    products = [node.outs[0] for node in program.nodes if node.name == "dot_general"]
+    assert [flow.ends_at(number, None) for number in products] == own
+    assert [flow.ends_at(number, {axes_of(jax.typeof(W))}) for number in products] == of_parameter
+
+
+def test_what_is_for_one_dot_alone():
+    def fn(x, y, w):
+        return x @ w, y @ w, jnp.sum(y), jnp.tanh(w)
+
+    jaxpr = jax.make_jaxpr(fn)(X, Y, W)
+    planner = Planner(jmp.get_policy("mixed_float16"), jmp.DEFAULT_RULES)
+    flow = planner.flow(jaxpr, TOP, [Flags()] * len(jaxpr.out_avals))
+    program, _ = planner.recorded(jaxpr, TOP)
+    (tanh,) = (node.outs[0] for node in program.nodes if node.name == "tanh")
+    assert [flow.is_for_one_dot(number) for number in (*program.inputs, tanh)] == [True, False, False, False]
