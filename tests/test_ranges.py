@@ -1,0 +1,171 @@
+"""How large the numbers are that a program makes of its literals, and where numbers that do not fit stand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jmp_train._autocast.analysis.ranges import (
+    UNKNOWN,
+    Numbers,
+    Range,
+    divides_by_terms,
+    filled_with,
+    overflows_through,
+    range_of,
+    range_through,
+)
+from jmp_train._jaxpr import flatten
+
+FLOAT16, BFLOAT16 = np.dtype(np.float16), np.dtype(jnp.bfloat16)
+X = np.ones((4, 4), np.float32)
+SMALL, LARGE = Range(1e-4, 1e-2), Range(10.0, 1e4)
+
+
+def node_of(fn, *args, name=None):
+    """The last node of a program, or the last with this name."""
+    nodes = flatten(jax.make_jaxpr(fn)(*args)).nodes
+    return [node for node in nodes if name in (None, node.name)][-1]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (2.0, Range(2.0, 2.0)),
+        (np.float32(-3), Range(3.0, 3.0)),
+        (np.full((1, 1), 5.0), Range(5.0, 5.0)),
+        (0.0, Range()),
+        (-np.inf, Range()),
+        (np.nan, Range()),
+        (np.ones(2), None),
+    ],
+)
+def test_the_range_of_a_known_number(value, expected):
+    assert range_of(value) == expected
+
+
+def test_the_range_of_a_tracer_is_not_known():
+    seen = []
+    jax.make_jaxpr(lambda x: seen.append(range_of(x)))(np.float32(1))
+    assert seen == [None]
+
+
+@pytest.mark.parametrize(
+    ("magnitudes", "dtype", "fits"),
+    [
+        (Range(), FLOAT16, True),
+        (Range(1.0, 65504.0), FLOAT16, True),
+        (Range(1.0, 65505.0), FLOAT16, False),
+        (Range(2.0**-14, 1.0), FLOAT16, True),
+        (Range(2.0**-15, 1.0), FLOAT16, False),
+        (Range(2.0**-15, 65505.0), BFLOAT16, True),
+    ],
+)
+def test_a_range_fits_if_all_are_normal_numbers(magnitudes, dtype, fits):
+    assert magnitudes.fits(dtype) == fits
+
+
+# What becomes of the ranges of a node's operands.
+THROUGH = {
+    "a move": (lambda x: x.T, [LARGE], LARGE),
+    "a sign": (lambda x: -x, [LARGE], LARGE),
+    "a magnitude": (lambda x: jnp.abs(x), [LARGE], LARGE),
+    "a part": (lambda x: lax.slice(x, (0, 0), (1, 1)), [LARGE], LARGE),
+    "the largest": (lambda x: lax.reduce_max_p.bind(x, axes=(0,), out_sharding=None), [LARGE], LARGE),
+    "a choice": (lambda x: lax.select(x > 0, x, 2 * x), [SMALL, LARGE], Range(1e-4, 1e4)),
+    "a bound": (lambda x: lax.max(x, 2 * x), [LARGE, SMALL], Range(1e-4, 1e4)),
+    "a sum": (lambda x: x + x.T, [SMALL, LARGE], Range(1e-4, 1e-2 + 1e4)),
+    "a difference": (lambda x: x - x.T, [LARGE, SMALL], Range(1e-4, 1e4 + 1e-2)),
+    "a product": (lambda x: x * x.T, [SMALL, LARGE], Range(1e-4 * 10.0, 1e-2 * 1e4)),
+    "a product with zero": (lambda x: x * x.T, [Range(), LARGE], Range()),
+    "a quotient": (lambda x: x / x.T, [LARGE, SMALL], Range(10.0 / 1e-2, 1e4 / 1e-4)),
+    "zero divided": (lambda x: x / x.T, [Range(), LARGE], Range()),
+    "a function": (lambda x: jnp.sin(x), [SMALL], None),
+    "an unknown operand": (lambda x: x * x.T, [SMALL, None], None),
+    "unknown operands": (lambda x: x * x.T, [None, None], None),
+}
+
+
+@pytest.mark.parametrize("name", THROUGH)
+def test_the_range_of_a_result(name):
+    fn, operands, expected = THROUGH[name]
+    assert range_through(node_of(fn, X), operands) == expected
+
+
+def test_booleans_are_zeros_and_ones_and_integers_are_not_followed():
+    assert range_through(node_of(lambda x: x.astype(jnp.float32), X > 0), []) == Range(1, 1)
+    assert range_through(node_of(lambda x: x.astype(jnp.float32), np.ones(3, np.int32)), []) is None
+
+
+def gathered(mode, fill):
+    def fn(x):
+        return x.at[jnp.array([0, 9])].get(mode=mode, fill_value=fill)
+
+    return node_of(fn, X, name="gather")
+
+
+def test_the_literal_that_a_gather_fills_with():
+    assert filled_with(gathered("fill", 1e9)) == Range(float(np.float32(1e9)), float(np.float32(1e9)))
+    assert filled_with(gathered("fill", 0.0)) == Range()
+    assert filled_with(gathered("clip", None)) is None
+    assert filled_with(node_of(jnp.sin, X)) is None
+
+
+TOO_LARGE, KNOWN, OVERFLOWS = Numbers(Range(1e9, 1e9)), Numbers(Range(1.0, 1.0)), Numbers(overflows=True)
+
+# Whether the results hold numbers beyond float16 beside others.
+MIXES = {
+    "joined with what is too large": (lambda x: lax.select(x > 0, x, 2 * x), [UNKNOWN, TOO_LARGE], True),
+    "joined with what fits": (lambda x: lax.select(x > 0, x, 2 * x), [UNKNOWN, KNOWN], False),
+    "known alone": (lambda x: lax.select(x > 0, x, 2 * x), [KNOWN, TOO_LARGE], False),
+    "added to what is too large": (lambda x: x + x.T, [UNKNOWN, TOO_LARGE], True),
+    "moved": (lambda x: x.T, [OVERFLOWS], True),
+    "moved, and fits": (lambda x: x.T, [UNKNOWN], False),
+    "sorted": (lambda x: lax.sort(x), [OVERFLOWS], True),
+    "summed": (lambda x: lax.reduce_sum_p.bind(x, axes=(0,), out_sharding=None), [OVERFLOWS], True),
+    "bounded from below by it": (lambda x: lax.max(x, 2 * x), [UNKNOWN, TOO_LARGE], False),
+    "a bound of it": (lambda x: lax.max(x, 2 * x), [OVERFLOWS, TOO_LARGE], True),
+    "a bound of it and of others": (lambda x: lax.max(x, 2 * x), [OVERFLOWS, UNKNOWN], False),
+    "the largest": (lambda x: lax.reduce_max_p.bind(x, axes=(0,), out_sharding=None), [OVERFLOWS], False),
+    "scaled by it": (lambda x: x * x.T, [UNKNOWN, TOO_LARGE], False),
+    "scaled": (lambda x: x * x.T, [UNKNOWN, OVERFLOWS], True),
+    "divided": (lambda x: x / x.T, [OVERFLOWS, UNKNOWN], True),
+    "a divisor": (lambda x: x / x.T, [UNKNOWN, OVERFLOWS], False),
+    "a function of it": (lambda x: jnp.sin(x), [OVERFLOWS], False),
+}
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_where_numbers_beyond_the_dtype_stand_among_others(name):
+    fn, operands, expected = MIXES[name]
+    assert overflows_through(node_of(fn, X), operands, FLOAT16) == expected
+
+
+def test_what_a_gather_fills_with_stands_among_others():
+    assert overflows_through(gathered("fill", 1e9), [UNKNOWN], FLOAT16)
+    assert not overflows_through(gathered("fill", 1e9), [UNKNOWN], BFLOAT16)
+    assert not overflows_through(gathered("fill", 1.0), [UNKNOWN], FLOAT16)
+    assert overflows_through(gathered("fill", 1.0), [OVERFLOWS], FLOAT16)
+
+
+def test_numbers_exceed_a_dtype_that_would_make_them_infinite():
+    assert TOO_LARGE.exceed(FLOAT16) and not TOO_LARGE.exceed(BFLOAT16)
+    assert OVERFLOWS.exceed(FLOAT16) and not UNKNOWN.exceed(FLOAT16)
+    assert not Numbers(Range(1e-9, 65504.0)).exceed(FLOAT16)  # small ones vanish, which is not meant here
+
+
+@pytest.mark.parametrize(
+    ("terms", "divisor", "fits"),
+    [
+        (4, Range(4.0, 4.0), True),
+        (4, Range(8.0, 8.0), True),
+        (4, Range(9.0, 9.0), False),  # the mean might be too small
+        (4, Range(3.0, 3.0), False),
+        (4, Range(4.0, 8.0), False),
+        (4, None, False),
+        (None, Range(4.0, 4.0), False),
+    ],
+)
+def test_a_mean_of_16_bit_numbers_fits_where_they_do(terms, divisor, fits):
+    assert divides_by_terms(Numbers(terms=terms), Numbers(divisor)) == fits
