@@ -1,0 +1,88 @@
+"""Which carries of a loop accumulate, are residual streams or linear systems, and which loops are counted."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jmp_train._autocast.analysis.loops import accumulates, is_counted, is_linear, is_residual_stream
+from jmp_train._jaxpr import flatten
+
+RNG = np.random.default_rng(0)
+C, D = (RNG.normal(size=(4, 4)).astype(np.float32) for _ in range(2))
+
+ACCUMULATES, STREAM, LINEAR = "accumulates", "residual stream", "linear"
+
+
+def scanned(c, d):
+    """The sum of a carry and of terms, in a loop inside the loop."""
+    return lax.scan(lambda c, row: (c + row, None), c, jnp.stack([d, d]))[0]
+
+
+# What a body makes of its carry `c`, and of `d`, which does not depend on it.
+BODIES = {
+    "the carry": (lambda c, d: c, {STREAM}),
+    "terms added": (lambda c, d: c + d, {ACCUMULATES}),
+    "terms added from the left": (lambda c, d: jnp.sin(d) + c, {ACCUMULATES}),
+    "terms subtracted": (lambda c, d: c - d, {ACCUMULATES}),
+    "subtracted from terms": (lambda c, d: d - c, {STREAM}),
+    "terms scattered": (lambda c, d: c.at[jnp.array([0, 0])].add(d[:2]), {ACCUMULATES}),
+    "terms added twice": (lambda c, d: (c + d) + d, {ACCUMULATES}),
+    "terms added to a moved carry": (lambda c, d: c.T + d, {ACCUMULATES}),
+    "terms added to a rounded carry": (lambda c, d: (c.astype(jnp.float16) + 0).astype(jnp.float32) + d, {ACCUMULATES}),
+    "terms added to an integer": (lambda c, d: c.astype(jnp.int32).astype(jnp.float32) + d, {STREAM}),
+    "terms added where a mask says so": (lambda c, d: jnp.where(d > 0, c + d, c), {ACCUMULATES}),
+    "terms added where the carry says so": (lambda c, d: jnp.where(c > 0, c + d, c), {STREAM}),
+    "terms added in a loop": (scanned, {ACCUMULATES}),
+    "terms added in a branch": (lambda c, d: lax.cond(d[0, 0] > 0, lambda c: c + d, lambda c: c, c), {ACCUMULATES}),
+    "terms added in a branch that the carry decides": (
+        lambda c, d: lax.cond(c[0, 0] > 0, lambda c: c + d, lambda c: c, c), set()
+    ),
+    "terms added in a rematerialized call": (jax.checkpoint(lambda c, d: c + d), {ACCUMULATES}),
+    "terms scaled in a loop": (lambda c, d: lax.scan(lambda c, row: (c * row, None), c, jnp.stack([d, d]))[0], set()),
+    "a function of itself added": (lambda c, d: c + jnp.sin(c @ d), {STREAM}),
+    "a function of itself added, masked": (lambda c, d: jnp.where(d > 0, c + jnp.sin(c), 0), {STREAM}),
+    "itself added": (lambda c, d: c + c, {STREAM}),
+    "scaled": (lambda c, d: 0.9 * c + d, set()),
+    "a product": (lambda c, d: c @ d, {LINEAR}),
+    "a product and terms": (lambda c, d: (c @ d).T[::-1] - d / 2, {LINEAR}),
+    "itself and a product": (lambda c, d: c + c @ d, {STREAM, LINEAR}),
+    "a product with a function of terms": (lambda c, d: jnp.sin(d) @ c, {LINEAR}),
+    "a product of parts": (lambda c, d: jnp.concatenate([c[:2] @ d, c[2:]]), {LINEAR}),
+    "a product with itself": (lambda c, d: c @ c, set()),
+    "a product and a function": (lambda c, d: jnp.sin(c @ d), set()),
+    "a product and a function beside": (lambda c, d: (c @ d, jnp.sin(c))[0], {LINEAR}),
+    "a product and a quotient of terms": (lambda c, d: (c @ d) / (1 + d * d), {LINEAR}),
+    "a product and a quotient": (lambda c, d: d / (c @ d), set()),
+    "terms alone": (lambda c, d: d @ d, set()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_what_a_body_makes_of_its_carry(name):
+    fn, expected = BODIES[name]
+    program = flatten(jax.make_jaxpr(fn)(C, D))
+    start, result = program.inputs[0], program.outputs[0]
+    questions = {ACCUMULATES: accumulates, STREAM: is_residual_stream, LINEAR: is_linear}
+    assert {question for question, ask in questions.items() if ask(program, start, result)} == expected
+
+
+# A condition, a body, and whether the end depends on no floating number that the body computes. The carry is a counter,
+# a floating number and an array.
+LOOPS = {
+    "a counter": (lambda i, t, x: i < 5, lambda i, t, x: (i + 1, t + 1, x @ x), True),
+    "a floating counter": (lambda i, t, x: t < 5, lambda i, t, x: (i, t + 1, x @ x), False),
+    "a number that stays": (lambda i, t, x: i < t, lambda i, t, x: (i + 1, t, x @ x), False),
+    "a residual": (lambda i, t, x: jnp.sum(x) > 1e-3, lambda i, t, x: (i, t, x / 2), False),
+    "an integer that a number decides": (lambda i, t, x: i < 5, lambda i, t, x: (i + (x[0, 0] > 0), t, x @ x), False),
+    "an integer that another decides": (lambda i, t, x: i < 5, lambda i, t, x: (i + i // 2 + 1, t, x @ x), True),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_which_loops_are_counted(name):
+    condition, body, expected = LOOPS[name]
+    loop = jax.make_jaxpr(lambda *c: lax.while_loop(lambda c: condition(*c), lambda c: body(*c), c))
+    (eqn,) = loop(np.int32(0), np.float32(0), C).eqns
+    assert is_counted(eqn.params) == expected
