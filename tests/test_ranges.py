@@ -73,6 +73,7 @@ THROUGH = {
     "a magnitude": (lambda x: jnp.abs(x), [LARGE], LARGE),
     "a part": (lambda x: lax.slice(x, (0, 0), (1, 1)), [LARGE], LARGE),
     "the largest": (lambda x: lax.reduce_max_p.bind(x, axes=(0,), out_sharding=None), [LARGE], LARGE),
+    "a conversion": (lambda x: x.astype(jnp.float16), [LARGE], LARGE),
     "a choice": (lambda x: lax.select(x > 0, x, 2 * x), [SMALL, LARGE], Range(1e-4, 1e4)),
     "a bound": (lambda x: lax.max(x, 2 * x), [LARGE, SMALL], Range(1e-4, 1e4)),
     "a sum": (lambda x: x + x.T, [SMALL, LARGE], Range(1e-4, 1e-2 + 1e4)),
