@@ -23,6 +23,11 @@ X = np.ones((4, 4), np.float32)
 SMALL, LARGE = Range(1e-4, 1e-2), Range(10.0, 1e4)
 
 
+def add_any(x, y):
+    """The sum of two cotangents."""
+    return jax.linear_transpose(lambda z: (z, z), x)((x, y))[0]
+
+
 def node_of(fn, *args, name=None):
     """The last node of a program, or the last with this name."""
     nodes = flatten(jax.make_jaxpr(fn)(*args)).nodes
@@ -121,10 +126,17 @@ MIXES = {
     "joined with what fits": (lambda x: lax.select(x > 0, x, 2 * x), [UNKNOWN, KNOWN], False),
     "known alone": (lambda x: lax.select(x > 0, x, 2 * x), [KNOWN, TOO_LARGE], False),
     "added to what is too large": (lambda x: x + x.T, [UNKNOWN, TOO_LARGE], True),
+    "less what is too large": (lambda x: x - x.T, [UNKNOWN, TOO_LARGE], True),
+    "scattered into": (lambda x: x.at[jnp.array([0])].add(x[:1]), [TOO_LARGE, UNKNOWN], True),
+    "a gradient added to": (lambda x: add_any(x, x.T), [UNKNOWN, TOO_LARGE], True),
     "moved": (lambda x: x.T, [OVERFLOWS], True),
     "moved, and fits": (lambda x: x.T, [UNKNOWN], False),
     "sorted": (lambda x: lax.sort(x), [OVERFLOWS], True),
     "summed": (lambda x: lax.reduce_sum_p.bind(x, axes=(0,), out_sharding=None), [OVERFLOWS], True),
+    "summed so far": (lambda x: lax.cumsum(x), [OVERFLOWS], True),
+    "exponentials summed so far": (lambda x: lax.cumlogsumexp(x), [OVERFLOWS], True),
+    "squared": (lambda x: lax.square(x), [OVERFLOWS], True),
+    "a power": (lambda x: x**3, [OVERFLOWS], True),
     "bounded from below by it": (lambda x: lax.max(x, 2 * x), [UNKNOWN, TOO_LARGE], False),
     "a bound of it": (lambda x: lax.max(x, 2 * x), [OVERFLOWS, TOO_LARGE], True),
     "a bound of it and of others": (lambda x: lax.max(x, 2 * x), [OVERFLOWS, UNKNOWN], False),

@@ -40,7 +40,7 @@ class Range(NamedTuple):
 
     def fits(self, dtype: np.dtype) -> bool:
         """Whether `dtype` holds all of them as normal numbers."""
-        return self == Range() or (facts(dtype).smallest_normal <= self.smallest and self.largest <= facts(dtype).max)
+        return facts(dtype).smallest_normal <= self.smallest and self.largest <= facts(dtype).max
 
 
 def range_of(value: Any) -> Range | None:
