@@ -70,8 +70,8 @@ class Accesses:
         """
         (logits,) = node.ins
         first = facts[logits].depth not in self._summed
-        size = math.prod(self._program.avals[logits].shape)
-        return first and not (is_less(size, _MANY) or (logits in self._nonlinear and logits not in self._after_sum))
+        large = not is_less(math.prod(self._program.avals[logits].shape), _MANY)
+        return first and large and (logits in self._after_sum or logits not in self._nonlinear)
 
     def _note(self, node: Node, entry: Entry, facts: Sequence[Fact], is_sum: bool) -> None:
         found = self._after_sum.intersection(node.ins)

@@ -119,7 +119,7 @@ class _Decisions:
         if fact.precision is Precision.LOW:
             value.from_dot = _is_from_dot(equation, operands)
             value.convolution = node.name == "conv_general_dilated"
-            value.biased = self._is_biased(node)
+            value.biased = node.name == "add" and self._is_biased(node)
         in_memory = value.from_dot or value.biased or (low and fact.to_dot)
         self._costs.state(number, Storage.IN_MEMORY if in_memory else Storage.NEW)
         if fact.precision is Precision.RECORDED:
@@ -143,9 +143,10 @@ class _Decisions:
         value.dot_reads_relu = fact.to_dot and low and relu_operand(node, self._program.recorded) is not None
 
     def _is_biased(self, node: Node) -> bool:
+        """Whether an addition is that of a convolution and a parameter."""
         convolutions = [n for n in node.ins if n in self.values and self.values[n].convolution]
         biases = [n for n in node.ins if self._program.facts[n].parameter]
-        return node.name == "add" and len(convolutions) == len(biases) == 1
+        return len(convolutions) == len(biases) == 1
 
     def _size_of(self, number: int) -> Any:
         fact = self._program.facts[number]
@@ -166,18 +167,21 @@ class _Decisions:
 
         A mask costs a byte to write and one to read, such a value 2 bytes to read.
         """
+        saved = {n for n, value in self.values.items() if value.saved and self._program.avals[n].dtype == np.bool_}
+        if not saved:
+            return
         makers = {number: equation for equation in equations for number in equation.results}
         read: set[int] = set()
         masks: dict[frozenset[int], list[_Value]] = {}
         for number in makers.keys() & {use.value for equation in equations for use in equation.uses if use.residual}:
-            value, equation = self.values[number], makers[number]
-            if not (value.saved and self._program.avals[number].dtype == np.bool_):
+            equation = makers[number]
+            if number not in saved:
                 read |= self._costs.sources_of([number])
             elif self._may_run_again(equation, self._program.facts[number]):
                 sources = self._costs.sources_of(equation.node.ins)
                 large = frozenset(n for n in sources if not is_less(self._size_of(n), self._size_of(number)))
                 if all(n in self.values and self.values[n].saved for n in large):
-                    masks.setdefault(large, []).append(value)
+                    masks.setdefault(large, []).append(self.values[number])
         for sources, found in masks.items():
             if len(sources - read) < len(found):
                 for value in found:
