@@ -1,0 +1,226 @@
+"""Where a value comes from, whether two are one, and the numbers of constant ones, in programs of one line."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jmp_train._autocast.analysis.producers import Producers, known_size, row_of, table_of
+from jmp_train._jaxpr import flatten
+
+X, Y = np.ones((4, 6), np.float32), np.full((4, 6), 2, np.float32)
+HALF = np.dtype(np.float16)
+
+
+def produced(fn, *args, same=()):
+    """The producers of a program, and the numbers of its inputs and results."""
+    program = flatten(jax.make_jaxpr(fn)(*args))
+    return Producers(program, tuple(same)), program.inputs, program.outputs
+
+
+SOURCES = {
+    "itself": (lambda x: x, True),
+    "moved": (lambda x: x.T.reshape(3, 8)[:, None], True),
+    "repeated": (lambda x: jnp.broadcast_to(x, (2, 4, 6)), True),
+    "negated": (lambda x: -x, True),
+    "scaled": (lambda x: 2 * x / 3, True),
+    "scaled from the left": (lambda x: lax.mul(np.float32(2), x.sum()), False),
+    "rounded": (lambda x: x.astype(jnp.float16), False),
+    "a part": (lambda x: x[:2], False),
+    "a quotient by itself": (lambda x: 2 / x, False),
+    "scaled by an array": (lambda x: Y * x, False),
+    "a function": (lambda x: jnp.sin(x), False),
+    "a sum": (lambda x: x + 1, False),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_a_value_was_moved_and_scaled_from(name):
+    fn, expected = SOURCES[name]
+    producers, (x,), (result,) = produced(fn, X)
+    assert (producers.source(result) == x) == expected
+
+
+def test_16_bit_numbers_that_are_widened_are_the_same():
+    producers, (x,), (result,) = produced(lambda x: x.astype(jnp.float32).T, X.astype(np.float16))
+    assert producers.source(result) == x
+
+
+def pad(x, low, high, interior=0):
+    return lax.pad(x, np.float32(0), [(low, high, interior), (0, 0, 0)])
+
+
+WHOLES = {
+    "a part": (lambda x: x[:2], True),
+    "a part of a moved value": (lambda x: x.T[:2], True),
+    "a part, padded with zeros": (lambda x: pad(x[:2], 1, 0), True),
+    "a part, padded with ones": (lambda x: lax.pad(x[:2], np.float32(1), [(1, 0, 0), (0, 0, 0)]), False),
+    "all of it": (lambda x: x.T, False),
+    "a part, scaled": (lambda x: 2 * x[:2], False),
+}
+
+
+@pytest.mark.parametrize("name", WHOLES)
+def test_what_a_value_is_a_part_of(name):
+    fn, expected = WHOLES[name]
+    producers, (x,), (result,) = produced(fn, X)
+    assert (producers.whole(result) == x) == expected
+
+
+SAME = {
+    "one value": (lambda x, y: (x, x), True),
+    "scaled and moved": (lambda x, y: (2 * x, -x.T), True),
+    "computed alike": (lambda x, y: (jnp.sin(x + y), jnp.sin(x + y)), True),
+    "computed alike from literals": (lambda x, y: (jnp.sin(x + 2), jnp.sin(x + 2)), True),
+    "of other literals": (lambda x, y: (jnp.sin(x + 2), jnp.sin(x + 3)), False),
+    "of other operands": (lambda x, y: (jnp.sin(x), jnp.sin(y)), False),
+    "of other functions": (lambda x, y: (jnp.sin(x), jnp.cos(x)), False),
+    "of other parameters": (lambda x, y: (jnp.sum(x, 0), jnp.sum(x, 1)), False),
+    "of operands in another order": (lambda x, y: (x - y, y - x), False),
+    "results of one operation": (lambda x, y: tuple(jnp.split(x, 2)), False),
+    "two values": (lambda x, y: (x, y), False),
+    "of one captured array": (lambda x, y: (x + Y, x + Y), True),
+    "of two captured arrays": (lambda x, y: (x + Y, x + X), False),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_whether_two_values_are_one(name):
+    fn, expected = SAME[name]
+    producers, _, (one, other) = produced(fn, X, Y)
+    assert producers.are_one(one, other) == producers.are_one(other, one) == expected
+
+
+def test_inputs_are_one_if_they_are_so_outside_and_a_row_is_its_array():
+    producers, _, (one, other) = produced(lambda x, y: (x, y), X, Y, same=("a", "a"))
+    assert producers.are_one(one, other)
+    producers, _, (one, other) = produced(lambda x, y: (x, y), X, Y, same=("a", row_of(row_of("a"))))
+    assert producers.are_one(one, other)
+    producers, _, (one, other) = produced(lambda x, y: (x, y), X, Y, same=("a", row_of("b")))
+    assert not producers.are_one(one, other)
+
+
+def test_comparing_ends_after_so_many_equations():
+    def chain(x):
+        for _ in range(100):
+            x = jnp.sin(x)
+        return x
+
+    producers, _, (one, other) = produced(lambda x: (chain(x), chain(x)), X)
+    assert not producers.are_one(one, other)
+
+
+PADS = {
+    "one after the other": (lambda x, y: (pad(x, 0, 4), pad(y, 4, 0)), True),
+    "overlapping by one": (lambda x, y: (pad(x, 0, 3), pad(y, 3, 0)), False),
+    "interleaved": (lambda x, y: (pad(x, 0, 1, 1), pad(y, 1, 0, 1)), True),
+    "on the same places": (lambda x, y: (pad(x, 0, 1, 1), pad(y, 0, 1, 1)), False),
+    "with other steps": (lambda x, y: (pad(x, 0, 3, 1), pad(y, 0, 0, 2)), False),
+    "of ones": (lambda x, y: (lax.pad(x, np.float32(1), [(0, 4, 0), (0, 0, 0)]), pad(y, 4, 0)), False),
+    "one alone": (lambda x, y: (pad(x, 0, 4), jnp.concatenate([y, y])), False),
+}
+
+
+@pytest.mark.parametrize("name", PADS)
+def test_whether_two_values_are_zero_where_the_other_is_not(name):
+    fn, expected = PADS[name]
+    producers, _, (one, other) = produced(fn, X, Y)
+    assert producers.are_disjoint(one, other) == producers.are_disjoint(other, one) == expected
+
+
+AXES = {
+    "itself": (lambda x: x, [1], {1}),
+    "transposed": (lambda x: x.T, [0], {1}),
+    "broadcast": (lambda x: jnp.broadcast_to(x, (3, 4, 6)), [2], {1}),
+    "along a new axis": (lambda x: jnp.broadcast_to(x, (3, 4, 6)), [0], {-1}),
+    "reshaped": (lambda x: x.reshape(6, 4), [0], None),
+    "scaled": (lambda x: x.T * 2, [1], {0}),
+}
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_which_axes_of_its_source_the_axes_of_a_value_are(name):
+    fn, axes, expected = AXES[name]
+    producers, _, (result,) = produced(fn, X, same=(("argument", 0),))
+    found = producers.axes_of_source(result, axes)
+    assert found == expected
+
+
+def test_the_axes_of_what_comes_from_outside_are_not_known():
+    producers, (x,), _ = produced(lambda x: x, X, same=(("outside", "a"),))
+    assert producers.axes_of_source(x, [0]) is None
+
+
+STORED = {
+    "an argument": (lambda x: 2 * x.T, ("argument", 0), True),
+    "an argument of a program around": (lambda x: x, ("outside", ("argument", 0)), True),
+    "rows of an argument": (lambda x: x, ("row", ("outside", ("argument", 0))), True),
+    "computed around": (lambda x: x, ("outside", 7), False),
+    "computed": (lambda x: jnp.sin(x), ("argument", 0), False),
+    "captured": (lambda x: Y.T, ("argument", 0), True),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_what_is_in_memory_as_float32(name):
+    fn, token, expected = STORED[name]
+    producers, _, (result,) = produced(fn, X, same=(token,))
+    assert producers.is_stored(result) == expected
+
+
+def test_what_a_dot_multiplies_by_is_a_weight():
+    def fn(x, y):
+        return (x + y).T @ y, jnp.sin(x) @ y.T, x[:2]
+
+    producers, _, (product, _, part) = produced(fn, X, Y)
+    program = producers.program
+    (total, sine) = (n.outs[0] for n in program.nodes if n.name in ("add", "sin"))
+    assert producers.becomes_weight(total) and producers.becomes_weight(sine)
+    assert not producers.becomes_weight(product) and not producers.becomes_weight(part)
+
+
+def test_the_numbers_of_a_constant():
+    def fn(x):
+        return jnp.arange(4.0) * 2 + 1, jnp.sin(x), jnp.zeros((2048, 2048)) + 1
+
+    producers, _, (numbers, sine, many) = produced(fn, X)
+    np.testing.assert_array_equal(producers.numbers(numbers), [1, 3, 5, 7])
+    np.testing.assert_array_equal(producers.thunk(numbers)(), [1, 3, 5, 7])
+    assert producers.numbers(sine) is None and producers.numbers(many) is None
+
+
+TABLES = {
+    "selections": ([0.0, 1.0, 0.0], {"exact", "averages"}),
+    "halves": ([0.5, -0.5], {"exact", "averages", "ordered"}),
+    "integers": ([1.0, 2048.0, 7.0], {"exact"}),
+    "integers that float16 skips": ([1.0, 2049.0, 7.0], {"loses_integers"}),
+    "thirds": ([1 / 3, 1 / 7, 1 / 5], set()),
+    "bins": ([0.1, 0.2, 0.3], {"ordered"}),
+    "falling bins": ([0.3, 0.2, 0.1], {"ordered"}),
+    "ones": ([1.0, 1.0], {"exact", "averages", "uniform"}),
+    "too large": ([1e5, 1.5e5, 1e4], {"infinite", "loses_integers"}),
+    "too small": ([1e-8, 2e-8, 1.5e-8], {"vanishing"}),
+    "one that is too small beside others": ([1e-8, 0.25, 0.125], set()),
+    "infinite in any dtype": ([np.inf, 1.0, 0.5], {"exact", "averages"}),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_what_is_known_of_a_table(name):
+    numbers, expected = TABLES[name]
+    table = table_of(np.array(numbers, np.float32), (0,), HALF)
+    assert {name for name, is_so in dataclasses.asdict(table).items() if is_so} == expected
+
+
+def test_small_numbers_vanish_along_the_axis_that_a_product_contracts():
+    numbers = np.array([[1e-8, 2e-8], [0.25, 0.5]], np.float32)
+    assert table_of(numbers, (1,), HALF).vanishing and not table_of(numbers, (0,), HALF).vanishing
+
+
+def test_symbolic_sizes_are_not_known():
+    (batch,) = jax.export.symbolic_shape("batch")
+    assert known_size(jax.ShapeDtypeStruct((batch, 2), np.float32)) is None
+    assert known_size(jax.ShapeDtypeStruct((3, 2), np.float32)) == 6
