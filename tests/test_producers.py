@@ -138,6 +138,7 @@ AXES = {
     "along a new axis": (lambda x: jnp.broadcast_to(x, (3, 4, 6)), [0], {-1}),
     "reshaped": (lambda x: x.reshape(6, 4), [0], None),
     "scaled": (lambda x: x.T * 2, [1], {0}),
+    "scaled from the left": (lambda x: 2 * x.T, [1], {0}),
 }
 
 

@@ -158,15 +158,15 @@ class Producers:
         if isinstance(source, tuple) and source[0] != "argument":
             return None
         while (node := self._producers.get(number)) is not None and self.source(number) != number:
-            shape = self.program.avals[number].shape
+            operand = next(n for n in node.ins if self.source(n) == self.source(number))
             if node.name == "transpose":
                 axes = [node.params["permutation"][axis] for axis in axes]
             elif node.name == "broadcast_in_dim":
                 source = {axis: i for i, axis in enumerate(node.params["broadcast_dimensions"])}
                 axes = [source.get(axis, -1) for axis in axes]
-            elif shape != self.program.avals[node.ins[0]].shape:
+            elif self.program.avals[number].shape != self.program.avals[operand].shape:
                 return None
-            number = next(n for n in node.ins if self.source(n) == self.source(number))
+            number = operand
         return frozenset(axes)
 
     def becomes_weight(self, number: int) -> bool:
