@@ -68,7 +68,7 @@ class GroupNormed(nn.Module):
         for _ in range(3):
             x = nn.Conv(128, (3, 3), dtype=self.dtype)(x)
             x = self.activation(nn.GroupNorm(8, dtype=self.dtype)(x))
-        return nn.Conv(128, (1, 1), dtype=self.dtype)(x)
+        return nn.Conv(8, (1, 1), dtype=self.dtype)(x)
 
 
 class Residual(nn.Module):
@@ -80,7 +80,7 @@ class Residual(nn.Module):
     def __call__(self, x: Any):
         for _ in range(3):
             x = nn.gelu(x + nn.Conv(128, (3, 3), dtype=self.dtype)(x))
-        return nn.Conv(128, (1, 1), dtype=self.dtype)(x)
+        return nn.Conv(8, (1, 1), dtype=self.dtype)(x)
 
 
 class Convolutions(nn.Module):
@@ -93,7 +93,7 @@ class Convolutions(nn.Module):
     def __call__(self, x: Any):
         for _ in range(3):
             x = self.activation(nn.Conv(128, (3, 3), dtype=self.dtype)(x))
-        return nn.Conv(128, (1, 1), dtype=self.dtype)(x)
+        return nn.Conv(8, (1, 1), dtype=self.dtype)(x)
 
 
 class NormedThenActivated(nn.Module):
@@ -162,18 +162,17 @@ ROWS_OF_TABLE = {
     "lstm": (Recurrent, STEPS, mean_square, 1.03),
     "head": (lambda dtype: nn.Dense(32768, dtype=dtype), (4096, 256), cross_entropy, 0.62),
     "head without bias": (lambda dtype: nn.Dense(32768, use_bias=False, dtype=dtype), (4096, 256), cross_entropy, 0.62),
-    "head of a regression": (lambda dtype: nn.Dense(32768, dtype=dtype), (4096, 256), mean_square, 1.0),
     "group norm": (lambda dtype: GroupNormed(nn.relu, dtype), FEWER_IMAGES, mean_square, 0.98),
     "group norm, then silu": (lambda dtype: GroupNormed(nn.silu, dtype), FEWER_IMAGES, mean_square, 0.98),
     "residual convolutions": (Residual, FEWER_IMAGES, mean_square, 0.7),
-    "leaky relu": (lambda dtype: Convolutions(nn.leaky_relu, dtype), FEWER_IMAGES, mean_square, 1.001),
-    "hard tanh": (lambda dtype: Convolutions(nn.hard_tanh, dtype), FEWER_IMAGES, mean_square, 1.001),
+    "leaky relu": (lambda dtype: Convolutions(nn.leaky_relu, dtype), FEWER_IMAGES, mean_square, 1.003),
+    "hard tanh": (lambda dtype: Convolutions(nn.hard_tanh, dtype), FEWER_IMAGES, mean_square, 1.003),
     "elu": (lambda dtype: Convolutions(nn.elu, dtype), FEWER_IMAGES, mean_square, 0.95),
     "a square beyond a threshold": (
         lambda dtype: Convolutions(lambda x: jnp.where(x > 0.5, x * x, x), dtype),
         FEWER_IMAGES,
         mean_square,
-        1.001,
+        1.003,
     ),
     "norm, then gelu": (NormedThenActivated, FEWER_IMAGES, mean_square, 1.03),
 }
@@ -223,7 +222,7 @@ def test_the_value_of_a_summed_loss_costs_what_that_of_a_mean_does():
         figures(autocast(jax.value_and_grad(lambda *args, r=r: r(losses(*args))), "mixed_float16"), params, x).bytes
         for r in (jnp.sum, jnp.mean)
     ]
-    assert found[0] <= 1.001 * found[1]
+    assert found[0] <= 1.003 * found[1]
 
 
 @pytest.mark.parametrize("name", ROWS_OF_TABLE)

@@ -150,48 +150,6 @@ def test_accesses_fuses_the_sum_of_a_large_heads_bias_with_its_logits(batch, acc
     assert bias.accesses[0].value == access
 
 
-# The loss of a head's result and its target: with a linear gradient, or not, or too small.
-LOSSES = {
-    "squares": (lambda y, t: (y - t) ** 2, 2**20, "fused"),
-    "a scale": (lambda y, t: 3 * (y / 2 - t) ** 2 + y * t, 2**20, "fused"),
-    "a bound": (lambda y, t: jnp.maximum(y - t, 0.5 * (y - t)), 2**20, "stored"),
-    "a sine": (lambda y, t: jnp.sin(y - t), 2**20, "stored"),
-    "a derivative rule": (lambda y, t: t * jax.nn.softplus(y - t), 2**20, "stored"),
-    "a rematerialized call": (jax.checkpoint(lambda y, t: jnp.sin(y - t)), 2**20, "stored"),
-    "few": (lambda y, t: (y - t) ** 2, 2**19, "stored"),
-}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_accesses_fuses_the_sum_of_a_large_heads_bias_with_what_is_linear_in_its_result(name):
-    loss, size, access = LOSSES[name]
-
-    def total(params, x, t):
-        w, bias = params
-        return jnp.sum(loss(x @ w + bias, t))
-
-    shapes = (((8, 1024), (1024,)), (size // 1024, 8), (size // 1024, 1024))
-    args = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, np.float32), shapes, is_leaf=lambda s: isinstance(s[0], int))
-    program = after("assign_dtypes", jax.grad(total), *args)
-    sums = [e for e in program.equations if e.name == "reduce_sum" and e.node.params["axes"] == (0,)]
-    (bias,) = (e for e in sums if program.avals[e.operands[0]].shape == args[2].shape)
-    assert bias.accesses[0].value == access
-
-
-def test_accesses_knows_nothing_of_what_a_body_is_given():
-    """The gradient of an activation is a product with rows, of which the body does not say what they were made of."""
-
-    def stack(layers, x):
-        return jnp.sum(lax.scan(lambda h, layer: (jnp.sin(h @ layer[0] + layer[1]), None), x, layers)[0])
-
-    shapes = ((3, 1024, 1024), (3, 1024)), (1024, 1024)
-    args = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, np.float32), shapes, is_leaf=lambda s: isinstance(s[0], int))
-    program = after("assign_dtypes", jax.grad(stack), *args)
-    (body,) = [e for e in program.equations if e.name == "scan"][-1].bodies
-    sums = [e for e in body.equations if e.name == "reduce_sum"]
-    assert sums[0].node.params["axes"] == (0,) and sums[0].accesses[0].value == "stored"
-
-
 def test_insert_casts_writes_saved_copies_and_rematerialized_equations():
     assert format_program(after("insert_casts", jax.grad(tanh_between_dots), W, X)) == lines("""
         { lambda  ; a:f32[8,4] b:f32[2,8] . let

@@ -1,8 +1,7 @@
 """How an operand gets to its equation: fused into it, or through memory, where its copy in 16 bits will do.
 
 A sum is a kernel of its own and reads what is stored. But what a loss's own softmax makes is only computed when the sum
-over its rows is known, in a kernel that can add up a bias's gradient as well: that sum is fused into it. So is the
-sum of what is linear in the head's result, as the gradient of a squared error is.
+over its rows is known, in a kernel that can add up a bias's gradient as well: that sum is fused into it.
 
 Above all this is about residual streams in loops. A loop's carry starts as its first value is. An embedding is a
 parameter, and the gradient of a network's head is float32, yet outside of a loop the first layer would narrow both.
@@ -20,12 +19,11 @@ from collections.abc import Container, Sequence
 
 from ..._jaxpr import FlatJaxpr, Node, scan_counts
 from ..._sizes import is_less
-from ..ir import TOP, Access, Fact, Place, Precision
-from ..primitives import DOTS, Entry, Rule, Trait, having
+from ..ir import Access, Fact, Place, Precision
+from ..primitives import Entry, Rule, Trait, having
 
 _POOLS = having(Trait.POOL)
 _ELEMENTWISE = having(Trait.FUSES | Trait.EXPENSIVE)
-_LINEAR = having(Trait.ADDS | Trait.MOVES) | {"mul", "div", "integer_pow", "convert_element_type"}
 # Compiled for an H200, heads with fewer logits keep the sum in a kernel of its own, and XLA stores float32 for it.
 _MANY = 2**20
 
@@ -38,8 +36,6 @@ class Accesses:
         self._scans: dict[int, Node] = {}
         self._summed: set[int] = set()  # the depths at which a gradient that is returned was summed
         self._after_sum: set[int] = set()  # computed from sums of the forward pass, without a dot between
-        # Computed by more than sums and products of two values, without a dot between. What a body is given may be.
-        self._nonlinear: set[int] = set() if place == TOP else set(program.inputs)
 
     def of(self, node: Node, entry: Entry, facts: Sequence[Fact]) -> list[Access]:
         """For each operand of `node`, given what is known of every value so far."""
@@ -52,7 +48,6 @@ class Accesses:
             self._note(node, entry, facts, is_sum)
             kernel = (is_sum and not fused) or node.name in _POOLS
             return [Access.STORED if kernel else Access.FUSED] * len(node.ins)
-        self._nonlinear.update(node.outs)
         if node.name != "scan":
             return [Access.STORED if node.name == "remat2" else Access.FUSED] * len(node.ins)
         consts, carry = scan_counts(node.eqn)
@@ -62,16 +57,15 @@ class Accesses:
         return accesses
 
     def _is_bias_of_head(self, node: Node, facts: Sequence[Fact]) -> bool:
-        """Whether the sum of a gradient that the program returns is one that XLA fuses with the cast of its operand.
+        """Whether the sum of a gradient that the program returns is one over a large cotangent of a softmax.
 
-        It does so for a large cotangent, if that is one of a softmax or linear in the head's result. Where a norm
-        stands between the head and the loss, the kernel that could do that adds up the gradient of the norm's scale
-        already, and XLA would store the cotangent in float32 for another sum.
+        Where a norm stands between the head and the loss, the kernel that could do that adds up the gradient of the
+        norm's scale already, and XLA would store the cotangent in float32 for another sum.
         """
         (logits,) = node.ins
         first = facts[logits].depth not in self._summed
-        large = not is_less(math.prod(self._program.avals[logits].shape), _MANY)
-        return first and large and (logits in self._after_sum or logits not in self._nonlinear)
+        size = math.prod(self._program.avals[logits].shape)
+        return first and logits in self._after_sum and not is_less(size, _MANY)
 
     def _note(self, node: Node, entry: Entry, facts: Sequence[Fact], is_sum: bool) -> None:
         found = self._after_sum.intersection(node.ins)
@@ -79,9 +73,6 @@ class Accesses:
         fuses = is_sum or node.name in _ELEMENTWISE or entry.rule is Rule.SHAPE
         if (after_sum and fuses) or (is_sum and not self._place.is_backward(node)):
             self._after_sum.update(node.outs)
-        linear = node.name in _LINEAR and self._nonlinear.isdisjoint(node.ins)
-        if not (linear or node.name in DOTS):
-            self._nonlinear.update(node.outs)
 
     def _carried(self, node: Node, facts: Sequence[Fact], carry: Sequence[int]) -> list[Access]:
         candidates = [number for number in carry if self._can_start_narrow(facts[number])]
