@@ -222,7 +222,7 @@ def test_the_value_of_a_summed_loss_costs_what_that_of_a_mean_does():
         figures(autocast(jax.value_and_grad(lambda *args, r=r: r(losses(*args))), "mixed_float16"), params, x).bytes
         for r in (jnp.sum, jnp.mean)
     ]
-    assert found[0] <= 1.003 * found[1]
+    assert found[0] <= 1.001 * found[1]
 
 
 @pytest.mark.parametrize("name", ROWS_OF_TABLE)
