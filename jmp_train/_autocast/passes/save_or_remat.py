@@ -21,8 +21,8 @@ A value that is read across a dot is, in this order:
    gradient of a GELU: the kernel of the sum ends before the others can start, so XLA stores it, in float32;
 2. *rematerialized*, if it is elementwise in values of which the reader finds the very numbers that the equation read,
    and to read those costs fewer bytes than to write and read it (`analysis/residual_costs.py`);
-3. *saved as it is*, if it is a comparison (1 byte, where both operands would be saved otherwise) of values that
-   nothing else reads there, or fewer other comparisons than there are values;
+3. *saved as it is*, if it is a comparison (1 byte, where both operands would be saved otherwise), unless what it
+   compares is read there anyway, or as fewer values than there are comparisons of them;
 4. *read as it is*: the compiler decides.
 
 Decides this for every value, and which operands are read that way. Does not decide dtypes; see `assign_dtypes.py`.
