@@ -21,7 +21,7 @@ from .._jaxpr import open_jaxpr, trace
 from .._policy import Policy, get_policy
 from .analysis.uses import Flags
 from .emit import emit
-from .ir import Precision, Program, is_float32
+from .ir import Precision, Program, precision_of
 from .planner import Planner
 from .rules import DEFAULT_RULES, Rules
 
@@ -177,7 +177,7 @@ def _argument_precisions(
         for _ in jax.tree.leaves(arg):
             is_weak = position in parameters and next(overrides) != FLOAT32
             precision = Precision.WEAK if is_weak else Precision.FULL
-            precisions.append(precision if is_float32(next(avals)) else Precision.RECORDED)
+            precisions.append(precision_of(next(avals), precision))
     return tuple(precisions)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from .._dtypes import BFLOAT16, FLOAT16, FLOAT32
 from .._jaxpr import FlatJaxpr, Node, is_backward, is_recomputed, scope_of
 from .analysis.ranges import UNKNOWN, Numbers
-from .primitives import Entry
+from .primitives import DOTS, Entry, Rule
 
 
 class Precision(enum.Enum):
@@ -43,6 +43,16 @@ def dtype_of(precision: Precision, low: np.dtype) -> np.dtype | None:
     if precision is Precision.RECORDED:
         return None
     return low if precision is Precision.LOW else FLOAT32
+
+
+def precision_of(aval: Any, precision: Precision = Precision.FULL) -> Precision:
+    """`precision` of a value that was recorded in float32, `RECORDED` of any other."""
+    return precision if is_float32(aval) else Precision.RECORDED
+
+
+def float32_where_floating(precisions: Iterable[Precision]) -> list[np.dtype | None]:
+    """The dtypes in which an equation reads operands of some precisions as they were recorded."""
+    return [None if precision is Precision.RECORDED else FLOAT32 for precision in precisions]
 
 
 class Place(NamedTuple):
@@ -182,6 +192,11 @@ class Equation:
     def name(self) -> str:
         """The primitive's, or what autocast adds."""
         return self.node.name if self.op in (Op.RECORDED, Op.REWRITTEN) else self.op.value
+
+    @property
+    def is_narrow_dot(self) -> bool:
+        """Whether it multiplies matrices of 16-bit numbers, so that its depth is another than that of its operands."""
+        return self.entry.rule is Rule.LOW and self.node.name in DOTS
 
     @property
     def operands(self) -> tuple[int, ...]:

@@ -43,6 +43,9 @@ class Flags(NamedTuple):
     in_exponent: bool = False
 
 
+_UNREAD = Flags()
+
+
 def merged(flags: Sequence[Flags]) -> Flags:
     """What becomes of several values together."""
     if len(flags) == 1:
@@ -60,31 +63,22 @@ class Backward:
     """
 
     def __init__(self, program: FlatJaxpr, out_flags: Sequence[Flags]):
-        count = len(program.avals)
-        self._reaches, self._to_dot = [False] * count, [False] * count
-        self._used, self._not_wide, self._exact = [False] * count, [False] * count, [False] * count
-        self._in_exponent, self._known = [False] * count, program.known
-        self.returned, self._avals = set(program.outputs), program.avals
-        self.readers = [0] * count
+        self._flags: list[Flags | None] = [None] * len(program.avals)  # None of what nothing reads
+        self._known, self._avals = program.known, program.avals
+        self.returned, self.readers = set(program.outputs), [0] * len(program.avals)
         for number, flags in zip(program.outputs, out_flags, strict=True):
             self.add(number, flags)
 
     def add(self, number: int, flags: Flags) -> None:
-        self._reaches[number] |= flags.reaches_dot
-        self._to_dot[number] |= flags.to_dot
-        self._used[number] = True
+        known = self._flags[number]
+        self._flags[number] = flags if known is None or known == flags else merged((known, flags))
         self.readers[number] += 1
-        self._not_wide[number] |= not flags.only_wide
-        self._exact[number] |= flags.exact
-        self._in_exponent[number] |= flags.in_exponent
 
     def __getitem__(self, number: int) -> Flags:
-        only_wide = self._used[number] and not self._not_wide[number]
-        reaches, to_dot = self._reaches[number], self._to_dot[number]
-        return Flags(reaches, to_dot, only_wide, self._exact[number], self._in_exponent[number])
+        return self._flags[number] or _UNREAD
 
     def is_for_one_dot(self, number: int) -> bool:
-        return self._to_dot[number] and self.readers[number] == 1
+        return self[number].to_dot and self.readers[number] == 1
 
     def ends_at(self, number: int, weights: Collection[frozenset[Any]] | None) -> bool:
         """Whether a backward product is the last on its way, as a weight's gradient is, and no other dot rounds it.
@@ -94,7 +88,7 @@ class Backward:
         of the `weights`: of one that is multiplied by another first, as in low-rank adaptation. `None`: no such
         product.
         """
-        if self._reaches[number]:
+        if self[number].reaches_dot:
             return False
         return weights is None or number in self.returned or axes_of(self._avals[number]) in weights
 

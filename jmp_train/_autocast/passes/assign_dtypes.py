@@ -35,7 +35,19 @@ from ..analysis.dot_sizes import asks_for_float32, leaves_small_result
 from ..analysis.ranges import Numbers, divides_by_terms, filled_with, overflows_through, range_of, range_through
 from ..analysis.uses import Flags, axes_of
 from ..analysis.wide_product import Cause, WideProduct
-from ..ir import Access, Equation, Fact, Precision, Program, Use, dtype_of, is_float32, is_sixteen_bit
+from ..ir import (
+    Access,
+    Equation,
+    Fact,
+    Precision,
+    Program,
+    Use,
+    dtype_of,
+    float32_where_floating,
+    is_float32,
+    is_sixteen_bit,
+    precision_of,
+)
 from ..primitives import DOTS, Entry, Rule, Trait, having
 from . import control_flow
 
@@ -121,7 +133,7 @@ class _Walk:
             equation, made, has_dot = control_flow.enter(self.context, node, entry, self.place, seen)
         else:
             equation, made = self._DECIDE[entry.rule](self, node, entry, seen)
-            has_dot = equation.entry.rule is Rule.LOW and node.name in DOTS
+            has_dot = equation.is_narrow_dot
         equation.depth = depth
         equation.accesses = [
             Access.CARRIED if access is Access.NARROW and use.dtype == FLOAT32 else access
@@ -154,11 +166,12 @@ class _Walk:
             fact.precision = Precision.FULL
         return fact
 
-    def _recorded_precision(self, number: int) -> Precision:
-        return Precision.FULL if is_float32(self.avals[number]) else Precision.RECORDED
+    def _made(self, node: Node, precision: Precision = Precision.FULL) -> list[Precision]:
+        """What the results of a node are: those recorded in float32 of this precision."""
+        return [precision_of(self.avals[number], precision) for number in node.outs]
 
     def _wide_product(self, node: Node, entry: WideProduct, seen: list[Precision]) -> Decided:
-        full = [self._recorded_precision(node.outs[0])]
+        full = self._made(node)
         if entry.cause is Cause.SQUARE and not entry.of_derivative and all(p is Precision.LOW for p in seen):
             # Products of 16-bit numbers are exact in float32. They are read as stored: a compiler that computes
             # the product in float32 would drop the rounding that other readers see.
@@ -166,13 +179,12 @@ class _Walk:
             return Equation(node, entry, uses, node.outs, params={"preferred_element_type": FLOAT32}), full
         # Without a precision of its own a float32 dot runs in TF32 on GPUs that have it.
         params = {"precision": (lax.Precision.HIGHEST,) * 2} if node.params["precision"] is None else {}
-        return _equation(node, entry, _reads_float32(seen), params=params), full
+        return _equation(node, entry, float32_where_floating(seen), params=params), full
 
     def _as_recorded(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         if isinstance(entry, WideProduct):
             return self._wide_product(node, entry, seen)
-        reads = _reads_float32(seen)
-        made = [self._recorded_precision(number) for number in node.outs]
+        reads, made = float32_where_floating(seen), self._made(node)
         if node.name == "convert_element_type":
             if seen[0] is Precision.LOW and node.params["new_dtype"] == self.low:
                 reads = [self.low]  # the user asks for what the value already is
@@ -187,7 +199,7 @@ class _Walk:
         avals = [self.avals[number] for number in node.ins]
         reads = [FLOAT32 if is_float32(aval) or is_sixteen_bit(aval) else None for aval in avals]
         computes = [FLOAT32 if is_sixteen_bit(self.avals[number]) else None for number in node.outs]
-        return _equation(node, entry, reads, computes=computes), list(map(self._recorded_precision, node.outs))
+        return _equation(node, entry, reads, computes=computes), self._made(node)
 
     def _follow(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         floating = [precision for precision in seen if precision is not Precision.RECORDED]
@@ -203,10 +215,7 @@ class _Walk:
             return self._pairwise(node, entry, seen, Precision.FULL)
         first = next(iter(floating), Precision.RECORDED)
         sources = seen if len(node.outs) == len(node.ins) else [first] * len(node.outs)
-        made = [
-            precision if is_float32(self.avals[number]) else Precision.RECORDED
-            for number, precision in zip(node.outs, sources, strict=True)
-        ]
+        made = [precision_of(self.avals[n], precision) for n, precision in zip(node.outs, sources, strict=True)]
         params = {}
         if node.name == "convert_element_type" and made == [Precision.LOW]:
             params = {"new_dtype": self.low}  # recorded from float32 to float32: it changes the weak type alone
@@ -228,8 +237,7 @@ class _Walk:
 
     def _pairwise(self, node: Node, entry: Entry, seen: list[Precision], precision: Precision) -> Decided:
         reads = [None if p is Precision.RECORDED else dtype_of(precision, self.low) for p in seen]
-        made = [precision if is_float32(self.avals[number]) else Precision.RECORDED for number in node.outs]
-        return _equation(node, entry, reads), made
+        return _equation(node, entry, reads), self._made(node, precision)
 
     def _low(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         if node.name not in DOTS:
@@ -276,7 +284,7 @@ class _Walk:
         why = why_not_fused(avals[0], avals[1], avals[3 : 3 + len(settings.extras)], settings)
         fused = f"fused by cuDNN on GPUs from {generation(avals[0])} on" if why is None else ""
         reason = fused or f"in jax.numpy, every sum in float32: {why}"
-        made = [Precision.LOW if is_float32(self.avals[number]) else Precision.RECORDED for number in node.outs]
+        made = self._made(node, Precision.LOW)
         if node.name == ATTENTION:
             made[1] = Precision.FULL
         return _equation(node, dataclasses.replace(entry, reason=reason), reads), made
@@ -286,7 +294,7 @@ class _Walk:
         avals = [self.avals[number] for number in (*node.ins, *node.outs)]
         dtypes = [wire if is_float32(aval) or is_sixteen_bit(aval) else None for aval in avals]
         reads, computes = dtypes[: len(node.ins)], dtypes[len(node.ins) :]
-        return _equation(node, entry, reads, computes=computes), list(map(self._recorded_precision, node.outs))
+        return _equation(node, entry, reads, computes=computes), self._made(node)
 
     _DECIDE = {  # noqa: RUF012
         Rule.LOW: _low,
@@ -309,10 +317,6 @@ class _Walk:
 
 def _equation(node: Node, entry: Entry, reads: Sequence[np.dtype | None], **fields: Any) -> Equation:
     return Equation(node, entry, list(map(Use, node.ins, reads)), node.outs, **fields)
-
-
-def _reads_float32(seen: Sequence[Precision]) -> list[np.dtype | None]:
-    return [None if precision is Precision.RECORDED else FLOAT32 for precision in seen]
 
 
 def _numbers_of(node: Node, operands: Sequence[Fact], precision: Precision, low: np.dtype) -> Numbers:

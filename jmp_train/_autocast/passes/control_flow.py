@@ -22,8 +22,18 @@ from ..analysis.loop_ends import narrowed_decision, narrowed_stop
 from ..analysis.loops import is_counted, may_be_narrow
 from ..analysis.uses import Flags, merged
 from ..emit import cast, emit, is_array
-from ..ir import Equation, Place, Precision, Program, Use, is_float32, joined, recorded_dtypes
-from ..primitives import DOTS, Entry, Rule
+from ..ir import (
+    Equation,
+    Place,
+    Precision,
+    Program,
+    Use,
+    float32_where_floating,
+    joined,
+    precision_of,
+    recorded_dtypes,
+)
+from ..primitives import Entry, Rule
 
 if TYPE_CHECKING:
     from ..planner import Context, Planner
@@ -76,7 +86,7 @@ def enter(
     handler = _HANDLERS.get(node.name, _boundary)
     entered = handler(context.planner, node, place.inside(node), seen, out_flags)
     if isinstance(entered, str):
-        entry, entered = Entry(Rule.RECORDED, entered), Entered(_float32(seen), _recorded(node.eqn.outvars), ())
+        entry, entered = Entry(Rule.RECORDED, entered), _as_recorded(node, seen)
     equation = Equation(
         node,
         entry,
@@ -90,18 +100,15 @@ def enter(
 
 
 def _has_dot(program: Program) -> bool:
-    return any(
-        (equation.node.name in DOTS and equation.entry.rule is Rule.LOW) or any(map(_has_dot, equation.bodies))
-        for equation in program.equations
-    )
+    return any(equation.is_narrow_dot or any(map(_has_dot, equation.bodies)) for equation in program.equations)
 
 
 def _recorded(variables: Sequence[Any]) -> list[Precision]:
-    return [Precision.FULL if is_float32(var.aval) else Precision.RECORDED for var in variables]
+    return [precision_of(var.aval) for var in variables]
 
 
-def _float32(seen: Sequence[Precision]) -> list[np.dtype | None]:
-    return [None if precision is Precision.RECORDED else FLOAT32 for precision in seen]
+def _as_recorded(node: Node, seen: Sequence[Precision], bodies: Sequence[Program] = ()) -> Entered:
+    return Entered(float32_where_floating(seen), _recorded(node.eqn.outvars), tuple(bodies))
 
 
 def _returning(program: Program, dtypes: list[np.dtype | None]) -> Program:
@@ -147,10 +154,7 @@ def _plan_loop(
     """The plan of a loop's body, and what its carry is, which starts as its initial value is and can only widen."""
     recorded, _ = planner.recorded(body, inside)
     first, starts = consts + carry, seen[consts : consts + carry]
-    as_recorded = [
-        Precision.FULL if is_float32(recorded.avals[number]) else Precision.RECORDED
-        for number in recorded.inputs[consts:first]
-    ]
+    as_recorded = [precision_of(recorded.avals[number]) for number in recorded.inputs[consts:first]]
     whole = flatten(body, also=("remat2",)) if Precision.LOW in starts else recorded
     weights = [n for n, p in zip(whole.inputs[first:], seen[first:], strict=True) if p is Precision.WEAK]
     ends = zip(starts, whole.inputs[consts:first], whole.outputs[:carry], strict=True)
@@ -192,12 +196,12 @@ def _custom_vjp(planner: Planner, node: Node, inside: Place, seen: list[Precisio
     def derive(rule: Callable, args: Sequence[Any], backward: bool = False) -> Any:
         if not backward:
             return run_rule(planner, rule, args, seen, inside)
-        found = [Precision.FULL if is_array(x) and is_float32(x) else Precision.RECORDED for x in args]
+        found = [precision_of(x) if is_array(x) else Precision.RECORDED for x in args]
         return run_rule(planner, rule, args, found, inside._replace(backward=True))
 
     returned = _returning(body, recorded_dtypes(body.recorded))
     computes = returned.result_dtypes
-    return Entered(_float32(seen), body.result_precisions, (returned,), computes, derive)
+    return Entered(float32_where_floating(seen), body.result_precisions, (returned,), computes, derive)
 
 
 def run_rule(
@@ -231,7 +235,7 @@ def _boundary(planner: Planner, node: Node, inside: Place, seen: list[Precision]
             jaxpr = open_jaxpr(body)
             program = planner.plan(body, _recorded(jaxpr.invars), [Flags()] * len(jaxpr.outvars), inside)
             bodies.append(_returning(program, recorded_dtypes(program.recorded)))
-    return Entered(_float32(seen), _recorded(node.eqn.outvars), tuple(bodies))
+    return _as_recorded(node, seen, bodies)
 
 
 _BODY = {

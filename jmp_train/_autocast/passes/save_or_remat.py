@@ -42,7 +42,7 @@ from ..._jaxpr import Node
 from ..._sizes import is_less
 from ..analysis.residual_costs import ResidualCosts, Storage, fuses
 from ..ir import Access, Equation, Fact, Precision, Program, Residuals
-from ..primitives import DOTS, Rule, Trait, having
+from ..primitives import Rule, Trait, having
 from .rewrites.relu_mask import is_positive, relu_operand
 
 if TYPE_CHECKING:
@@ -204,10 +204,9 @@ class _Decisions:
 
 def _is_from_dot(equation: Equation, operands: Sequence[_Value]) -> bool:
     """Whether a value in the compute dtype is in memory because a kernel of its own computed or rearranged it."""
-    dot = equation.entry.rule is Rule.LOW and equation.node.name in DOTS
     mean = bool(equation.computes)
     moved = equation.entry.rule is Rule.SHAPE and not fuses(equation) and any([o.from_dot for o in operands])
-    return dot or mean or moved
+    return equation.is_narrow_dot or mean or moved
 
 
 def _shared_with_sums(program: Program, equations: Sequence[Equation]) -> set[int]:
