@@ -1,0 +1,194 @@
+"""What equations read their operands in and what their results are, in programs of a line or two.
+
+Results are `low` (in the compute dtype), `weak` (float32 that narrows to what it meets), `full` or `recorded`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from pass_tools import after
+
+from jmp_train._autocast.ir import Program
+
+RNG = np.random.default_rng(0)
+W = RNG.normal(size=(16, 16)).astype(np.float32)
+X = RNG.normal(size=(2, 16)).astype(np.float32)
+DATA = jnp.asarray(RNG.normal(size=(2, 16)).astype(np.float32))
+
+
+def found(fn: Any, primitive: str, *args: Any, **options: Any) -> list[str]:
+    """For each equation of a primitive, its operands' dtypes (`-` as recorded) and what its results are."""
+
+    def visit(program: Program) -> Iterator[str]:
+        for equation in program.equations:
+            if equation.node.name == primitive:
+                reads = ["-" if dtype is None else dtype.name for dtype in equation.reads]
+                yield " ".join([*reads, "->", *(program.precision(number).value for number in equation.results)])
+            for body in equation.bodies:
+                yield from visit(body)
+
+    return list(visit(after("assign_dtypes", fn, *args, **options)))
+
+
+NARROW, WIDE = "float16 float16 -> low", "float32 float32 -> full"
+
+
+def pooled(x: Any, operation: Any = lax.max, start: float = -jnp.inf) -> Any:
+    return lax.reduce_window(x, start, operation, (1, 2), (1, 2), "VALID")
+
+
+def filled(x: Any, value: float) -> Any:
+    return x.at[np.array([0, 9])].get(mode="fill", fill_value=value)
+
+
+# name: (a function of parameters `w` and data `x`, the primitive to look at, what is found)
+CASES = {
+    # Operands of one dtype: float32 as soon as one of them needs it, and parameters and small literals need nothing.
+    "a product of results": (lambda w, x: (x @ w) * (x @ w.T), "mul", [NARROW]),
+    "a product with a parameter": (lambda w, x: (x @ w) * w[0], "mul", [NARROW]),
+    "a product with data": (lambda w, x: (x @ w) * x, "mul", [WIDE]),
+    "a product with a captured array": (lambda w, x: (x @ w) * DATA, "mul", [WIDE]),
+    "a product with a captured number": (lambda w, x: (x @ w) * DATA[0, 0], "mul", [WIDE]),
+    "a product with a literal": (lambda w, x: (x @ w) * 3, "mul", [NARROW]),
+    "a product with a NumPy number": (lambda w, x: (x @ w) * np.float32(3), "mul", [NARROW]),
+    "a product with what is too small": (lambda w, x: (x @ w) * 1e-12, "mul", [WIDE]),
+    "a product with what is too large": (lambda w, x: (x @ w) * 1e6, "mul", [WIDE]),
+    "a product of parameters": (lambda w, x: w * w[0], "mul", ["float32 float32 -> weak"]),
+    "a product with what sums computed": (lambda w, x: (x @ w) * jnp.sum(x @ w), "mul", [WIDE]),
+    "a product with booleans": (lambda w, x: (x @ w) * (x > 0), "mul", [NARROW]),
+    "a product with integers": (lambda w, x: (x @ w) * jnp.arange(16), "mul", [WIDE]),
+    "a product with a padded parameter": (lambda w, x: (x @ w) * jnp.pad(w[0, :8], 4), "mul", [NARROW]),
+    "a product of what is too small in the end": (
+        lambda w, x: (x @ w) * jnp.where(x > 0, 1e-4, 0.0) * jnp.where(x > 1, 1e-4, 0.0), "mul", [NARROW, NARROW]),
+    "what is too small before it is multiplied": (
+        lambda w, x: (x @ w) * (jnp.where(x > 0, 1e-4, 0.0) * jnp.where(x > 1, 1e-4, 0.0)), "mul",
+        ["float32 float32 -> full", WIDE]),
+    "a comparison with data": (lambda w, x: x @ w > x, "gt", ["float32 float32 -> recorded"]),
+    "a choice": (lambda w, x: jnp.where(x > 0, x @ w, x), "select_n", ["- float32 float32 -> full"]),
+    # What rounds runs in float32 where that is all that reads it.
+    "a product that only a sum reads": (lambda w, x: jnp.sum((x @ w) * (x @ w.T)), "mul", [WIDE]),
+    "a largest number that only a sum reads": (lambda w, x: jnp.sum(jnp.maximum(x @ w, x @ w.T)), "max", [NARROW]),
+    # What is computed in float32 and read by a dot is rounded for it. Readers across the dot read that, others do not.
+    "on the near side": (lambda w, x: (lambda h: (h * (x @ w), h @ w))(jnp.exp(x @ w)), "mul", [WIDE]),
+    "on the far side": (lambda w, x: (lambda h: h * (h @ w))(jnp.exp(x @ w)), "mul", [NARROW]),
+    "on the far side of another dot": (
+        lambda w, x: (lambda h: ((x @ w @ w) * h, h @ w))(jnp.exp(x @ w)), "mul", [NARROW]),
+    "without a dot that reads it": (lambda w, x: jnp.exp(x @ w) * (x @ w @ w), "mul", [WIDE]),
+    "with a dot behind a function": (
+        lambda w, x: (lambda h: ((x @ w @ w) * h, jnp.sin(h) @ w))(jnp.exp(x @ w)), "mul", [WIDE]),
+    "that something divides by": (
+        lambda w, x: (lambda h: ((x @ w @ w) * h, h @ w, 1 / h))(jnp.exp(x @ w)), "mul", [WIDE]),
+    "that an exponential reads": (
+        lambda w, x: (lambda h: ((x @ w @ w) * h, h @ w, jnp.exp(h)))(jnp.exp(x @ w)), "mul", [WIDE]),
+    "data, which nothing computed": (lambda w, x: x * (x @ w), "mul", [WIDE]),
+    "data, rearranged": (lambda w, x: x[::-1] * (x[::-1] @ w), "mul", [WIDE]),
+    # A kernel of its own reads what is stored, on the near side, too.
+    "a pool": (lambda w, x: pooled(jnp.exp(x @ w)), "reduce_window_max", ["float32 -> full"]),
+    "a pool of what a dot reads": (
+        lambda w, x: (lambda h: (pooled(h), h @ w))(jnp.exp(x @ w)), "reduce_window_max", ["float16 -> low"]),
+    "a rematerialized call": (
+        lambda w, x: (lambda h: (jax.checkpoint(jnp.tanh)(h), h @ w))(jnp.exp(x @ w)), "remat2", ["float16 -> low"]),
+    # Operations that follow their operands.
+    "a function of a result": (lambda w, x: jnp.tanh(x @ w), "tanh", ["float16 -> low"]),
+    "a function of data": (lambda w, x: jnp.tanh(x), "tanh", ["float32 -> full"]),
+    "a function whose logarithm is taken": (lambda w, x: jnp.log(jnp.tanh(x @ w)), "tanh", ["float32 -> full"]),
+    "a largest number whose logarithm is taken": (
+        lambda w, x: jnp.log(jnp.max(x @ w, 0)), "reduce_max", ["float16 -> low"]),
+    "sorted with data": (lambda w, x: lax.sort((x @ w, x), num_keys=1), "sort", ["float16 float32 -> low full"]),
+    "the place of the largest": (lambda w, x: jnp.argmax(x @ w, 1), "argmax", ["float16 -> recorded"]),
+    "picked": (lambda w, x: filled(x @ w, 0.0), "gather", ["float16 - -> low"]),
+    "picked, or a literal that is too large": (lambda w, x: filled(x @ w, 1e9), "gather", ["float32 - -> full"]),
+    "a reversed parameter for a dot": (lambda w, x: x @ w[::-1], "rev", ["float16 -> low"]),
+    "a reversed parameter for a dot and more": (
+        lambda w, x: (lambda r: (x @ r, r))(w[::-1]), "rev", ["float32 -> weak"]),
+    "a reversed parameter": (lambda w, x: jnp.tanh(w[::-1]), "rev", ["float32 -> weak"]),
+    "reversed data for a dot": (lambda w, x: x[::-1] @ w, "rev", ["float32 -> full"]),
+    # Operations that need range, or accumulate.
+    "an exponential": (lambda w, x: jnp.exp(x @ w), "exp", ["float32 -> full"]),
+    "a sum of what was recorded in 16 bits": (
+        lambda w, x: lax.reduce_sum_p.bind(x.astype(np.float16), axes=(0,), out_sharding=None), "reduce_sum",
+        ["float32 -> recorded"]),
+    "a sum of integers": (lambda w, x: jnp.sum(jnp.arange(3)), "reduce_sum", ["- -> recorded"]),
+    # Casts of the user.
+    "a cast to the compute dtype": (
+        lambda w, x: (x @ w).astype(np.float16), "convert_element_type", ["float16 -> recorded"]),
+    "a cast to another dtype": (
+        lambda w, x: (x @ w).astype(jnp.bfloat16), "convert_element_type", ["float32 -> recorded"]),
+    "a cast of data": (lambda w, x: x.astype(np.float16), "convert_element_type", ["float32 -> recorded"]),
+    "a cast of booleans": (lambda w, x: (x > 0).astype(np.float32), "convert_element_type", ["- -> weak"]),
+    "a cast of integers": (lambda w, x: jnp.arange(3).astype(np.float32), "convert_element_type", ["- -> full"]),
+    "a cast from 16 bits": (
+        lambda w, x: x.astype(np.float16).astype(np.float32) * (x @ w), "mul", [WIDE]),
+    # Means over windows, of what is in the compute dtype: they fit into it, too.
+    "a mean over windows": (
+        lambda w, x: jnp.tanh(pooled(x @ w, lax.add, 0.0) / 2), "div", ["float32 float32 -> low"]),
+    "a mean with zeros beside": (
+        lambda w, x: jnp.tanh(pooled(x @ w, lax.add, 0.0) / 3), "div", ["float32 float32 -> low"]),
+    "a sum over windows, divided by more": (
+        lambda w, x: jnp.tanh(pooled(x @ w, lax.add, 0.0) / 5), "div", [WIDE]),
+    "a sum over windows, divided by less": (
+        lambda w, x: jnp.tanh(pooled(x @ w, lax.add, 0.0) / 1.5), "div", [WIDE]),
+    "a mean over windows of data": (lambda w, x: jnp.tanh(pooled(x, lax.add, 0.0) / 2), "div", [WIDE]),
+    "a mean over windows that is returned": (lambda w, x: pooled(x @ w, lax.add, 0.0) / 2, "div", [WIDE]),
+    "a mean over windows that something divides by": (
+        lambda w, x: 1 / jnp.abs(pooled(x @ w, lax.add, 0.0) / 2), "div", [WIDE, WIDE]),
+    "a mean over windows that an exponential reads": (
+        lambda w, x: jnp.exp(pooled(x @ w, lax.add, 0.0) / 2), "div", [WIDE]),
+    # Products.
+    "a dot of data and parameters": (lambda w, x: x @ w, "dot_general", [NARROW]),
+    "a dot of integers and parameters": (lambda w, x: jnp.ones((2, 16), int) @ w, "dot_general", ["- float16 -> low"]),
+    "a dot of a precision": (lambda w, x: jnp.dot(x, w, precision="highest"), "dot_general", [WIDE]),
+    "a dot cast by hand": (
+        lambda w, x: lax.dot(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), preferred_element_type=np.float32),
+        "dot_general", ["- - -> full"]),
+    "a dot with what is too large": (
+        lambda w, x: jnp.where(x > 0, x @ w, -1e9) @ w, "dot_general", [NARROW, WIDE]),
+    "a value times itself": (
+        lambda w, x: (lambda h: h @ h.T)(x @ w), "dot_general", [NARROW, "float16 float16 -> full"]),
+    "data times themselves": (lambda w, x: x @ x.T, "dot_general", [WIDE]),
+    "a small result": (
+        lambda w, x: (lambda h: jnp.tanh(h[:, :1]).T @ h)(jnp.tile(x, (128, 1)) @ w), "dot_general",
+        [NARROW, "float16 float16 -> full"]),
+    "a large result": (
+        lambda w, x: (lambda h: jnp.tanh(h[:, :1]).T @ h)(jnp.tile(x, (32, 1)) @ w), "dot_general",
+        [NARROW, NARROW]),
+    "a weight times a vector": (
+        lambda w, x: jnp.tile(w, (16, 1)) @ (x @ w)[0], "dot_general", [NARROW, NARROW]),
+    # The gradient of a weight leaves its dot in the policy's `reduce_dtype`, that of an activation does not.
+    "the gradient of a weight": (
+        jax.grad(lambda w, x: jnp.sum(jnp.sin(x @ w))), "dot_general", [NARROW, "float16 float16 -> full"]),
+    "the gradient of an activation": (
+        lambda w, x: jax.grad(lambda x: jnp.sum(jnp.sin(x @ w)))(x) * x, "dot_general", [NARROW, NARROW]),
+    "the gradient of an argument": (
+        lambda w, x: jax.grad(lambda x: jnp.sum(jnp.sin(x @ w)))(x), "dot_general",
+        [NARROW, "float16 float16 -> full"]),
+    "the gradient of a kernel": (
+        jax.grad(lambda w, x: jnp.sum(jnp.sin(lax.conv(x[:, None], w[:, None, :3], (1,), "SAME")))),
+        "conv_general_dilated", [NARROW, NARROW]),
+    # What enters a body, and comes back.
+    "a dot in a call with what is too large": (
+        lambda w, x: jax.checkpoint(jnp.dot)(jnp.where(x > 0, x @ w, -1e9), w), "dot_general", [NARROW, WIDE]),
+    "a dot after a branch with what is too large": (
+        lambda w, x: lax.cond(x[0, 0] > 0, lambda h: h, lambda h: jnp.where(x > 0, h, -1e9), x @ w) @ w,
+        "dot_general", [NARROW, WIDE]),
+    "a parameter in a call": (
+        lambda w, x: jax.checkpoint(lambda h, w: h * w)(x @ w, w[0]), "mul", [NARROW]),
+    "a branch for a dot": (
+        lambda w, x: lax.cond(x[0, 0] > 0, jnp.exp, jnp.sin, x @ w) @ w, "cond", ["- float16 -> low"]),
+    "a branch for a dot, of data": (
+        lambda w, x: lax.cond(x[0, 0] > 0, lambda x: x, lambda x: x[::-1], x) @ w, "cond", ["- float32 -> full"]),
+    "a branch for a dot that something divides by": (
+        lambda w, x: (lambda h: (h @ w, 1 / h))(lax.cond(x[0, 0] > 0, jnp.exp, jnp.cosh, x @ w)), "cond",
+        ["- float16 -> full"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_operands_are_read_in_and_what_results_are(name):
+    fn, primitive, expected = CASES[name]
+    assert found(fn, primitive, W, X) == expected
