@@ -111,14 +111,14 @@ class Products:
     def find(self, jaxpr: ClosedJaxpr | Jaxpr, kinds: Sequence[Precision], place: Place) -> None:
         """Gives those products a `WideProduct` for an entry, in the programs that the planner remembers."""
         facts = [Fact(_PROVENANCE_OF.get(kind, Provenance.DATA), ("argument", i)) for i, kind in enumerate(kinds)]
-        self._visit(jaxpr, place, facts, ())
+        self.visit(jaxpr, place, facts, ())
         # A program that several nodes call is planned once: what one of them needs in float32 is.
         for found in self._found.values():
             for entries, position, node, entry in found:
                 entries[position] = entry
                 self._planner.wide.add(id(node.eqn))
 
-    def _visit(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, facts: Sequence[Fact], site: tuple) -> list[Fact]:
+    def visit(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, facts: Sequence[Fact], site: tuple) -> list[Fact]:
         """Looks at every product of a program; returns what is known of its results.
 
         Args:
@@ -243,7 +243,7 @@ class _View:
 
     def _inside(self, node: Node, body: Any, facts: list[Fact], which: int) -> list[Fact]:
         facts = [fact if fact.token else fact._replace(token=("argument", i)) for i, fact in enumerate(facts)]
-        return self._products._visit(body, self._place.inside(node), facts, (*self._site, id(node), which))
+        return self._products.visit(body, self._place.inside(node), facts, (*self._site, id(node), which))
 
     def product(self, node: Node, position: int) -> WideProduct | None:
         """The entry of a product that has to run in float32; `None` for a layer's."""

@@ -1,0 +1,111 @@
+"""What values were computed from, as products ask it, in programs of a line or two."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jmp_train as jmp
+from jmp_train._autocast.analysis.products import Products
+from jmp_train._autocast.analysis.provenance import Fact, Provenance
+from jmp_train._autocast.ir import TOP
+from jmp_train._autocast.planner import Planner
+
+RNG = np.random.default_rng(0)
+W = RNG.normal(size=(16, 16)).astype(np.float32)
+X, Y = (jnp.asarray(RNG.normal(size=(16, 16)).astype(np.float32)) for _ in range(2))
+EXACT, TABLE, PARAMETER, NARROW, DATA, ACTIVATION, STATE, FACTOR, SOLUTION = Provenance
+
+
+def states(step):
+    """What a loop carries from data on, in every iteration; few enough numbers that no Tensor Core multiplies them."""
+    return lambda w, x: lax.scan(lambda s, _: (step(s, w[:8, :8], x[:, :8]), s), x[:, :8], None, 3)[1]
+
+
+# Of a function of a parameter and data, the result.
+CASES = {
+    "a parameter": (lambda w, x: w, PARAMETER),
+    "data": (lambda w, x: x, DATA),
+    "a captured array": (lambda w, x: X[:], DATA),
+    "a captured number": (lambda w, x: X[0, 0].reshape(()), DATA),
+    "a literal": (lambda w, x: jnp.full((2,), 3.0), EXACT),
+    "a comparison": (lambda w, x: x > 0, EXACT),
+    "zeros and ones": (lambda w, x: (x @ w > x).astype(np.float32), EXACT),
+    "zeros and ones, scaled": (lambda w, x: 2 * (x > 0), EXACT),
+    "a table": (lambda w, x: jnp.arange(3.0), TABLE),
+    "a function of a table": (lambda w, x: jnp.exp(jnp.arange(3.0)), TABLE),
+    "a table cast": (lambda w, x: jnp.arange(3).astype(np.float32), TABLE),
+    "random numbers of a literal key": (lambda w, x: jax.random.normal(jax.random.key(0), (3,)), EXACT),
+    "random numbers of an unknown key": (
+        lambda w, x: jax.random.uniform(jax.random.key(jnp.sum(x).astype(np.uint32)), (3,)), DATA),
+    "a power of a table": (lambda w, x: lax.pow(jnp.arange(16.0), x[0]), DATA),
+    "a power to a table": (lambda w, x: lax.pow(x[0], jnp.arange(16.0)), DATA),
+    "a table that a callback made": (
+        lambda w, x: jnp.exp(jax.pure_callback(lambda: np.ones(3, np.float32), jax.typeof(jnp.ones(3)))), DATA),
+    "the result of a dot": (lambda w, x: x @ w, NARROW),
+    "a function of that": (lambda w, x: jnp.tanh(x @ w), NARROW),
+    "with a bias": (lambda w, x: x @ w + w[0], NARROW),
+    "with data": (lambda w, x: x @ w + x, DATA),
+    "with what was computed of another": (lambda w, x: x @ w + jnp.exp(x @ w), ACTIVATION),
+    "with a table": (lambda w, x: x @ w + jnp.arange(16.0), ACTIVATION),
+    "an exponential of that": (lambda w, x: jnp.exp(x @ w), ACTIVATION),
+    "an exponential of data": (lambda w, x: jnp.exp(x), DATA),
+    "an exponential of a parameter": (lambda w, x: jnp.exp(w), DATA),
+    "data times a parameter": (lambda w, x: x * w, DATA),
+    "data times a literal": (lambda w, x: 3 * x, DATA),
+    "a parameter times a literal": (lambda w, x: 3 * w, PARAMETER),
+    "a parameter times a result": (lambda w, x: w * (x @ w), NARROW),
+    "cast by hand": (lambda w, x: x.astype(np.float16), NARROW),
+    "cast by hand, and back": (lambda w, x: x.astype(np.float16).astype(np.float32), ACTIVATION),
+    "a choice": (lambda w, x: jnp.where(x > 0, x @ w, 0.0), NARROW),
+    "a choice by a parameter": (lambda w, x: jnp.where(w > 0, x, 0.0), DATA),
+    "picked by data": (lambda w, x: (x @ w)[x[0].astype(int)], NARROW),
+    "data picked by results": (lambda w, x: x[jnp.argmax(x @ w, 1)], DATA),
+    "part of a result, from where data say": (
+        lambda w, x: lax.dynamic_slice_in_dim(x @ w, x[0, 0].astype(int), 2), NARROW),
+    "scattered into a parameter": (lambda w, x: w.at[x[0].astype(int)].set(0.0), PARAMETER),
+    "scattered into zeros": (lambda w, x: jnp.zeros((16, 16)).at[x[0].astype(int)].add(x), DATA),
+    "in a region": (lambda w, x: jmp.full_precision(jnp.dot)(x @ w, w), ACTIVATION),
+    "a dot of a precision": (lambda w, x: jnp.dot(x, w, precision="highest"), DATA),
+    "a dot of a precision of results": (lambda w, x: jnp.dot(x @ w, w, precision="highest"), ACTIVATION),
+    "a Gram matrix of data": (lambda w, x: x.T @ x, SOLUTION),
+    "a Gram matrix of results": (lambda w, x: (lambda h: h.T @ h)(x @ w), SOLUTION),
+    "a function of a Gram matrix": (lambda w, x: 1 + 2 * (x.T @ x), SOLUTION),
+    "a Gram matrix and results": (lambda w, x: x.T @ x + x @ w, DATA),
+    "an exponential of a Gram matrix": (lambda w, x: jnp.exp(x.T @ x), SOLUTION),
+    "a factor of data": (lambda w, x: jnp.linalg.cholesky(1 + x), SOLUTION),
+    "a factor of parameters": (lambda w, x: jnp.linalg.qr(w)[0], FACTOR),
+    "a solution for parameters": (lambda w, x: lax.linalg.triangular_solve(w, w, left_side=True), FACTOR),
+    "a solution for data": (lambda w, x: lax.linalg.triangular_solve(w, x, left_side=True), SOLUTION),
+    "an iterative solution": (
+        lambda w, x: jax.scipy.sparse.linalg.cg(lambda v: v * (1 + w[0] ** 2), x[0])[0], DATA),
+    "a direct solution": (lambda w, x: jnp.linalg.solve(1 + x, x), SOLUTION),
+    # Bodies, and what is known inside of them.
+    "in a call": (lambda w, x: jax.checkpoint(lambda h: jnp.exp(h))(x @ w), ACTIVATION),
+    "in branches": (lambda w, x: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: w), NARROW),
+    "in other branches": (lambda w, x: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x), DATA),
+    "a table in a call": (lambda w, x: jax.checkpoint(lambda: jnp.exp(jnp.arange(3.0)))(), TABLE),
+    "a table for a call": (lambda w, x: jax.checkpoint(jnp.exp)(jnp.arange(3.0)), TABLE),
+    "a function of data in a call": (lambda w, x: jax.checkpoint(jnp.exp)(x), DATA),
+    "the states of a linear system": (states(lambda s, w, x: s @ w), STATE),
+    "the states of one with input": (states(lambda s, w, x: s @ w + x), STATE),
+    "the states of a nonlinear system": (states(lambda s, w, x: jnp.tanh(s @ w)), DATA),
+    "the states of one that a parameter starts": (
+        lambda w, x: lax.scan(lambda s, _: (s @ w[:8, :8], s), w[:8, :8], None, 3)[1], STATE),
+    "running sums": (states(lambda s, w, x: s + x), DATA),
+    "what a loop makes of a parameter": (lambda w, x: lax.fori_loop(0, 3, lambda _, s: 2 * s, w), PARAMETER),
+    "what a loop mixes with results": (
+        lambda w, x: lax.fori_loop(0, 3, lambda _, s: (s[0] * s[1], x @ w), (w, w))[0], NARROW),
+    "rows": (lambda w, x: lax.scan(lambda c, r: (c, jnp.exp(r)), 0.0, x @ w)[1], ACTIVATION),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_value_was_computed_from(name):
+    fn, expected = CASES[name]
+    jaxpr = jax.make_jaxpr(fn)(W, X)
+    planner = Planner(jmp.get_policy("mixed_float16"), jmp.DEFAULT_RULES)
+    facts = [Fact(PARAMETER, ("argument", 0)), Fact(DATA, ("argument", 1))]
+    (result,) = Products(planner).visit(jaxpr, TOP, facts, ())
+    assert result.provenance is expected
