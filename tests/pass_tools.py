@@ -16,7 +16,11 @@ from jmp_train._autocast.planner import Planner
 
 
 def stages(
-    fn: Callable[..., Any], *args: Any, policy: str = "mixed_float16", rewrites: Sequence[Rewrite] = REWRITES
+    fn: Callable[..., Any],
+    *args: Any,
+    policy: str = "mixed_float16",
+    rules: jmp.Rules = jmp.DEFAULT_RULES,
+    rewrites: Sequence[Rewrite] = REWRITES,
 ) -> Iterator[tuple[str, Program]]:
     """The name of each pass and the program after it; the first argument holds the parameters, all others are data."""
     jaxpr = jax.make_jaxpr(fn)(*args)
@@ -25,7 +29,7 @@ def stages(
         Precision.RECORDED if not is_float32(aval) else Precision.WEAK if i < weak else Precision.FULL
         for i, aval in enumerate(jaxpr.in_avals)
     ]
-    planner = Planner(jmp.get_policy(policy), jmp.DEFAULT_RULES, rewrites)
+    planner = Planner(jmp.get_policy(policy), rules, rewrites)
     planner.find_products(jaxpr, precisions)
     program = None
     for name, program in planner.stages(jaxpr, precisions, [Flags()] * len(jaxpr.out_avals)):

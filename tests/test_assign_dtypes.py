@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 from pass_tools import after
 
+import jmp_train as jmp
 from jmp_train._autocast.ir import Program
 
 RNG = np.random.default_rng(0)
@@ -173,6 +174,11 @@ CASES = {
     # What enters a body, and comes back.
     "a dot in a call with what is too large": (
         lambda w, x: jax.checkpoint(jnp.dot)(jnp.where(x > 0, x @ w, -1e9), w), "dot_general", [NARROW, WIDE]),
+    "a sum in a call with what is too large": (
+        lambda w, x: jax.checkpoint(jnp.add)(jnp.where(x > 0, x @ w, -1e9), x @ w), "add", [WIDE]),
+    "a call of what was cast by hand, and is not too large for that": (
+        lambda w, x: jax.checkpoint(jnp.sin)(jnp.where(x > 0, x, -1e9).astype(jnp.bfloat16)), "remat2",
+        ["- -> recorded"]),
     "a dot after a branch with what is too large": (
         lambda w, x: lax.cond(x[0, 0] > 0, lambda h: h, lambda h: jnp.where(x > 0, h, -1e9), x @ w) @ w,
         "dot_general", [NARROW, WIDE]),
@@ -192,3 +198,67 @@ CASES = {
 def test_what_operands_are_read_in_and_what_results_are(name):
     fn, primitive, expected = CASES[name]
     assert found(fn, primitive, W, X) == expected
+
+
+def layers(w: Any, start: Any) -> Any:
+    """A residual stream."""
+    return lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), start, jnp.stack([w, w]))[0]
+
+
+# Carries: a stream starts in the compute dtype, also where its first value is float32 that a dot would round.
+CARRIES = {
+    "a result": (lambda w, x: layers(w, x @ w), "low"),
+    "a parameter": (lambda w, x: layers(w, w), "full"),
+    "a parameter, scaled": (lambda w, x: layers(w, 2 * w), "low"),
+    "an exponential": (lambda w, x: layers(w, jnp.exp(x @ w)), "low"),
+    "an exponential that something divides by": (
+        lambda w, x: (lambda h: (layers(w, h), 1 / h))(jnp.exp(x @ w))[0], "full"),
+    "data": (lambda w, x: layers(w, x), "full"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CARRIES)
+def test_what_a_stream_is_carried_in(name):
+    fn, expected = CARRIES[name]
+    (line,) = found(fn, "scan", W, X)
+    assert line.endswith(f"-> {expected}")
+
+
+def states(w: Any, x: Any) -> Any:
+    """What a loop carries in float32, for a dot outside of it."""
+    return lax.scan(lambda h, w: (jnp.cos(h) * jnp.sum(jnp.sin(h @ w)), h), x, jnp.stack([w, w]))[1] @ w
+
+
+def test_a_state_that_a_dot_reads_is_handed_out_in_the_compute_dtype():
+    assert found(states, "scan", W, X)[0].endswith("-> full low")
+    assert found(states, "scan", W, X, rules=jmp.DEFAULT_RULES.with_residuals("float32"))[0].endswith("-> full full")
+
+
+def test_float32_residuals_are_read_as_they_are():
+    fn, primitive, _ = CASES["on the far side"]
+    assert found(fn, primitive, W, X, rules=jmp.DEFAULT_RULES.with_residuals("float32")) == [WIDE]
+
+
+def test_depths_count_dots_and_a_backward_pass_begins_where_the_forward_pass_ended():
+    def loss(b, w, x):
+        h = jnp.exp(x @ w)
+        return jnp.sum(jnp.cos(h @ w)) + jnp.sum(h * b)
+
+    program = after("assign_dtypes", loss, W[0], W, X)
+    depths = [("dot_general", 0), ("exp", 1), ("dot_general", 1), ("cos", 2), ("reduce_sum", 2)]
+    depths += [("broadcast_in_dim", 0), ("mul", 1), ("reduce_sum", 1), ("add", 2)]
+    assert [(equation.name, equation.depth) for equation in program.equations] == depths
+    program = after("assign_dtypes", jax.grad(loss), W[0], W, X)
+    backward = [equation.depth for equation in program.equations if program.place.is_backward(equation.node)]
+    assert len(backward) > 2 and set(backward) == {2}
+
+
+def test_a_call_with_a_dot_counts_as_one():
+    def fn(w, x):
+        return jnp.sin(jax.checkpoint(jnp.dot)(x, w)), jnp.cos(jax.checkpoint(jnp.exp)(x))
+
+    program = after("assign_dtypes", fn, W, X)
+    assert [(equation.name, equation.depth) for equation in program.equations if not equation.bodies] == [
+        ("sin", 1),
+        ("cos", 0),
+    ]
