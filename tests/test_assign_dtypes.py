@@ -14,7 +14,7 @@ from jax import lax
 from pass_tools import after
 
 import jmp_train as jmp
-from jmp_train._autocast.ir import Program
+from jmp_train._autocast.ir import Access, Program
 
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(16, 16)).astype(np.float32)
@@ -86,6 +86,9 @@ CASES = {
         lambda w, x: (lambda h: ((x @ w @ w) * h, h @ w, 1 / h))(jnp.exp(x @ w)), "mul", [WIDE]),
     "that an exponential reads": (
         lambda w, x: (lambda h: ((x @ w @ w) * h, h @ w, jnp.exp(h)))(jnp.exp(x @ w)), "mul", [WIDE]),
+    "rearranged": (lambda w, x: (lambda h: h * (h @ w))(jnp.exp(x @ w)[:, ::-1]), "mul", [NARROW]),
+    "picked by data": (
+        lambda w, x: (lambda h: h * (h @ w))(jnp.exp(x @ w)[x[0].astype(int)]), "mul", [NARROW]),
     "data, which nothing computed": (lambda w, x: x * (x @ w), "mul", [WIDE]),
     "data, rearranged": (lambda w, x: x[::-1] * (x[::-1] @ w), "mul", [WIDE]),
     # A kernel of its own reads what is stored, on the near side, too.
@@ -222,6 +225,24 @@ def test_what_a_stream_is_carried_in(name):
     fn, expected = CARRIES[name]
     (line,) = found(fn, "scan", W, X)
     assert line.endswith(f"-> {expected}")
+
+
+def accesses(fn: Any, primitive: str) -> list[list[Access]]:
+    program = after("assign_dtypes", fn, W, X)
+    return [equation.accesses for equation in program.equations if equation.node.name == primitive]
+
+
+def test_how_operands_get_to_their_equation():
+    def average(w, x):
+        return lax.scan(lambda h, w: (0.9 * h + jnp.tanh(h @ w), None), x, jnp.stack([w, w]))[0]
+
+    def summed(h):
+        return h @ W, jnp.sum(h)
+
+    assert accesses(lambda w, x: layers(w, jnp.exp(x @ w)), "scan") == [[Access.NARROW, Access.STORED]]
+    assert accesses(lambda w, x: average(w, jnp.exp(x @ w)), "scan") == [[Access.CARRIED, Access.STORED]]
+    assert accesses(lambda w, x: summed(jnp.exp(x @ w)), "reduce_sum") == [[Access.STORED]]
+    assert accesses(lambda w, x: jnp.exp(x @ w), "exp") == [[Access.FUSED]]
 
 
 def states(w: Any, x: Any) -> Any:

@@ -102,17 +102,19 @@ class Backward:
             to_dot = out.to_dot and (rule is Rule.SHAPE or name in _EXACT)
             only_wide = out.only_wide
         elif isinstance(entry, WideProduct):
-            reaches, only_wide = True, True
+            reaches, only_wide = True, True  # it reads float32, as a sum does
         elif rule is not Rule.HIGH:
             to_dot = out.to_dot and name in _EXACT_OR_POOLS
             # A dot kept in float32 is one too: what a narrow dot hands it is no weight's gradient.
             reaches = reaches or name in DOTS
             # Not `neg`: an activation's gradient has one on its way to a norm, and would be stored in float32.
             only_wide = out.only_wide and name == "abs"
+        # The gradients of a weight that several dots read are summed before they are returned.
         moves = rule is Rule.SHAPE or name == "add_any" or (name == "reduce_sum" and self._sums_ones(node))
         if moves and not self.returned.isdisjoint(node.outs):
             self.returned.update(node.ins)
         passes = rule is Rule.SHAPE or name in _EXACT
+        # What is bounded from above may be infinite in float16, and a divisor zero. What runs as recorded may do both.
         exact = rule is Rule.RECORDED or (out.exact and (passes or self._measures_from_constant(node)))
         exact = exact or name == "min" or (name == "integer_pow" and node.params["y"] < 0)
         exponent = name in _EXPONENTIALS or (out.in_exponent and (passes or name in _AFFINE))
