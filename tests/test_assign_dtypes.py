@@ -19,6 +19,7 @@ from jmp_train._autocast.ir import Access, Program
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(16, 16)).astype(np.float32)
 X = RNG.normal(size=(2, 16)).astype(np.float32)
+KEY = jax.random.key(0)
 DATA = jnp.asarray(RNG.normal(size=(2, 16)).astype(np.float32))
 
 
@@ -69,6 +70,8 @@ CASES = {
     "what is too small before it is multiplied": (
         lambda w, x: (x @ w) * (jnp.where(x > 0, 1e-4, 0.0) * jnp.where(x > 1, 1e-4, 0.0)), "mul",
         ["float32 float32 -> full", WIDE]),
+    "a product with zeros and ones drawn from a captured key": (
+        lambda w, x: (x @ w) * jax.random.bernoulli(KEY, 0.5, (2, 16)), "mul", [NARROW]),
     "a comparison with data": (lambda w, x: x @ w > x, "gt", ["float32 float32 -> recorded"]),
     "a choice": (lambda w, x: jnp.where(x > 0, x @ w, x), "select_n", ["- float32 float32 -> full"]),
     # What rounds runs in float32 where that is all that reads it.
@@ -180,7 +183,7 @@ CASES = {
     "a sum in a call with what is too large": (
         lambda w, x: jax.checkpoint(jnp.add)(jnp.where(x > 0, x @ w, -1e9), x @ w), "add", [WIDE]),
     "a call of what was cast by hand, and is not too large for that": (
-        lambda w, x: jax.checkpoint(jnp.sin)(jnp.where(x > 0, x, -1e9).astype(jnp.bfloat16)), "remat2",
+        lambda w, x: jax.checkpoint(jnp.sin)(jnp.full(2, -1e9).astype(jnp.bfloat16)), "remat2",
         ["- -> recorded"]),
     "a dot after a branch with what is too large": (
         lambda w, x: lax.cond(x[0, 0] > 0, lambda h: h, lambda h: jnp.where(x > 0, h, -1e9), x @ w) @ w,
@@ -263,15 +266,18 @@ def test_float32_residuals_are_read_as_they_are():
 def test_depths_count_dots_and_a_backward_pass_begins_where_the_forward_pass_ended():
     def loss(b, w, x):
         h = jnp.exp(x @ w)
-        return jnp.sum(jnp.cos(h @ w)) + jnp.sum(h * b)
+        first = jnp.sum(h * b)
+        return first + jnp.sum(jnp.cos(h @ w))
 
     program = after("assign_dtypes", loss, W[0], W, X)
-    depths = [("dot_general", 0), ("exp", 1), ("dot_general", 1), ("cos", 2), ("reduce_sum", 2)]
-    depths += [("broadcast_in_dim", 0), ("mul", 1), ("reduce_sum", 1), ("add", 2)]
+    depths = [("dot_general", 0), ("exp", 1), ("broadcast_in_dim", 0), ("mul", 1), ("reduce_sum", 1)]
+    depths += [("dot_general", 1), ("cos", 2), ("reduce_sum", 2), ("add", 2)]
     assert [(equation.name, equation.depth) for equation in program.equations] == depths
-    program = after("assign_dtypes", jax.grad(loss), W[0], W, X)
-    backward = [equation.depth for equation in program.equations if program.place.is_backward(equation.node)]
-    assert len(backward) > 2 and set(backward) == {2}
+    program = after("assign_dtypes", jax.grad(loss, (0, 1)), W[0], W, X)
+    backward = [equation for equation in program.equations if program.place.is_backward(equation.node)]
+    assert {equation.depth for equation in backward} == {2, 3}  # before and behind the dot with a gradient
+    (of_bias,) = (equation for equation in backward if program.outputs[0] in equation.results)
+    assert of_bias.depth == 2
 
 
 def test_a_call_with_a_dot_counts_as_one():

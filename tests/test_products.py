@@ -244,6 +244,17 @@ def test_the_state_of_a_linear_system_stays_in_float32():
     assert [dtype for dtype, *_ in plain] == ["float16", "float16"]
 
 
+def test_a_product_that_a_later_iteration_makes_a_layer_has_the_derivatives_of_one():
+    """It multiplies parameters in the first iteration, as dynamics are, and the result of a layer afterwards."""
+
+    def fn(w, x):
+        step = lambda s, _: (x[:4] @ w[:, :4], s @ w[:4, :4])  # noqa: E731
+        return lax.scan(step, w[4:8, :4], None, 3)[1]
+
+    found = products(jax.grad(loss_of(fn)), W, X)
+    assert len(found) >= 4 and {dtype for dtype, *_ in found} == {"float16"}
+
+
 def test_the_result_of_a_large_contraction_does_not_overflow():
     a, b = jnp.full((1 << 14, 16), 8.0), jnp.full((1 << 14, 16), 9.0)
     cross = lambda a, b: a.T @ b  # noqa: E731

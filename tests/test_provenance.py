@@ -94,6 +94,10 @@ CASES = {
     "the states of one that a parameter starts": (
         lambda w, x: lax.scan(lambda s, _: (s @ w[:8, :8], s), w[:8, :8], None, 3)[1], STATE),
     "running sums": (states(lambda s, w, x: s + x), DATA),
+    "what a loop of unknown length makes of a parameter": (
+        lambda w, x: lax.fori_loop(0, x[0, 0].astype(int), lambda _, s: 2 * s, w), PARAMETER),
+    "what a loop of unknown length makes of data": (
+        lambda w, x: lax.fori_loop(0, x[0, 0].astype(int), lambda _, s: 2 * s + x @ w, w), NARROW),
     "what a loop makes of a parameter": (lambda w, x: lax.fori_loop(0, 3, lambda _, s: 2 * s, w), PARAMETER),
     "what a loop mixes with results": (
         lambda w, x: lax.fori_loop(0, 3, lambda _, s: (s[0] * s[1], x @ w), (w, w))[0], NARROW),

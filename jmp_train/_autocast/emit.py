@@ -157,6 +157,7 @@ def _while(equation: Equation, operands: list[Any]) -> list[Any]:
 
 
 def _scan(equation: Equation, operands: list[Any]) -> list[Any]:
+    """Through `jax.lax.scan` where the scan has other operands than it was recorded with."""
     (body,) = equation.bodies
     if equation.counts is None:
         return bind(equation.node.eqn, operands, jaxpr=to_jaxpr(body))
@@ -213,7 +214,7 @@ def is_array(x: Any) -> bool:
 
 def _shard_map(equation: Equation, operands: list[Any]) -> list[Any]:
     params, (body,) = equation.node.params, equation.bodies
-    function = jax.shard_map(
+    function = jax.shard_map(  # JAX does not export its primitive
         lambda *local: tuple(emit(body, local)),
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),

@@ -41,6 +41,7 @@ class Accesses:
         """For each operand of `node`, given what is known of every value so far."""
         if entry.rule is not Rule.ENTER:
             is_sum = entry.has_own_kernel
+            # Of a bias, as autodiff records it: a sum of the cotangent that is returned as it is.
             gradient = node.name == "reduce_sum" and node.outs[0] in self._returned and self._place.is_backward(node)
             fused = gradient and self._is_bias_of_head(node, facts)
             if gradient:
@@ -48,7 +49,7 @@ class Accesses:
             self._note(node, entry, facts, is_sum)
             kernel = (is_sum and not fused) or node.name in _POOLS
             return [Access.STORED if kernel else Access.FUSED] * len(node.ins)
-        if node.name != "scan":
+        if node.name != "scan":  # XLA keeps a rematerialized call apart, behind a barrier
             return [Access.STORED if node.name == "remat2" else Access.FUSED] * len(node.ins)
         consts, carry = scan_counts(node.eqn)
         accesses = [Access.STORED] * len(node.ins)
@@ -78,6 +79,7 @@ class Accesses:
         candidates = [number for number in carry if self._can_start_narrow(facts[number])]
         if candidates and self._place.inside(node).backward:
             shapes = self._narrow_shapes(node, facts)
+            # Others are gradients of weights that the loop reads in every iteration: running sums.
             candidates = [number for number in candidates if self._program.avals[number].shape in shapes]
         return [Access.NARROW if number in candidates else Access.CARRIED for number in carry]
 

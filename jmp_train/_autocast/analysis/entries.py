@@ -30,6 +30,7 @@ def _of_tree(producers: Producers, node: Node, entry: Entry) -> Entry:
     if entry.rule is not Rule.WIDEST or node.ins[0] == node.ins[1]:
         return entry
     left, right = map(producers.whole, node.ins)
+    # Disjoint parts are joined by their addition, which sums nothing.
     of_one = left is not None and left == right and not producers.are_disjoint(*node.ins)
     return Entry(Rule.HIGH, "adds parts of one value, as a sum written as a tree does") if of_one else entry
 
@@ -48,7 +49,7 @@ def _entry(
         return _recorded(program, node, entry)
     avals = [program.avals[i] for i in node.ins]
     if not any(map(is_float32, avals)):
-        if entry.never_low and any(map(is_sixteen_bit, avals)):
+        if entry.never_low and any(map(is_sixteen_bit, avals)):  # hand-cast code accumulates in float32, too
             return entry
         return Entry(Rule.RECORDED, "not recorded in float32")
     if node.name in DOTS and FLOAT64 in {aval.dtype for aval in (*avals, program.avals[node.outs[0]])}:

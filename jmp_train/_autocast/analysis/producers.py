@@ -39,11 +39,11 @@ def known_size(aval: Any) -> int | None:
 
 
 def makes_constants(node: Node) -> bool:
-    """Whether a node gives the same result for the same operands, on every device, and costs little to run."""
+    """Whether a node gives the same result for the same operands, wherever it can be run, and costs little to run."""
     if node.eqn.effects:
         return False
     rule = TABLE[node.name].rule if node.name in TABLE else None
-    return node.name in _CONSTANT or node.name in _ENTERED or (rule in _ARITHMETIC and node.name != "all_gather")
+    return node.name in _CONSTANT or node.name in _ENTERED or rule in _ARITHMETIC
 
 
 @dataclasses.dataclass(frozen=True)

@@ -298,10 +298,12 @@ class _View:
             return None
         provenances = [self._provenances[number] for number in node.ins]
         free = (sizes.left, sizes.right)
+        # An outer product, which contracts one number, sums nothing: only its operands decide.
         if sizes.contracted > 1 and (max(free) == 1 or (min(free) == 1 and self._is_in_memory(node, provenances))):
             return Cause.INNER
         if sizes.contracted < TENSOR_CORE_DEPTH and self._is_data(node, provenances, sizes):
             return Cause.SHORT
+        # Times a parameter, a solution or Gram matrix is what a layer is given.
         if Provenance.SOLUTION in provenances and Provenance.PARAMETER not in provenances:
             return Cause.SOLUTION
         return Cause.GRID if self._is_expectation(node, provenances, sizes) else None
@@ -369,20 +371,24 @@ class _View:
         return table is not None and table.averages
 
     def _is_expectation(self, node: Node, provenances: Sequence[Provenance], sizes: DotSizes) -> bool:
+        """Whether a product is a transform of float32 data by a table, or averages the numbers of one."""
         for i, number in enumerate(node.ins):
+            # A table that the program computes. One that is captured may be a frozen network's weight.
             computed = self._constant[number] and provenances[i] in (Provenance.EXACT, Provenance.TABLE)
             if computed and provenances[1 - i] in UNROUNDED_PROVENANCES:
                 table = self._table(node, i)
-                return table is not None and not table.uniform
+                return table is not None and not table.uniform  # uniform: a sum, which dots accumulate in float32
         if sizes.result * _MOST_EXPECTATIONS > max(sizes.operands):
             return False
         for i, provenance in enumerate(provenances):
             table, narrow = self._table(node, i), provenances[1 - i] is Provenance.NARROW
             if table is not None and (provenance is Provenance.TABLE or table.ordered):
+                # Weights of an average that are rounded already, times numbers that 16 bits hold, lose nothing more.
                 return not table.exact or not (narrow or table.averages)
         return False
 
     def _is_fixed_filter(self, node: Node) -> bool:
+        """Whether a convolution blurs, differentiates or interpolates each channel by itself, with known weights."""
         kernel, numbers = node.ins[1], node.params["dimension_numbers"]
         provenance, aval = self._provenances[kernel], self._program.avals[kernel]
         if aval.shape[numbers.rhs_spec[1]] != 1 or provenance not in (
@@ -394,9 +400,10 @@ class _View:
         filters = aval.shape[numbers.rhs_spec[0]]
         source = self._producers.source(kernel)
         source = known_size(self._program.avals[source]) if isinstance(source, int) else None
-        spread = source is not None and source * filters <= math.prod(aval.shape)
+        spread = source is not None and source * filters <= math.prod(aval.shape)  # one filter, repeated
         if filters == 1 or spread or provenance is not Provenance.DATA:
             return True
+        # An array of as many filters as channels: a frozen network's, unless they are few different ones.
         values = self._producers.numbers(kernel) if self._constant[kernel] else None
         if values is None:
             return False

@@ -72,8 +72,10 @@ def flags_of(planner: Planner, node: Node, inside: Place, outs: list[Flags]) -> 
 
 
 def _loop_flags(planner: Planner, body: Any, inside: Place, outs: list[Flags], consts: int, carry: int) -> list[Flags]:
+    # Twice: what becomes of a carry after the loop, then what becomes of it in the iterations between.
     first = planner.in_flags(body, inside, outs)
     pairs = zip(outs[:carry], first[consts : consts + carry], strict=True)
+    # A carry's dtype is that of its first value; what only float32 reads at the end does not widen it.
     fed_back = [merged(pair)._replace(only_wide=False) for pair in pairs]
     return planner.in_flags(body, inside, [*fed_back, *outs[carry:]])
 
@@ -166,7 +168,8 @@ def _plan_loop(
         precision if precision is Precision.OVERFLOWS or is_low else wide
         for precision, wide, is_low in zip(starts, as_recorded, low, strict=True)
     ]
-    while True:
+    while True:  # a carry can only widen, so this ends
+        # A narrow carry is rounded at the end of each iteration, as for a dot.
         to_low = [Flags(precision is Precision.LOW, precision is Precision.LOW, False) for precision in carried]
         arguments = [*seen[:consts], *carried, *seen[first:]]
         program = planner.plan(body, arguments, [*to_low, *outs[carry:]], inside, roundable=range(consts, first))

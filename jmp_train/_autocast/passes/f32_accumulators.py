@@ -118,7 +118,7 @@ def _run(program: FlatJaxpr, node: Node, exact: dict[int, Any], stored: dict[int
     if not results:
         run = functools.partial(_bind, node.eqn)
         return (low_precision(run) if node.low_region else run)(*operands)
-    if node.name == "convert_element_type":
+    if node.name == "convert_element_type":  # of a sum to another width: its float32 value is the same
         return [exact[node.ins[0]]]
     if node.name in HOLDS_SUMS:
         related = {i: relations_through(node, i) for i, number in enumerate(node.ins) if number in exact}

@@ -111,6 +111,7 @@ class _Writer:
             return self._cast(value, again, dtype, at) if dtype not in (None, self.avals[again].dtype) else again
         if dtype not in (None, low):
             return self._add(Op.CAST, self.read(Use(value, low, True), at), self._new(value, dtype), at)
+        # Behind a barrier XLA cannot compute the value again in each reader, in float32 and from more than it is.
         copy = self.read(Use(value, dtype), at)
         return self._add(Op.SAVED, copy, self._like(copy), at)
 

@@ -181,11 +181,12 @@ class _Link:
         """The values to stack or pass, and the candidates that are then rematerialized."""
         costs, could = self.costs()
         needed: set[int] = {*costs.sources_of(inner for _, inner in self.candidates)}
+        # Once the others are known, a value may cost less as its sources, which some of them are.
         for number in reversed(could):
             if number in needed and costs.is_cheaper(could[number], number, needed):
                 needed.remove(number)
                 needed |= could[number]
-        again, there = {}, set(self.there)
+        again, there = {}, set(self.there)  # a candidate that equals another one is stacked once
         for number, inner in self.candidates:
             if inner not in needed or inner in there:
                 again[number] = inner
@@ -201,6 +202,7 @@ class _Link:
         source.results = [result for result in source.results if result[0] not in again]
         stops = needed | self.passed.keys() | self.body.constants.keys()
         chain = self._computing(again.values(), stops)
+        # Casts that are rounded now are part of the chain: it is found anew.
         source.body = self.body = _rounded_for_exponentials(self.body, chain)
         chain = self._computing(again.values(), stops)
         read = {number for equation in chain for number in equation.operands}

@@ -30,7 +30,7 @@ _KEEP_NAN = frozenset("add sub add_any mul div neg convert_element_type copy".sp
 class ChainedCasts(Rewrite):
     def of_lowered(self, program: Program) -> Program:
         """The program whose float16 residuals that are computed from other ones are cast beside those."""
-        if program.low != FLOAT16:
+        if program.low != FLOAT16:  # XLA counts casts to bfloat16 as expensive and does not duplicate them
             return program
         links: set[int] = set()  # float32 values, cast to float16
         last: dict[int, int] = {}  # the saved copy, of the same shape, that a value is computed from
