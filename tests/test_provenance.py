@@ -18,6 +18,14 @@ X, Y = (jnp.asarray(RNG.normal(size=(16, 16)).astype(np.float32)) for _ in range
 EXACT, TABLE, PARAMETER, NARROW, DATA, ACTIVATION, STATE, FACTOR, SOLUTION = Provenance
 
 
+@jax.custom_batching.custom_vmap
+def with_batching_rule(h):
+    return jnp.tanh(h)
+
+
+with_batching_rule.def_vmap(lambda size, batched, h: (jnp.tanh(h), batched[0]))
+
+
 def states(step):
     """What a loop carries from data on, in every iteration; few enough numbers that no Tensor Core multiplies them."""
     return lambda w, x: lax.scan(lambda s, _: (step(s, w[:8, :8], x[:, :8]), s), x[:, :8], None, 3)[1]
@@ -83,6 +91,8 @@ CASES = {
     "a direct solution": (lambda w, x: jnp.linalg.solve(1 + x, x), SOLUTION),
     # Bodies, and what is known inside of them.
     "in a call": (lambda w, x: jax.checkpoint(lambda h: jnp.exp(h))(x @ w), ACTIVATION),
+    "in a function with a batching rule": (
+        lambda w, x: with_batching_rule(x @ w), DATA),
     "in branches": (lambda w, x: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: w), NARROW),
     "in other branches": (lambda w, x: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x), DATA),
     "a table in a call": (lambda w, x: jax.checkpoint(lambda: jnp.exp(jnp.arange(3.0)))(), TABLE),

@@ -221,7 +221,7 @@ class _View:
         bodies = params["branches"] if node.name == "cond" else [params[key] for key in _BODY if key in params][:1]
         operands = facts[1:] if node.name == "cond" else facts
         found = [self._inside(node, body, operands, i) for i, body in enumerate(bodies)]
-        if not found or len(found[0]) != len(node.outs):
+        if not found:
             return [Fact(Provenance.DATA)] * len(node.outs)
         return [Fact(joined(fact.provenance for fact in each)) for each in zip(*found, strict=True)]
 
