@@ -244,6 +244,20 @@ def test_the_state_of_a_linear_system_stays_in_float32():
     assert [dtype for dtype, *_ in plain] == ["float16", "float16"]
 
 
+def test_two_carries_of_a_loop_are_two_values():
+    def fn(w, x):
+        step = lambda s, _: ((s[1] + x, s[0]), s[0] @ s[1].T @ w[:32, :4])  # noqa: E731
+        return lax.scan(step, (x @ w, x @ w.T), None, 3)[1]
+
+    assert set(causes(fn, W, X)) == {None}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_a_short_product_that_is_cast_by_hand_is_no_short_product_of_data(dtype):
+    assert causes(lambda w, x: lax.dot(x[:, :4].astype(jnp.bfloat16), w[:4]), W, X) == [None]
+    assert causes(lambda w, x: lax.dot(x[:, :4], w[:4], preferred_element_type=dtype), W, X) == [None]
+
+
 def test_a_product_that_a_later_iteration_makes_a_layer_has_the_derivatives_of_one():
     """It multiplies parameters in the first iteration, as dynamics are, and the result of a layer afterwards."""
 
