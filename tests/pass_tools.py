@@ -18,7 +18,7 @@ from jmp_train._autocast.planner import Planner
 def stages(
     fn: Callable[..., Any],
     *args: Any,
-    policy: str = "mixed_float16",
+    policy: Any = "mixed_float16",
     rules: jmp.Rules = jmp.DEFAULT_RULES,
     rewrites: Sequence[Rewrite] = REWRITES,
 ) -> Iterator[tuple[str, Program]]:

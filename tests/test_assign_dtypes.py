@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from pass_tools import after
 
 import jmp_train as jmp
@@ -159,6 +160,9 @@ CASES = {
     "a dot of a precision": (lambda w, x: jnp.dot(x, w, precision="highest"), "dot_general", [WIDE]),
     "a dot of a precision, of results": (
         lambda w, x: jnp.dot(x @ w, (x @ w.T).T, precision="highest"), "dot_general", [NARROW, NARROW, WIDE]),
+    "a dot that was asked for another dtype": (
+        lambda w, x: lax.dot(x, w, preferred_element_type=jnp.bfloat16), "dot_general",
+        ["float16 float16 -> recorded"]),
     "a dot cast by hand": (
         lambda w, x: lax.dot(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), preferred_element_type=np.float32),
         "dot_general", ["- - -> full"]),
@@ -187,6 +191,9 @@ CASES = {
         [NARROW, NARROW, "float16 float16 -> full", NARROW, "float16 float16 -> full"]),
     "the gradient of an activation": (
         lambda w, x: jax.grad(lambda x: jnp.sum(jnp.sin(x @ w)))(x) * x, "dot_general", [NARROW, NARROW]),
+    "a small gradient of an activation": (
+        lambda w, x: jax.grad(lambda h: jnp.sum(jnp.sin(h @ jnp.tile(w, (1, 256)))))(x) * x, "dot_general",
+        [NARROW, NARROW]),
     "the gradient of an argument": (
         lambda w, x: jax.grad(lambda x: jnp.sum(jnp.sin(x @ w)))(x), "dot_general",
         [NARROW, "float16 float16 -> full"]),
@@ -272,6 +279,15 @@ def states(w: Any, x: Any) -> Any:
     return lax.scan(lambda h, w: (jnp.cos(h) * jnp.sum(jnp.sin(h @ w)), h), x, jnp.stack([w, w]))[1] @ w
 
 
+def test_a_state_that_no_dot_reads_or_that_was_recorded_in_16_bits_is_handed_out_as_it_is():
+    def handed_out(w, x):
+        return lax.scan(lambda h, w: (jnp.cos(h), h), x, None, 2)[1]
+
+    assert found(handed_out, "scan", W, X) == ["float32 -> full full"]
+    narrow = found(lambda w, x: lax.dot(handed_out(w, x.astype(jnp.bfloat16))[0], w), "scan", W, X)
+    assert narrow == ["- -> recorded recorded"]
+
+
 def test_a_state_that_a_dot_reads_is_handed_out_in_the_compute_dtype():
     assert found(states, "scan", W, X)[0].endswith("-> full low")
     assert found(states, "scan", W, X, rules=jmp.DEFAULT_RULES.with_residuals("float32"))[0].endswith("-> full full")
@@ -322,5 +338,23 @@ def test_what_primitives_are_asked_for():
     assert narrow == {"preferred_element_type": np.float16}
     assert square == {"precision": (lax.Precision.HIGHEST,) * 2}  # without one it would run in TF32
     assert highest == emulated == {}  # as recorded
+    region = after("assign_dtypes", jmp.low_precision(lambda w, x: jnp.dot(x, w, precision="highest")), W, X)
+    assert region.equations[0].params == {"preferred_element_type": np.float16, "precision": None}
     cast = after("assign_dtypes", lambda w, x: lax.cumsum(x.astype(np.float16)) + lax.cumsum(x), W, X)
     assert [e.computes for e in cast.equations if e.name == "cumsum"] == [[np.float32], [None]]
+
+
+def test_gradients_cross_devices_in_the_reduce_dtype_and_all_else_in_float32():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(w, x):
+        def local(w, x):
+            total = jnp.sum(lax.psum(x.astype(jnp.float16), "data"))  # cast by hand
+            return total + jnp.sum(jnp.sin(lax.psum(x @ w, "data")))
+
+        return jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(w, x)
+
+    for dtype in ("float32", "bfloat16"):
+        policy = jmp.get_policy("mixed_float16").replace(reduce_dtype=dtype)
+        forward, backward = ["float32 -> recorded", "float32 -> full"], [f"{dtype} -> full"] * 2
+        assert found(jax.grad(loss), "psum", W, X, policy=policy) == [*forward, *backward]
