@@ -9,7 +9,9 @@ import pytest
 from jax import lax
 
 from jmp_train import DEFAULT_RULES, autocast, explain, full_precision, get_policy, low_precision
-from jmp_train._autocast.analysis.wide_product import Cause
+from jmp_train._autocast.analysis.wide_product import Cause, WideProduct
+from jmp_train._autocast.ir import TOP, Precision
+from jmp_train._autocast.planner import Planner
 
 HALVES = ("float16", "bfloat16")
 HIGHEST = lax.Precision.HIGHEST
@@ -242,6 +244,51 @@ def test_the_state_of_a_linear_system_stays_in_float32():
     linear, plain = (products(lambda a, x, n=n: fn(a, x, n), W / 8, X) for n in (False, True))
     assert [dtype for dtype, *_ in linear] == ["float16", "float32"]
     assert [dtype for dtype, *_ in plain] == ["float16", "float16"]
+
+
+def as_sums(fn, *args):
+    """Of the wide products, forward and backward, whether they are written as multiplications and additions."""
+    jaxpr = jax.make_jaxpr(fn)(*args)
+    planner = Planner(get_policy("mixed_float16"), DEFAULT_RULES)
+    planner.find_products(jaxpr, [Precision.WEAK] + [Precision.FULL] * (len(args) - 1))
+    entries = planner.recorded(jaxpr, TOP)[1]
+    wide = [entry for entry in entries if isinstance(entry, WideProduct)]
+    return tuple([each.as_sums for each in wide if each.of_derivative is derived] for derived in (False, True))
+
+
+def test_short_products_are_written_as_sums_and_so_are_their_derivatives_if_they_are_short_or_one_long_sum():
+    def gradients(product):
+        return jax.grad(lambda w, x: jnp.sum(jnp.sin(product(w, x))), (0, 1))
+
+    def coordinates(w, x):
+        return x @ w
+
+    # The derivatives with respect to coordinates and weights contract 64 numbers and as many as there are points.
+    assert as_sums(gradients(coordinates), normal(3, 64), normal(256, 3)) == ([True], [True, False])
+    assert as_sums(gradients(coordinates), normal(3, 64), normal(192, 3)) == ([True], [False, False])
+    assert as_sums(gradients(coordinates), normal(3, 15), normal(32, 3)) == ([True], [False, True])
+    assert as_sums(gradients(coordinates), normal(3, 16), normal(32, 3)) == ([True], [False, False])
+    assert as_sums(gradients(lambda w, x: x.T @ x), W, normal(64, 15)) == ([False], [False, False])
+
+
+def test_another_product_of_the_same_line_is_no_derivative():
+    dot = lambda x, w, precision=None: jnp.dot(x, w, precision=precision)  # noqa: E731
+    assert causes(lambda w, x: (dot(x, w, "highest"), dot(x, w + 1)), W, X) == [Cause.PRECISION, None]
+
+
+def test_products_without_numbers_are_planned():
+    assert causes(lambda w, x: (x[:0] @ w, x[:, :0] @ w[:0], x.T[:0] @ x), W, X) == []  # without FLOPs, not listed
+
+
+def test_results_times_a_vector_of_data_are_no_data():
+    assert causes(lambda w, x: (x @ w) @ x[0], W, X) == [None, None]
+
+
+def test_the_derivative_of_an_interpolation_of_a_precision_is_narrow_as_well():
+    weights = jnp.repeat(jnp.eye(8), 2, 0)
+    interpolated = lambda w, x: jnp.einsum("ij,jk->ik", weights, (x @ w)[:8], precision="highest")  # noqa: E731
+    found = causes(jax.grad(lambda w, x: jnp.sum(interpolated(w, x) * x[:16])), W, X)
+    assert len(found) == 4 and set(found) == {None}
 
 
 def test_two_carries_of_a_loop_are_two_values():

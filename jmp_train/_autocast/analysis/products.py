@@ -257,8 +257,8 @@ class _View:
         may_derive = not registry.is_empty and (backward or in_jvp(node))
         other = registry.forward_of(self._key(node, avals), self._site, sources) if may_derive else None
         if other is not None:
-            derivative = other.cause and self._as_sums(node, other.cause)
-            return other.cause and wide_product(other.cause, of_derivative=True, as_sums=bool(derivative))
+            as_sums = self._as_sums(node, other.cause)
+            return other.cause and wide_product(other.cause, of_derivative=True, as_sums=as_sums)
         guarded = asks_for_float32(node.params.get("precision"), self._planner.policy.matmul_precision)
         if guarded:
             cause = None if self._interpolates(node) else Cause.PRECISION
@@ -270,9 +270,9 @@ class _View:
             registry.add((self._site, position), self._key(node, avals), _Forward(self._site, sources, cause))
         return cause and wide_product(cause, as_sums=cause in _AS_SUMS)
 
-    def _as_sums(self, node: Node, cause: Cause) -> bool:
+    def _as_sums(self, node: Node, cause: Cause | None) -> bool:
         """Whether a derivative is best written as multiplications and additions: as a few, or as one long sum."""
-        sizes = DotSizes.of(self._program, node) if cause in _AS_SUMS and node.name == "dot_general" else None
+        sizes = DotSizes.of(self._program, node) if cause in _AS_SUMS else None
         return sizes is not None and (sizes.contracted < TENSOR_CORE_DEPTH or sizes.contracted > sizes.result)
 
     def _key(self, node: Node, avals: Sequence[Any]) -> Any:
@@ -298,8 +298,7 @@ class _View:
             return None
         provenances = [self._provenances[number] for number in node.ins]
         free = (sizes.left, sizes.right)
-        # An outer product, which contracts one number, sums nothing: only its operands decide.
-        if sizes.contracted > 1 and (max(free) == 1 or (min(free) == 1 and self._is_in_memory(node, provenances))):
+        if max(free) == 1 or (min(free) == 1 and self._is_in_memory(node, provenances)):
             return Cause.INNER
         if sizes.contracted < TENSOR_CORE_DEPTH and self._is_data(node, provenances, sizes):
             return Cause.SHORT
