@@ -1,5 +1,6 @@
 """Products that are no layers: which ones autocast keeps in float32, forward and backward, and which stay narrow."""
 
+import math
 from typing import Any
 
 import jax
@@ -280,8 +281,78 @@ def test_products_without_numbers_are_planned():
     assert causes(lambda w, x: (x[:0] @ w, x[:, :0] @ w[:0], x.T[:0] @ x), W, X) == []  # without FLOPs, not listed
 
 
-def test_results_times_a_vector_of_data_are_no_data():
-    assert causes(lambda w, x: (x @ w) @ x[0], W, X) == [None, None]
+def tiny_row(shape):
+    """A table with a row that float16 does not hold: nothing beside the others, but a sum over it is lost."""
+    return jnp.cos(jnp.arange(math.prod(shape)) * 1.0).reshape(shape).at[0].multiply(1e-9)
+
+
+IMAGE = (1, 8, 16, 16)
+# What a product of a function of (parameters, data) runs in float32 for, if it does.
+CONDITIONS = {
+    "a matrix of data times a vector": (lambda w, x: x @ x[0], Cause.INNER),
+    "a matrix of computed data times a vector": (lambda w, x: jnp.exp(x) @ jnp.sin(x[0]), None),
+    "results times a vector of data": (lambda w, x: (x @ w) @ x[0], None),
+    "a parameter times a vector of data": (lambda w, x: w @ x[0], None),
+    "a moved value times itself": (lambda w, x: w.reshape(8, 8, 64).reshape(64, 64) @ w.T, Cause.SQUARE),
+    "a value times itself, moved": (lambda w, x: w.T @ w.reshape(8, 8, 64).reshape(64, 64), Cause.SQUARE),
+    "a power of a matrix": (lambda w, x: w @ w, None),
+    "one number that is too small": (lambda w, x: w[:, :1] @ jnp.full((1, 1), 1e-12), Cause.TABLE),
+    "a table with a tiny row": (lambda w, x: w @ tiny_row((64, 64)).T, Cause.TABLE),
+    "a table with a tiny column": (lambda w, x: w @ tiny_row((64, 64)), None),
+    "a captured array with a tiny row": (lambda w, x: w @ CAPTURED.T, None),
+    "kernels of a table, one of them tiny": (
+        lambda w, x: lax.conv(w.reshape(2, 8, 16, 16), tiny_row((8, 8, 3, 3)), (1, 1), "SAME"), None),
+    # Fewer than 16 numbers contracted: parameters times parameters,
+    "dynamics": (lambda w, x: w[:4, :4] @ w[4:8, :4], Cause.SHORT),
+    "dynamics of eight": (lambda w, x: w[:8, :8] @ w[8:16, :8], None),
+    "dynamics of twelve": (lambda w, x: w[:12, :12] @ w[12:24, :12], Cause.SHORT),
+    "two factors": (lambda w, x: w[:, :4] @ w[:4], Cause.SHORT),
+    "two factors of twelve": (lambda w, x: w[:, :12] @ w[:12], None),
+    "two factors of a weight": (lambda w, x: x @ (w + w[:, :4] @ w[:4]), None),
+    "dynamics of results": (lambda w, x: (x @ w)[:, :4] @ (w[:4, :4] @ w[4:8, :4]), Cause.SHORT),
+    # results of layers,
+    "a narrow layer": (lambda w, x: (x @ w)[:, :4] @ w[:4], None),
+    "a narrow layer of an exponential": (lambda w, x: jnp.exp(x @ w)[:, :4] @ w[:4], Cause.SHORT),
+    "results times results": (lambda w, x: (x @ w)[:, :4] @ (x @ w.T)[:, :4].T, None),
+    "exponentials times exponentials": (lambda w, x: jnp.exp(x @ w)[:, :4] @ jnp.exp(x @ w.T)[:, :4].T, Cause.SHORT),
+    "exponentials times exponentials, eight": (lambda w, x: jnp.exp(x @ w)[:, :8] @ jnp.exp(x @ w.T)[:, :8].T, None),
+    "exponentials times data": (lambda w, x: jnp.exp(x @ w)[:, :8] @ x[:, :8].T, Cause.SHORT),
+    # data,
+    "a first layer of four": (lambda w, x: x[:, :4] @ w[:4], Cause.SHORT),
+    "a first layer of eight": (lambda w, x: x[:, :8] @ w[:8], None),
+    "a first layer of twelve": (lambda w, x: x[:, :12] @ w[:12], None),
+    "a transform of eight": (lambda w, x: x[:8, :8] @ w[:8, :8], None),
+    "a transform of twelve": (lambda w, x: x[:12, :12] @ w[:12, :12], Cause.SHORT),
+    "a transform of sixteen": (lambda w, x: x[:16, :16] @ w[:16, :16], None),
+    "data times data": (lambda w, x: x[:, :12] @ jnp.exp(x[:, :12]).T, Cause.SHORT),
+    # and a choice or an average of them, with weights that float16 holds.
+    "a permutation of results": (lambda w, x: jnp.eye(4)[::-1] @ (x @ w)[:4], None),
+    "a permutation of exponentials": (lambda w, x: jnp.eye(4)[::-1] @ jnp.exp(x @ w)[:4], None),
+    "repeated exponentials": (lambda w, x: jnp.repeat(jnp.eye(4), 2, 0) @ jnp.exp(x @ w)[:4], Cause.SHORT),
+    "one exponential, repeated": (lambda w, x: jnp.ones((4, 1)) @ jnp.exp(x @ w)[:1], Cause.SHORT),
+    "scaled exponentials": (lambda w, x: 3 * jnp.eye(4) @ jnp.exp(x @ w)[:4], Cause.SHORT),
+    "a layer of a Gram matrix": (lambda w, x: (x.T @ x) @ w, Cause.SQUARE),
+    "a table of infinite numbers, captured": (lambda w, x: w @ (1e9 * CAPTURED), Cause.TABLE),
+}  # fmt: skip
+CAPTURED = tiny_row((64, 64))
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_what_makes_a_product_no_layer(name):
+    fn, expected = CONDITIONS[name]
+    assert set(causes(fn, W, X)) - {None} == {expected} - {None}
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, x: jnp.sum(jnp.sin((x @ w)[:, :1] @ w[:1, :1])),  # one, with a weight of one number
+        lambda w, x: jnp.sum(jnp.sin(jax.nn.one_hot(jnp.argmax(x[:4], 1), 64) @ w)),  # four, as zeros and ones
+    ],
+)
+def test_gradients_of_layers_are_products_of_layers_however_few_numbers_they_contract(loss):
+    found = causes(jax.grad(loss), W, X)
+    assert len(found) >= 2 and set(found) == {None}
 
 
 def test_the_derivative_of_an_interpolation_of_a_precision_is_narrow_as_well():

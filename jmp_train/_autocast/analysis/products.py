@@ -328,7 +328,7 @@ class _View:
     def _table(self, node: Node, operand: int) -> Table | None:
         """What is known of an operand of a product that is an array of constants."""
         number = node.ins[operand]
-        if not self._constant[number] or known_size(self._program.avals[number]) == 1:
+        if not self._constant[number]:
             return None
         numbers = self._producers.numbers(number)
         if numbers is None:
@@ -359,7 +359,7 @@ class _View:
             and (grows or fills)
         ):
             return sizes.contracted < _HALF_DEPTH
-        return not (sizes.contracted > 1 and self._interpolates(node))
+        return not self._interpolates(node)
 
     def _interpolates(self, node: Node) -> bool:
         """Whether a product averages or selects rounded values with exact weights, which rounds no operand."""
