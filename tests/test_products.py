@@ -286,7 +286,17 @@ def tiny_row(shape):
     return jnp.cos(jnp.arange(math.prod(shape)) * 1.0).reshape(shape).at[0].multiply(1e-9)
 
 
-IMAGE = (1, 8, 16, 16)
+def waves(rows, columns):
+    return jnp.cos(jnp.arange(rows * columns) * 1.0).reshape(rows, columns)
+
+
+def filtered(x, kernels):
+    """Images of as many channels as there are kernels, each of 3 x 3 numbers."""
+    kernels = kernels.reshape(-1, 1, 3, 3)
+    images = x.reshape(-1, len(kernels), 16, 16)
+    return lax.conv_general_dilated(images, kernels, (1, 1), "SAME", feature_group_count=len(kernels))
+
+
 # What a product of a function of (parameters, data) runs in float32 for, if it does.
 CONDITIONS = {
     "a matrix of data times a vector": (lambda w, x: x @ x[0], Cause.INNER),
@@ -331,16 +341,59 @@ CONDITIONS = {
     "repeated exponentials": (lambda w, x: jnp.repeat(jnp.eye(4), 2, 0) @ jnp.exp(x @ w)[:4], Cause.SHORT),
     "one exponential, repeated": (lambda w, x: jnp.ones((4, 1)) @ jnp.exp(x @ w)[:1], Cause.SHORT),
     "scaled exponentials": (lambda w, x: 3 * jnp.eye(4) @ jnp.exp(x @ w)[:4], Cause.SHORT),
+    # The same of a precision, which guards what it would round.
+    "an interpolation of results, of a precision": (
+        lambda w, x: jnp.dot((x @ w)[:, :8], jnp.repeat(jnp.eye(8), 2, 1), precision="highest"), None),
+    "an interpolation of data, of a precision": (
+        lambda w, x: jnp.dot(jnp.repeat(jnp.eye(8), 2, 0), x[:8], precision="highest"), Cause.PRECISION),
+    "a sum of results, scaled, of a precision": (
+        lambda w, x: jnp.dot((x @ w)[:, :8], 3 * jnp.eye(8), precision="highest"), Cause.PRECISION),
+    "an average of an image of results, of a precision": (
+        lambda w, x: lax.conv(
+            (w @ w).reshape(16, 1, 16, 16), jnp.full((1, 1, 2, 2), 0.25), (1, 1), "SAME", precision=HIGHEST),
+        Cause.PRECISION),
+    # Transforms by tables, and averages of their numbers.
+    "a transform": (lambda w, x: x @ waves(64, 64), Cause.GRID),
+    "a transform of results": (lambda w, x: (x @ w) @ waves(64, 64), None),
+    "a transform by a captured array": (lambda w, x: x @ WAVES, None),
+    "a sum of data": (lambda w, x: x @ jnp.ones((64, 64)), None),
+    "a transform by more than is evaluated": (lambda w, x: x @ waves(64, 2**15), None),
+    "a row looked up": (lambda w, x: jax.nn.one_hot(jnp.argmax(x[:1], 1), 64) @ waves(64, 2), Cause.GRID),
+    "four expectations": (lambda w, x: jax.nn.softmax(x @ w) @ waves(64, 4), Cause.GRID),
+    "five expectations": (lambda w, x: jax.nn.softmax(x @ w) @ waves(64, 5), None),
+    "expectations of captured numbers": (lambda w, x: jax.nn.softmax(x @ w) @ WAVES[:, :4], None),
+    "the expectation of a captured grid": (lambda w, x: jax.nn.softmax(x @ w) @ GRID, Cause.GRID),
+    "two classes": (lambda w, x: jax.nn.softmax(x @ w) @ (jnp.arange(128).reshape(64, 2) % 2 * 1.0), None),
+    "expectations of exact numbers": (
+        lambda w, x: jax.nn.softmax(x @ w) @ jnp.arange(128.0).reshape(64, 2), Cause.GRID),
+    "results times exact numbers": (lambda w, x: (x @ w) @ jnp.arange(128.0).reshape(64, 2), None),
+    "results times others": (lambda w, x: (x @ w) @ waves(64, 2), Cause.GRID),
+    # Filters of one channel.
+    "a filter of data": (lambda w, x: filtered(x, x[:1, :9]), Cause.FILTER),
+    "filters of data": (lambda w, x: filtered(x, x[:8, :9]), None),
+    "a filter of data, repeated": (lambda w, x: filtered(x, jnp.tile(x[:1, :9], (8, 1))), Cause.FILTER),
+    "filters of parameters": (lambda w, x: filtered(x, w[:8, :9]), None),
+    "a filter of results": (lambda w, x: filtered(x, (x @ w)[:1, :9]), None),
+    "a filter of an exponential": (lambda w, x: filtered(x, jnp.exp(x @ w)[:1, :9]), None),
+    "filters of a table": (lambda w, x: filtered(x, waves(8, 9)), Cause.FILTER),
+    "four captured filters": (lambda w, x: filtered(x, WAVES[np.arange(8) % 4, :9]), Cause.FILTER),
+    "five captured filters": (lambda w, x: filtered(x, WAVES[np.arange(8) % 5, :9]), None),
+    "filters of two channels": (
+        lambda w, x: lax.conv(x.reshape(4, 2, 16, 16), waves(8, 18).reshape(8, 2, 3, 3), (1, 1), "SAME"), None),
     "a layer of a Gram matrix": (lambda w, x: (x.T @ x) @ w, Cause.SQUARE),
     "a table of infinite numbers, captured": (lambda w, x: w @ (1e9 * CAPTURED), Cause.TABLE),
 }  # fmt: skip
-CAPTURED = tiny_row((64, 64))
+CAPTURED, WAVES, GRID = tiny_row((64, 64)), waves(64, 64), np.linspace(-1, 1, 64, dtype=np.float32)
 
 
 @pytest.mark.parametrize("name", CONDITIONS)
 def test_what_makes_a_product_no_layer(name):
     fn, expected = CONDITIONS[name]
     assert set(causes(fn, W, X)) - {None} == {expected} - {None}
+
+
+def test_one_filter_may_be_an_argument():
+    assert causes(lambda kernel, x: filtered(x, kernel), X[:1, :9], X, argnums=()) == [Cause.FILTER]
 
 
 @pytest.mark.parametrize(
