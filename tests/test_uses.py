@@ -43,6 +43,18 @@ def looped(x, w):
     return jnp.sum(carry) + jnp.sum(rows @ w)
 
 
+def repeated(fn, x, y):
+    return lax.fori_loop(0, y[0, 0].astype(int), lambda _, c: fn(c), x)
+
+
+@jax.custom_batching.custom_vmap
+def with_batching_rule(x):
+    return jnp.tanh(x)
+
+
+with_batching_rule.def_vmap(lambda size, batched, x: (jnp.tanh(x), batched[0]))
+
+
 # Of `x`, the first argument: everything that is said of it.
 CASES = {
     "nothing reads it": (lambda x, y, w: y, set()),
@@ -65,6 +77,19 @@ CASES = {
     "a dot in a scope": (lambda x, y, w: wide_dot(x, w), BEFORE_DOT | EXACT),
     "a dot of a precision": (lambda x, y, w: jnp.dot(x, w, precision="highest"), BEFORE_DOT | EXACT | WIDE),
     "a dot in a loop": (lambda x, y, w: looped(x, w), BEFORE_DOT),
+    "a dot in a loop of unknown length": (lambda x, y, w: repeated(lambda c: c @ y.T @ y, x, y), DOT),
+    "a dot after a loop of unknown length": (lambda x, y, w: repeated(lambda c: c[::-1], x, y) @ w, DOT),
+    "a function in a loop of unknown length": (lambda x, y, w: repeated(jnp.tanh, x, y), set()),
+    "an exponential after a loop": (lambda x, y, w: jnp.exp(repeated(lambda c: c[::-1], x, y)), EXPONENT),
+    "an exponential in a loop": (lambda x, y, w: repeated(lambda c: jnp.sin(jnp.exp(c)), x, y), EXPONENT | WIDE),
+    "an exponential in the next iteration": (
+        lambda x, y, w: lax.fori_loop(0, 3, lambda _, c: (y, c[0][::-1], jnp.exp(c[1])), (x, y, y))[2],
+        EXPONENT,
+    ),
+    "a sum after a loop": (lambda x, y, w: jnp.sum(repeated(lambda c: c[::-1], x, y)), set()),
+    "a sum in a loop": (lambda x, y, w: lax.scan(lambda c, row: (c + jnp.sum(row), None), 0.0, x)[0], WIDE),
+    "a function with a batching rule": (lambda x, y, w: with_batching_rule(x), BEFORE_DOT),
+    "the predicate of a branch": (lambda x, y, w: lax.cond(x[0, 0] > 0, lambda: y @ w, lambda: w[:8]), set()),
     "a dot in a branch": (lambda x, y, w: lax.cond(y[0, 0] > 0, lambda: x @ w, lambda: jnp.tanh(y @ w)), DOT),
     "a sum": (lambda x, y, w: jnp.sum(x), WIDE),
     "two sums": (lambda x, y, w: jnp.sum(x) + jnp.sum(x, 0), WIDE),
