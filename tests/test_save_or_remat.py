@@ -11,16 +11,16 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from pass_tools import after
 
-from jmp_train import autocast
+from jmp_train import DEFAULT_RULES, autocast
 
 RNG = np.random.default_rng(0)
 W, A, B = (RNG.normal(size=(16, 16)).astype(np.float32) for _ in range(3))
 X, DATA = (RNG.normal(size=(2, 16)).astype(np.float32) for _ in range(2))
 
 
-def decisions(fn, *args):
+def decisions(fn, *args, **options):
     """What is decided of each result, in the order of the program: `saved`, `remat`, or `read`, which is as it is."""
-    program = after("save_or_remat", fn, *args)
+    program = after("save_or_remat", fn, *args, **options)
     residuals = program.residuals
     named = [(equation.name, number) for equation in program.equations for number in equation.results]
     return [
@@ -29,8 +29,8 @@ def decisions(fn, *args):
     ]
 
 
-def decided(name, fn, *args):
-    return [found for each, found in decisions(fn, *args) if each == name]
+def decided(name, fn, *args, **options):
+    return [found for each, found in decisions(fn, *args, **options) if each == name]
 
 
 def across(value, w, x):
@@ -251,3 +251,69 @@ def test_devices_add_what_was_computed_and_not_the_low_copy_that_a_dot_beside_th
 
     total, _ = jax.jit(autocast(both, "mixed_float16"))(W, X)
     np.testing.assert_array_max_ulp(total, jax.jit(jnp.sin)(X), maxulp=2)
+
+
+def three(w, x):
+    """In the compute dtype, from three results of dots: too many to compute it again."""
+    return jnp.tanh(x @ w) - jnp.tanh(x @ A) - jnp.tanh(x @ B)
+
+
+# Of a primitive, what is decided by default and with float32 residuals.
+WITH_AND_WITHOUT = {
+    "the result of a dot": (lambda w, x: across(jnp.tanh(x @ w), w, x), "dot_general", "saved", "saved"),
+    "a function of that": (lambda w, x: across(jnp.tanh(x @ w), w, x), "tanh", "remat", "saved"),
+    "a float32 function of that": (lambda w, x: across(jnp.exp(x @ w), w, x), "exp", "remat", "read"),
+    "that a dot reads": (lambda w, x: (lambda h: h * (h @ w))(jnp.exp(x @ w)), "exp", "saved", "read"),
+    "of three results": (lambda w, x: (three(w, x) * (x @ w @ w)) @ w, "sub", "read", "saved"),
+    "a moved result": (lambda w, x: across((x @ w)[:, ::-1], w, x), "rev", "saved", "saved"),
+    "a result, moved twice": (lambda w, x: across((x @ w)[:, ::-1].T[::-1].T, w, x), "transpose", "saved", "saved"),
+    "a running maximum of a function": (
+        lambda w, x: (lax.cummax(jnp.tanh(x @ w)) * (x @ w @ w)) @ w, "cummax", "read", "read"),
+    "that a dot reads, and a divisor": (
+        lambda w, x: (lambda h: (across(h, w, x), h @ w, 1 / h))(jnp.exp((x @ w) * x)), "exp", "remat", "read"),
+    "moved data": (lambda w, x: across(x[:, ::-1], w, x), "rev", "read", "read"),
+    "a sum over windows": (
+        lambda w, x: jnp.sum(mean(x @ w) * (x @ w @ w)[:, ::2]), "reduce_window_sum", "read", "read"),
+    "a mean over windows": (lambda w, x: jnp.sum(jnp.tanh(mean(x @ w)) @ w[::2]), "div", "saved", "saved"),
+    "integers": (lambda w, x: jnp.sum(w[jnp.argmax(x @ w, 1)] * (x @ w @ w)), "argmax", "read", "read"),
+    "a comparison": (lambda w, x: across(jnp.where(x @ w > 0.5, 1.0, 0.0), w, x), "gt", "saved", "read"),
+    "a comparison of integers": (
+        lambda w, x: across(jnp.where(jnp.argmax(x @ w, 1) > 1, 1.0, 0.0)[:, None], w, x), "gt", "read", "read"),
+    "a relu's, that a dot reads": (jax.grad(lambda w, x: across(jax.nn.relu(x @ w) @ w, w, x)), "gt", "read", "read"),
+    "a relu's, that no dot reads": (jax.grad(lambda w, x: across(jax.nn.relu(x @ w), w, x)), "gt", "remat", "read"),
+    "a relu's, of data": (
+        jax.grad(lambda w, x: across(jax.nn.relu(jnp.exp(x @ w) - x) @ w, w, x)), "gt", "read", "read"),
+    "a float32 relu's, that a dot reads": (
+        lambda w, x: (lambda r: (across(jnp.where(r > 0, 1.0, 0.0), w, x), r @ w))(jnp.maximum(jnp.exp(x @ w) - x, 0)),
+        "gt", "read", "read"),
+}  # fmt: skip
+
+
+def test_in_a_body_the_sum_of_an_argument_and_a_result_is_saved():
+    """Outside it is rematerialized from both."""
+
+    def layer(h, w):
+        y = h + h @ w
+        return (y * (h @ w @ w)) @ w
+
+    def kinds(program):
+        saved, remat = program.residuals.saved, program.residuals.remat
+        (total,) = (equation.results[0] for equation in program.equations if equation.name == "add")
+        return "saved" if total in saved else "remat" if total in remat else "read"
+
+    program = after("save_or_remat", lambda w, x: layer(x @ w, w), W, X)
+    assert kinds(program) == "remat"
+    program = after("save_or_remat", lambda w, x: jax.checkpoint(layer)(x @ w, w), W, X)
+    (body,) = program.equations[-1].bodies
+    assert kinds(body) == "saved"
+
+
+def mean(x):
+    return lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 2), "VALID") / 2
+
+
+@pytest.mark.parametrize("name", WITH_AND_WITHOUT)
+def test_float32_residuals_are_read_as_they_are(name):
+    fn, primitive, *expected = WITH_AND_WITHOUT[name]
+    rules = DEFAULT_RULES, DEFAULT_RULES.with_residuals("float32")
+    assert [decided(primitive, fn, W, X, rules=each)[-1] for each in rules] == expected
