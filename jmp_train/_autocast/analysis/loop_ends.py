@@ -49,7 +49,7 @@ def narrowed_stop(body: Program, consts: int, carry: int) -> str | None:
     stops it is computed from the carry alone; an update that is skipped for its own result stops nothing.
     """
     stops = _stops(body, consts, carry)
-    of_carry = bool(stops) and dependencies(body, stops) is not None
+    of_carry = dependencies(body, stops) is not None
     if of_carry and _dependencies_of_loop(body, (), stops, consts, carry) is None:
         return "when it stops depends on a product, or on another value that 16 bits change"
     return None
@@ -113,10 +113,8 @@ def dependencies(program: Program, numbers: Iterable[int]) -> set[int] | None:
 
 def _runs_as_recorded(equation: Equation, operands: Iterable[int], rounded: Collection[int]) -> bool:
     """Whether an equation does what was recorded, on operands that come as they were recorded."""
-    for i in operands:
-        number, read, residual = equation.uses[i]
-        if (read is not None and read.itemsize < 4) or (residual and number in rounded):
-            return False
+    if any(equation.uses[i].residual and equation.uses[i].value in rounded for i in operands):
+        return False
     # An effect brings in what is no operand, such as what another operation wrote.
     return bool(equation.bodies) or not (equation.op is Op.REWRITTEN or equation.node.eqn.effects)
 
