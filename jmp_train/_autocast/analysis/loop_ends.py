@@ -113,8 +113,10 @@ def dependencies(program: Program, numbers: Iterable[int]) -> set[int] | None:
 
 def _runs_as_recorded(equation: Equation, operands: Iterable[int], rounded: Collection[int]) -> bool:
     """Whether an equation does what was recorded, on operands that come as they were recorded."""
-    if any(equation.uses[i].residual and equation.uses[i].value in rounded for i in operands):
-        return False
+    for i in operands:
+        number, read, residual = equation.uses[i]
+        if (read is not None and read.itemsize < 4) or (residual and number in rounded):
+            return False
     # An effect brings in what is no operand, such as what another operation wrote.
     return bool(equation.bodies) or not (equation.op is Op.REWRITTEN or equation.node.eqn.effects)
 
