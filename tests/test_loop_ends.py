@@ -63,6 +63,11 @@ CASES = {
     "a branch that a product decides": (
         lambda w, x, n: lax.cond((x @ w)[0, 0] > 0, lambda: x, lambda: 2 * x), None),
     "a loop": (lambda w, x, n: repeated(lambda c: c + x, w[:2], n), {W_, X_, N_}),
+    "a loop whose end an argument says": (
+        lambda w, x, n: lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] + x), (0, w[:2]))[1],
+        {W_, X_, N_}),
+    "a loop whose end no argument says": (
+        lambda w, x, n: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + x), (0, w[:2]))[1], {W_, X_}),
     "a loop's counter": (lambda w, x, n: repeated(lambda c: (c[0] + 1, c[1] @ w), (n, x), n), {N_}),
     "a loop with a product": (lambda w, x, n: repeated(lambda c: c @ w, x, n), None),
     "a loop with a product in the iteration before": (
