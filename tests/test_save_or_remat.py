@@ -108,6 +108,14 @@ def test_what_else_is_computed_from_a_low_copy_is_read_as_it_is(name, read, expe
     assert decided(name, exp_that_a_dot_reads, W, X) == [expected]
 
 
+def test_a_difference_of_two_low_copies_is_read_as_it_is():
+    def two_that_dots_read(w, x):
+        h, k = jnp.exp(x @ w), jnp.exp(x @ A)
+        return jnp.sum((h @ w @ w + k @ w) * (h - k))
+
+    assert decided("sub", two_that_dots_read, W, X) == ["read"]
+
+
 def convolve(x, kernel):
     return lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC"))
 
@@ -277,6 +285,8 @@ WITH_AND_WITHOUT = {
     "a mean over windows": (lambda w, x: jnp.sum(jnp.tanh(mean(x @ w)) @ w[::2]), "div", "saved", "saved"),
     "integers": (lambda w, x: jnp.sum(w[jnp.argmax(x @ w, 1)] * (x @ w @ w)), "argmax", "read", "read"),
     "a comparison": (lambda w, x: across(jnp.where(x @ w > 0.5, 1.0, 0.0), w, x), "gt", "saved", "read"),
+    "zeros and ones": (
+        lambda w, x: across((x @ w > 0.5).astype(np.float32), w, x), "convert_element_type", "read", "read"),
     "a comparison of integers": (
         lambda w, x: across(jnp.where(jnp.argmax(x @ w, 1) > 1, 1.0, 0.0)[:, None], w, x), "gt", "read", "read"),
     "a relu's, that a dot reads": (jax.grad(lambda w, x: across(jax.nn.relu(x @ w) @ w, w, x)), "gt", "read", "read"),
@@ -306,6 +316,21 @@ def test_in_a_body_the_sum_of_an_argument_and_a_result_is_saved():
     program = after("save_or_remat", lambda w, x: jax.checkpoint(layer)(x @ w, w), W, X)
     (body,) = program.equations[-1].bodies
     assert kinds(body) == "saved"
+
+
+@pytest.mark.parametrize(
+    ("fn", "read_elsewhere", "expected"),
+    [(jnp.exp, True, True), (jnp.exp, False, False), (jnp.square, True, False)],
+)
+def test_a_sum_on_the_near_side_reads_what_is_rematerialized_if_it_is_expensive(fn, read_elsewhere, expected):
+    """Its kernel would have XLA store an exponential in float32 for it and for the readers across the dots."""
+
+    def loss(w, x):
+        h = fn(x @ w)
+        return jnp.sum(h), across(h if read_elsewhere else x, w, x)
+
+    first, *_ = (e for e in after("save_or_remat", loss, W, X).equations if e.name == "reduce_sum")
+    assert first.uses[0].residual == expected
 
 
 def mean(x):
