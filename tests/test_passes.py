@@ -17,6 +17,7 @@ from comparisons import assert_two_programs_agree
 from jax import lax
 from pass_tools import after, lines, run, stages
 
+import jmp_train._autocast.emit as emit_module
 from jmp_train import DEFAULT_RULES, autocast
 from jmp_train._autocast.ir import Program, Use, format_program
 from jmp_train._autocast.passes.rewrites import REWRITES
@@ -350,6 +351,50 @@ def test_after_insert_casts_no_use_names_a_dtype_and_every_value_has_the_one_it_
     *_, (_, last) = stages(fn, W, X)
     ran = [aval.dtype for aval in jax.eval_shape(lambda *args: run(fn, *args), W, X)]
     assert ran == [last.avals[number].dtype for number in last.outputs]
+
+
+def rematerialized(w, x):
+    h = jax.checkpoint(lambda h, w: jnp.tanh(h @ w) @ w.T)(x @ w @ w.T, w)
+    return jnp.sum(jnp.exp(h) * w[jnp.argmax(h, 1), 0][:, None])
+
+
+TYPED = {
+    "two layers": (jax.grad(tanh_between_dots), W, X),
+    "a softmax": (jax.grad(softmax_between_dots), W, X),
+    "layers in a scan": (jax.grad(stack_of_layers), LAYERS, X),
+    "a recurrence": (recurrent, LAYERS[0], X),
+    "a residual stream": (jax.grad(residual_stream), LAYERS, X),
+    "a rematerialized call": (jax.grad(rematerialized), W, X),
+    "a branch": (lambda w, x: lax.cond(x[0, 0] > 0, lambda h: h @ w.T, lambda h: jnp.exp(h @ w.T), x @ w), W, X),
+    "integers and what is cast by hand": (lambda w, n: jnp.exp((n @ w).astype(jnp.bfloat16)), W, X.astype(np.int32)),
+}
+
+
+@pytest.mark.parametrize("rewrites", [REWRITES, ()], ids=["rewritten", "as planned"])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("name", TYPED)
+def test_every_value_of_the_last_program_has_the_dtype_that_it_says(name, policy, rewrites, monkeypatch):
+    fn, *args = TYPED[name]
+    *_, (_, last) = stages(fn, *args, policy=policy, rewrites=rewrites)
+    avals, pending, checked = {}, [last], []
+    while pending:
+        program = pending.pop()
+        avals.update((id(equation), program.avals) for equation in program.equations)
+        pending.extend(body for equation in program.equations for body in equation.bodies)
+    run_equation = emit_module._run
+
+    def run_and_check(equation, operands):
+        results = run_equation(equation, operands)
+        values = zip((*equation.operands, *equation.results), (*operands, *results), strict=True)
+        for number, value in values:
+            dtype = avals[id(equation)][number].dtype
+            assert getattr(value, "dtype", dtype) == dtype, equation.name  # literals are Python numbers
+        checked.append(equation)
+        return results
+
+    monkeypatch.setattr(emit_module, "_run", run_and_check)
+    emit_module.emit(last, args)
+    assert {id(equation) for equation in checked} == avals.keys()
 
 
 def test_the_passes_are_those_of_the_planner_in_its_order():
