@@ -47,9 +47,6 @@ class _Writer:
         for number, fact in enumerate(program.facts):
             if fact is not None and fact.precision is Precision.LOW:
                 self.avals[number] = with_dtype(self.avals[number], program.low)
-        for number, dtype in zip(program.inputs, program.input_dtypes, strict=True):
-            if dtype is not None:
-                self.avals[number] = self.avals[number].update(dtype=dtype, weak_type=False)
         self.constants = dict(program.constants)
         self.equations: list[Equation] = []
         self.makers = {number: equation for equation in program.equations for number in equation.results}
