@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 from pass_tools import after
 
 from jmp_train._autocast.analysis.loop_ends import dependencies
@@ -53,7 +54,7 @@ CASES = {
     "a distance from one of its rounding": (lambda w, x, n: bias_gradient(lambda h, b: (1 - h) * b, w, x), None),
     "beside a print": (lambda w, x, n: jax.checkpoint(printed)(x), {X_}),
     "a random number of the host's": (
-        lambda w, x, n: jax.experimental.io_callback(lambda: np.float32(1), jax.typeof(jnp.float32(1))) + x, None),
+        lambda w, x, n: io_callback(lambda: np.float32(1), jax.typeof(jnp.float32(1))) + x, None),
     "a call": (lambda w, x, n: jax.checkpoint(lambda x, w: (x + 1, x @ w))(x, w), {X_}),
     "the other result of a call": (lambda w, x, n: jax.checkpoint(lambda x, w: (x + 1, x @ w))(x, w)[1], None),
     "a call without a plan": (lambda w, x, n: with_batching_rule(x), None),
