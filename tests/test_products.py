@@ -1,5 +1,6 @@
 """Products that are no layers: which ones autocast keeps in float32, forward and backward, and which stay narrow."""
 
+import functools
 import math
 from typing import Any
 
@@ -275,6 +276,23 @@ def test_short_products_are_written_as_sums_and_so_are_their_derivatives_if_they
 def test_another_product_of_the_same_line_is_no_derivative():
     dot = lambda x, w, precision=None: jnp.dot(x, w, precision=precision)  # noqa: E731
     assert causes(lambda w, x: (dot(x, w, "highest"), dot(x, w + 1)), W, X) == [Cause.PRECISION, None]
+
+
+def test_a_convolution_is_no_derivative_of_a_dot_that_the_same_line_records():
+    def called(product, x, w):
+        return product(x, w)
+
+    # Library functions without a frame of their own, as `functools.partial` makes them.
+    dot = functools.partial(lax.dot_general, dimension_numbers=(((1,), (0,)), ((), ())))
+    conv = functools.partial(lax.conv_general_dilated, window_strides=(1,), padding="SAME")
+
+    def loss(w, x):
+        one, other = called(dot, x, w), called(conv, x.reshape(1, 4, 16), w.reshape(16, 4, 1))
+        return jnp.sum(jnp.sin(one)) + jnp.sum(jnp.sin(other))
+
+    found = explain(jax.grad(loss), "mixed_float16")(normal(4, 16), normal(16, 4)).operations
+    assert {op.dtype for op in found if op.primitive == "conv_general_dilated"} == {"float16"}
+    assert {op.dtype for op in found if op.primitive == "dot_general"} == {"float32"}
 
 
 def test_products_without_numbers_are_planned():

@@ -276,9 +276,9 @@ class _View:
         return sizes is not None and (sizes.contracted < TENSOR_CORE_DEPTH or sizes.contracted > sizes.result)
 
     def _key(self, node: Node, avals: Sequence[Any]) -> Any:
-        """Equal for a product and its derivatives: they multiply and make values of the same three sizes."""
+        """Equal for a product and its derivatives: the same primitive, on and of values of the same three sizes."""
         sizes = [str(known_size(aval) or aval.shape) for aval in avals]
-        return *self._line(node), tuple(sorted(sizes))
+        return node.name, *self._line(node), tuple(sorted(sizes))
 
     def _line(self, node: Node) -> tuple:
         """Equal for an operation and its derivatives, and for others of one line."""
