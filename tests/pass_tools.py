@@ -10,7 +10,7 @@ import jax
 import jmp_train as jmp
 from jmp_train._autocast.analysis.uses import Flags
 from jmp_train._autocast.emit import emit
-from jmp_train._autocast.ir import Precision, Program, is_float32, recorded_dtypes
+from jmp_train._autocast.ir import Precision, Program, precision_of, recorded_dtypes
 from jmp_train._autocast.passes.rewrites import REWRITES, Rewrite
 from jmp_train._autocast.planner import Planner
 
@@ -26,8 +26,7 @@ def stages(
     jaxpr = jax.make_jaxpr(fn)(*args)
     weak = len(jax.tree.leaves(args[0]))
     precisions = [
-        Precision.RECORDED if not is_float32(aval) else Precision.WEAK if i < weak else Precision.FULL
-        for i, aval in enumerate(jaxpr.in_avals)
+        precision_of(aval, Precision.WEAK if i < weak else Precision.FULL) for i, aval in enumerate(jaxpr.in_avals)
     ]
     planner = Planner(jmp.get_policy(policy), rules, rewrites)
     planner.find_products(jaxpr, precisions)
@@ -47,6 +46,18 @@ def after(name: str, fn: Callable[..., Any], *args: Any, **options: Any) -> Prog
 def lines(text: str) -> str:
     """A program that a test spells out, without the indentation of the test."""
     return textwrap.dedent(text).strip("\n ")
+
+
+def with_batching_rule(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, recorded as a primitive with a program inside that has no plan of its own kind."""
+    recorded = jax.custom_batching.custom_vmap(fn)
+
+    def rule(size: int, batched: Sequence[bool], *args: Any) -> tuple[Any, bool]:
+        del size
+        return jax.vmap(fn, [0 if each else None for each in batched])(*args), True
+
+    recorded.def_vmap(rule)
+    return recorded
 
 
 def run(fn: Callable[..., Any], *args: Any, **options: Any) -> Any:

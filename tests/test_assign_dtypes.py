@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from pass_tools import after
+from pass_tools import after, with_batching_rule
 
 import jmp_train as jmp
 from jmp_train._autocast.ir import Access, Program
@@ -201,7 +201,8 @@ CASES = {
         jax.grad(lambda w, x: jnp.sum(jnp.sin(lax.conv(x[:, None], w[:, None, :3], (1,), "SAME")))),
         "conv_general_dilated", [NARROW, NARROW]),
     # What enters a body, and comes back.
-    "a dot in a function with a batching rule": (lambda w, x: with_batching_rule(w, x), "dot_general", [NARROW]),
+    "a dot in a function with a batching rule": (
+        lambda w, x: with_batching_rule(jnp.matmul)(x, w), "dot_general", [NARROW]),
     "a dot in a loop that starts with what is too large": (
         lambda w, x: lax.scan(lambda h, w: (h[::-1], h @ w), jnp.where(x > 0, x @ w, -1e9), w[None])[1], "dot_general",
         [NARROW, WIDE]),
@@ -239,14 +240,6 @@ CASES = {
 def test_what_operands_are_read_in_and_what_results_are(name):
     fn, primitive, expected = CASES[name]
     assert found(fn, primitive, W, X) == expected
-
-
-@jax.custom_batching.custom_vmap
-def with_batching_rule(w: Any, x: Any) -> Any:
-    return x @ w
-
-
-with_batching_rule.def_vmap(lambda size, batched, w, x: (jnp.matmul(x, w), True))
 
 
 def layers(w: Any, start: Any, around: Any = lambda layer: layer) -> Any:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
-from pass_tools import after
+from pass_tools import after, with_batching_rule
 
 from jmp_train._autocast.analysis.loop_ends import dependencies
 from jmp_train._autocast.primitives import Rule
@@ -21,14 +21,6 @@ W_, X_, N_ = range(3)
 def printed(x):
     jax.debug.print("{}", jnp.sum(x))
     return x + 1
-
-
-@jax.custom_batching.custom_vmap
-def with_batching_rule(x):
-    return x + 1
-
-
-with_batching_rule.def_vmap(lambda size, batched, x: (x + 1, batched[0]))
 
 
 def repeated(body, start, n):
@@ -57,7 +49,7 @@ CASES = {
         lambda w, x, n: io_callback(lambda: np.float32(1), jax.typeof(jnp.float32(1))) + x, None),
     "a call": (lambda w, x, n: jax.checkpoint(lambda x, w: (x + 1, x @ w))(x, w), {X_}),
     "the other result of a call": (lambda w, x, n: jax.checkpoint(lambda x, w: (x + 1, x @ w))(x, w)[1], None),
-    "a call without a plan": (lambda w, x, n: with_batching_rule(x), None),
+    "a call without a plan": (lambda w, x, n: with_batching_rule(jnp.tanh)(x), None),
     "a branch": (lambda w, x, n: lax.cond(n > 0, lambda: x, lambda: 2 * x), {X_, N_}),
     "a branch with a product": (lambda w, x, n: lax.cond(n > 0, lambda: x, lambda: x @ w), None),
     "a branch beside a product": (lambda w, x, n: lax.cond(n > 0, lambda: (x, x @ w), lambda: (2 * x, x)), {X_, N_}),

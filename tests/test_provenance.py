@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from pass_tools import with_batching_rule
 
 import jmp_train as jmp
 from jmp_train._autocast.analysis.products import Products
@@ -16,14 +17,6 @@ RNG = np.random.default_rng(0)
 W = RNG.normal(size=(16, 16)).astype(np.float32)
 X, Y = (jnp.asarray(RNG.normal(size=(16, 16)).astype(np.float32)) for _ in range(2))
 EXACT, TABLE, PARAMETER, NARROW, DATA, ACTIVATION, STATE, FACTOR, SOLUTION = Provenance
-
-
-@jax.custom_batching.custom_vmap
-def with_batching_rule(h):
-    return jnp.tanh(h)
-
-
-with_batching_rule.def_vmap(lambda size, batched, h: (jnp.tanh(h), batched[0]))
 
 
 def states(step):
@@ -92,7 +85,7 @@ CASES = {
     # Bodies, and what is known inside of them.
     "in a call": (lambda w, x: jax.checkpoint(lambda h: jnp.exp(h))(x @ w), ACTIVATION),
     "in a function with a batching rule": (
-        lambda w, x: with_batching_rule(x @ w), DATA),
+        lambda w, x: with_batching_rule(jnp.tanh)(x @ w), DATA),
     "in branches": (lambda w, x: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: w), NARROW),
     "in other branches": (lambda w, x: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x), DATA),
     "a table in a call": (lambda w, x: jax.checkpoint(lambda: jnp.exp(jnp.arange(3.0)))(), TABLE),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from jax import lax
+from pass_tools import with_batching_rule
 
 import jmp_train as jmp
 from jmp_train._autocast.analysis.uses import Flags, axes_of
@@ -47,14 +48,6 @@ def repeated(fn, x, y):
     return lax.fori_loop(0, y[0, 0].astype(int), lambda _, c: fn(c), x)
 
 
-@jax.custom_batching.custom_vmap
-def with_batching_rule(x):
-    return jnp.tanh(x)
-
-
-with_batching_rule.def_vmap(lambda size, batched, x: (jnp.tanh(x), batched[0]))
-
-
 # Of `x`, the first argument: everything that is said of it.
 CASES = {
     "nothing reads it": (lambda x, y, w: y, set()),
@@ -88,7 +81,7 @@ CASES = {
     ),
     "a sum after a loop": (lambda x, y, w: jnp.sum(repeated(lambda c: c[::-1], x, y)), set()),
     "a sum in a loop": (lambda x, y, w: lax.scan(lambda c, row: (c + jnp.sum(row), None), 0.0, x)[0], WIDE),
-    "a function with a batching rule": (lambda x, y, w: with_batching_rule(x), BEFORE_DOT),
+    "a function with a batching rule": (lambda x, y, w: with_batching_rule(jnp.tanh)(x), BEFORE_DOT),
     "the predicate of a branch": (lambda x, y, w: lax.cond(x[0, 0] > 0, lambda: y @ w, lambda: w[:8]), set()),
     "a dot in a branch": (lambda x, y, w: lax.cond(y[0, 0] > 0, lambda: x @ w, lambda: jnp.tanh(y @ w)), DOT),
     "a sum": (lambda x, y, w: jnp.sum(x), WIDE),

@@ -1,5 +1,9 @@
 """Sums that a loop carries in 16 bits, as hand-cast code and 16-bit parameters record them, carried in float32.
 
+    c:f16 = 0                                     d:f32 = cast c
+    s:f16 = scan { b:f16 = add a:f16 x } c x  ->  t:f32 = scan { y:f32 = cast x; b:f32 = add a:f32 y } d x
+                                                  s:f16 = cast t
+
 The backward pass of a loop adds the gradient of a weight at every iteration to a carry of the weight's dtype. After
 2,048 equal terms such a sum in float16 stops growing.
 
