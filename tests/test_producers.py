@@ -1,6 +1,4 @@
-"""Where a value comes from, whether two are one, and the numbers of constant ones, in programs of one line."""
-
-import dataclasses
+"""Where a value comes from, what it is a part of and whether two are one, in programs of one line."""
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +6,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jmp_train._autocast.analysis.producers import Producers, known_size, row_of, table_of
+from jmp_train._autocast.analysis.producers import Producers, row_of
 from jmp_train._jaxpr import flatten
 
 X, Y = np.ones((4, 6), np.float32), np.full((4, 6), 2, np.float32)
-HALF = np.dtype(np.float16)
 
 
 def produced(fn, *args, same=()):
@@ -181,47 +178,3 @@ def test_what_a_dot_multiplies_by_is_a_weight():
     (total, sine) = (n.outs[0] for n in program.nodes if n.name in ("add", "sin"))
     assert producers.becomes_weight(total) and producers.becomes_weight(sine)
     assert not producers.becomes_weight(product) and not producers.becomes_weight(part)
-
-
-def test_the_numbers_of_a_constant():
-    def fn(x):
-        return jnp.arange(4.0) * 2 + 1, jnp.sin(x), jnp.zeros((2048, 2048)) + 1
-
-    producers, _, (numbers, sine, many) = produced(fn, X)
-    np.testing.assert_array_equal(producers.numbers(numbers), [1, 3, 5, 7])
-    np.testing.assert_array_equal(producers.thunk(numbers)(), [1, 3, 5, 7])
-    assert producers.numbers(sine) is None and producers.numbers(many) is None
-
-
-TABLES = {
-    "selections": ([0.0, 1.0, 0.0], {"exact", "averages"}),
-    "halves": ([0.5, -0.5], {"exact", "averages", "ordered"}),
-    "integers": ([1.0, 2048.0, 7.0], {"exact"}),
-    "integers that float16 skips": ([1.0, 2049.0, 7.0], {"loses_integers"}),
-    "thirds": ([1 / 3, 1 / 7, 1 / 5], set()),
-    "bins": ([0.1, 0.2, 0.3], {"ordered"}),
-    "falling bins": ([0.3, 0.2, 0.1], {"ordered"}),
-    "ones": ([1.0, 1.0], {"exact", "averages", "uniform"}),
-    "too large": ([1e5, 1.5e5, 1e4], {"infinite", "loses_integers"}),
-    "too small": ([1e-8, 2e-8, 1.5e-8], {"vanishing"}),
-    "one that is too small beside others": ([1e-8, 0.25, 0.125], set()),
-    "infinite in any dtype": ([np.inf, 1.0, 0.5], {"exact", "averages"}),
-}
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_what_is_known_of_a_table(name):
-    numbers, expected = TABLES[name]
-    table = table_of(np.array(numbers, np.float32), (0,), HALF)
-    assert {name for name, is_so in dataclasses.asdict(table).items() if is_so} == expected
-
-
-def test_small_numbers_vanish_along_the_axis_that_a_product_contracts():
-    numbers = np.array([[1e-8, 2e-8], [0.25, 0.5]], np.float32)
-    assert table_of(numbers, (1,), HALF).vanishing and not table_of(numbers, (0,), HALF).vanishing
-
-
-def test_symbolic_sizes_are_not_known():
-    (batch,) = jax.export.symbolic_shape("batch")
-    assert known_size(jax.ShapeDtypeStruct((batch, 2), np.float32)) is None
-    assert known_size(jax.ShapeDtypeStruct((3, 2), np.float32)) == 6

@@ -1,113 +1,41 @@
-"""Where a value comes from: what it was moved from, whether two values are one, and the numbers of constant ones.
+"""Where a value comes from: what it was moved from, what it is a part of, and whether two values are one.
 
-Decides these by following producers back through a program. Does not decide what follows from it; see `products.py`.
+Decides these by following producers back through a program. Does not decide what follows from it; see
+`product_causes.py` and `entries.py`.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import dataclasses
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jax.core import Tracer
 
-from ..._dtypes import facts
-from ..._jaxpr import FlatJaxpr, Node, bind
-from ..primitives import TABLE, Rule, Trait, having
+from ..._jaxpr import FlatJaxpr, Node
+from ..._sizes import is_static
+from ..primitives import Trait, having
 
 _MOVES = having(Trait.MOVES) | {"neg"}
 _PARTS = having(Trait.PICKS) | {"pad"}  # some of the numbers, or all of them beside zeros
 _WEIGHTS = having(Trait.DOT)
 
-# What two values may be made of and be compared for equality, and what a table may be made of: beyond these, unknown.
+# What two values may be made of and be compared for equality: beyond this, unknown.
 _MOST_COMPARED = 64
-_MOST_NUMBERS = 2**20
-_MOST_EQUATIONS = 256
-
-_CONSTANT = having(Trait.CONSTANT)
-_ARITHMETIC = (Rule.LOW, Rule.HIGH, Rule.FOLLOW, Rule.SHAPE, Rule.WIDEST)
-_ENTERED = frozenset({"jit", "custom_jvp_call", "custom_vjp_call"})
-
-
-def known_size(aval: Any) -> int | None:
-    """How many numbers a value has; `None` where a dimension is symbolic, as under `jax.export`."""
-    shape = getattr(aval, "shape", ())
-    return math.prod(shape) if all(isinstance(size, int) for size in shape) else None
-
-
-def makes_constants(node: Node) -> bool:
-    """Whether a node gives the same result for the same operands, wherever it can be run, and costs little to run."""
-    if node.eqn.effects:
-        return False
-    rule = TABLE[node.name].rule if node.name in TABLE else None
-    return node.name in _CONSTANT or node.name in _ENTERED or rule in _ARITHMETIC
-
-
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """What is known of an array of constants.
-
-    Attributes:
-      infinite: some numbers are beyond what the compute dtype holds.
-      vanishing: along the contracted axes, so many are too small for it that what they add up to is lost.
-      loses_integers: all are integers, and the compute dtype skips some.
-      exact: the compute dtype holds all of them.
-      averages: it is exact, and no number is larger than one: the weights of an average or a selection.
-      ordered: one row of numbers that rise or fall, as bins and grids do.
-      uniform: all numbers are equal, as in a sum.
-    """
-
-    infinite: bool
-    vanishing: bool
-    loses_integers: bool
-    exact: bool
-    averages: bool
-    ordered: bool
-    uniform: bool
-
-
-def table_of(value: np.ndarray, contracted: tuple[int, ...], low: np.dtype) -> Table:
-    """What is known of the floating array `value`, whose axes `contracted` a product sums over."""
-    wide = np.where(np.isfinite(value), value, 0).astype(np.float64)
-    with np.errstate(over="ignore"):
-        narrow = wide.astype(low).astype(np.float64)
-    infinite = bool(np.any(~np.isfinite(narrow)))
-    exact = bool(np.array_equal(narrow, wide))
-    errors = np.sum(np.where(np.isfinite(narrow), narrow - wide, 0) ** 2, axis=contracted)
-    sizes = np.sum(wide**2, axis=contracted)
-    integers = np.array_equal(np.round(wide), wide)
-    steps = np.diff(wide.reshape(-1))
-    ordered = max(value.shape, default=0) == value.size > 1 and bool(np.all(steps > 0) or np.all(steps < 0))
-    return Table(
-        infinite=infinite,
-        # Rounding normal numbers loses at most half of `eps`, relative to each; only subnormal ones lose more.
-        vanishing=bool(np.any(errors > (2 * facts(low).eps) ** 2 * sizes)),
-        loses_integers=integers and not exact,
-        exact=exact,
-        averages=exact and bool(np.all(np.abs(wide) <= 1)),
-        ordered=ordered,
-        uniform=bool(np.all(wide == wide.reshape(-1)[:1])),
-    )
 
 
 class Producers:
-    """Answers questions about the values of one program; lazily, each once.
+    """Answers questions about the values of one program.
 
     Args:
       program: the program.
       same: for each of its inputs a token, equal for inputs that are one value outside.
-      constants: for inputs that are constants outside, a function that gives their numbers.
     """
 
-    def __init__(self, program: FlatJaxpr, same: tuple[Any, ...] = (), constants: dict[int, Callable] | None = None):
+    def __init__(self, program: FlatJaxpr, same: tuple[Any, ...] = ()):
         self.program = program
         self._producers = {number: node for node in program.nodes for number in node.outs}
         self._tokens = dict(zip(program.inputs, same, strict=True)) if same else {}
-        self._constants = constants or {}
-        self._values: dict[int, Any] = {}
 
     def source(self, number: int) -> Any:
         """What a value is but for moves and factors: the number of another value, or the token of an input."""
@@ -144,7 +72,7 @@ class Producers:
         """Whether two values are pads of which one is zero wherever the other is not: their sum joins them."""
         makers = [self._producers.get(number) for number in (one, other)]
         pads = [maker for maker in makers if maker is not None and maker.name == "pad" and self._is_zero(maker.ins[1])]
-        if len(pads) < 2 or known_size(self.program.avals[one]) is None:
+        if len(pads) < 2 or not is_static(self.program.avals[one].shape):
             return False
         places = [_padded_places(pad, self.program.avals[pad.ins[0]].shape) for pad in pads]
         return any(
@@ -230,60 +158,6 @@ class Producers:
         if isinstance(one, Tracer) or isinstance(other, Tracer) or np.size(one) != 1 or np.size(other) != 1:
             return one is other
         return bool(np.asarray(one) == np.asarray(other))
-
-    def numbers(self, number: int) -> np.ndarray | None:
-        """The numbers of a value that depends on no argument, evaluated once; `None` if it is large or unknown."""
-        if number not in self._values:
-            self._values[number] = self._evaluate(number)
-        return self._values[number]
-
-    def thunk(self, number: int) -> Callable[[], np.ndarray | None]:
-        return lambda: self.numbers(number)
-
-    def _evaluate(self, number: int) -> np.ndarray | None:
-        needed, pending = {}, [number]
-        while pending:
-            current = pending.pop()
-            node = self._producers.get(current)
-            size = known_size(self.program.avals[current])
-            if size is None or size > _MOST_NUMBERS or len(needed) > _MOST_EQUATIONS:
-                return None
-            if current in self.program.known:
-                if isinstance(self.program.known[current], Tracer):
-                    return None
-            elif node is None:
-                if current not in self._constants:
-                    return None
-            elif id(node) not in needed:
-                if not makes_constants(node):
-                    return None
-                needed[id(node)] = node
-                pending.extend(node.ins)
-        return self._run(number, [node for node in self.program.nodes if id(node) in needed])
-
-    def _run(self, number: int, nodes: list[Node]) -> np.ndarray | None:
-        values: dict[int, Any] = {}
-        program = self.program
-
-        def read(each: int) -> Any:
-            if each in values:
-                return values[each]
-            value = program.known[each] if each in program.known else self._constants[each]()
-            if value is None:
-                raise LookupError(f"constant {each} is not known")
-            return value if hasattr(value, "dtype") else np.asarray(value, program.avals[each].dtype)
-
-        def run() -> np.ndarray:
-            for node in nodes:
-                values.update(zip(node.outs, bind(node.eqn, list(map(read, node.ins))), strict=True))
-            return np.asarray(read(number))
-
-        # In a thread of its own: neither the trace nor the mesh around this one may hold the numbers.
-        with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            try:
-                return thread.submit(run).result()
-            except Exception:  # an array of another process, an axis without a mesh: not known before the program runs
-                return None
 
 
 def row_of(token: Any) -> Any:

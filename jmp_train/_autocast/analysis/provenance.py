@@ -1,13 +1,27 @@
 """What a value was computed from, as far as it decides whether a product with it is a layer's.
 
-Decides how provenances combine. Does not decide which product is a layer's; see `products.py`.
+Decides this for the values of one program, equation by equation. Does not decide which product is a layer's; see
+`product_causes.py`. What goes into the programs inside is in `products.py`.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..._jaxpr import FlatJaxpr, Node
+from ..primitives import DATA_OPERANDS, Entry, Rule, Trait, having
+from .constants import Constants
+from .producers import Producers
+from .wide_product import Cause, WideProduct
+
+_BOOL = np.dtype(np.bool_)
+_COMPUTES_FLOAT32 = (Rule.HIGH, Rule.COLLECTIVE, Rule.RECORDED)
+_SYSTEMS = having(Trait.SYSTEM)
 
 
 class Provenance(enum.Enum):
@@ -34,6 +48,7 @@ UNROUNDED_PROVENANCES = (
 FLOAT32_PROVENANCES = (*UNROUNDED_PROVENANCES, Provenance.ACTIVATION)
 PARAMETER_PROVENANCES = (Provenance.EXACT, Provenance.PARAMETER, Provenance.FACTOR)
 ROUNDED_PROVENANCES = (Provenance.NARROW, Provenance.ACTIVATION)
+_STAY = (Provenance.EXACT, Provenance.FACTOR, Provenance.SOLUTION)  # what an operation that runs in float32 leaves them
 
 
 def joined(provenances: Iterable[Provenance]) -> Provenance:
@@ -66,3 +81,63 @@ def carried_provenance(provenance: Provenance, linear: bool) -> Provenance:
     """What a loop carries: the state of a linear system is float32 data, as the roundings of its steps add up."""
     adds_up = provenance in (Provenance.DATA, Provenance.SOLUTION, *ROUNDED_PROVENANCES)
     return Provenance.STATE if linear and adds_up else provenance
+
+
+class Values:
+    """What is known of the values of one program; its nodes are added in order.
+
+    Args:
+      program: the program.
+      facts: what is known of its arguments.
+    """
+
+    def __init__(self, program: FlatJaxpr, facts: Sequence[Fact]):
+        self.program = program
+        given = {n: fact.numbers for n, fact in zip(program.inputs, facts, strict=True) if fact.numbers}
+        self.constants = Constants(program, given)
+        self.producers = Producers(program, tuple(fact.token for fact in facts))
+        self.provenances = [Provenance.DATA] * len(program.avals)
+        for number, fact in zip(program.inputs, facts, strict=True):
+            self.provenances[number] = fact.provenance
+        for number, value in program.known.items():
+            self.provenances[number] = Provenance.EXACT if np.size(value) == 1 else Provenance.DATA
+
+    def fact(self, number: int) -> Fact:
+        """What is known of a value where it enters or leaves another program."""
+        numbers = functools.partial(self.constants.numbers, number) if self.constants.is_constant[number] else None
+        return Fact(self.provenances[number], ("outside", self.producers.source(number)), numbers)
+
+    def add(self, node: Node, entry: Entry) -> None:
+        """Notes what the results of a node are, given its operands and the entry that holds for it.
+
+        This runs for every equation of a program: no function is called that need not be.
+        """
+        provenances, name, rule = self.provenances, node.name, entry.rule
+        constant = self.constants.add(node)
+        values = node.ins[DATA_OPERANDS[name]] if name in DATA_OPERANDS else node.ins
+        provenance = Provenance.EXACT
+        for number in values:
+            if provenance is Provenance.EXACT:
+                provenance = provenances[number]
+            elif provenances[number] is not provenance:
+                provenance = joined((provenance, provenances[number]))
+        if name in _SYSTEMS:
+            provenance = self._solution(node, provenance)
+        if not node.ins or (rule in _COMPUTES_FLOAT32 and provenance not in _STAY):
+            square = isinstance(entry, WideProduct) and entry.cause is Cause.SQUARE
+            computed = Provenance.ACTIVATION if provenance in ROUNDED_PROVENANCES else Provenance.DATA
+            provenance = Provenance.TABLE if constant else Provenance.SOLUTION if square else computed
+        for number in node.outs:
+            try:
+                dtype = self.program.avals[number].dtype
+            except AttributeError:  # a token
+                continue
+            rounded = rule is Rule.LOW or dtype.itemsize == 2
+            provenances[number] = Provenance.EXACT if dtype == _BOOL else Provenance.NARROW if rounded else provenance
+
+    def _solution(self, node: Node, provenance: Provenance) -> Provenance:
+        """The provenance of what a linear system makes: as it is, where an iteration solves it to a tolerance."""
+        found = {self.provenances[number] for number in node.ins}
+        if node.name == "custom_linear_solve" and found.isdisjoint((Provenance.FACTOR, Provenance.SOLUTION)):
+            return provenance
+        return Provenance.FACTOR if found.issubset(PARAMETER_PROVENANCES) else Provenance.SOLUTION

@@ -1,0 +1,146 @@
+"""The numbers of values that no argument decides, and what rounding them to 16 bits would do to a product with them.
+
+Decides both by running the equations that make such a value, while the program is planned. Does not decide what follows
+from it; see `product_causes.py`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from jax.core import Tracer
+
+from ..._dtypes import facts
+from ..._jaxpr import FlatJaxpr, Node, bind
+from ..._sizes import static_size
+from ..primitives import TABLE, Rule, Trait, having
+
+# What is larger, or takes more equations to make, is not known.
+_MOST_NUMBERS = 2**20
+_MOST_EQUATIONS = 256
+
+_CONSTANT = having(Trait.CONSTANT)
+_ARITHMETIC = (Rule.LOW, Rule.HIGH, Rule.FOLLOW, Rule.SHAPE, Rule.WIDEST)
+_ENTERED = frozenset({"jit", "custom_jvp_call", "custom_vjp_call"})
+
+
+def makes_constants(node: Node) -> bool:
+    """Whether a node gives the same result for the same operands, wherever it can be run, and costs little to run."""
+    if node.eqn.effects:
+        return False
+    rule = TABLE[node.name].rule if node.name in TABLE else None
+    return node.name in _CONSTANT or node.name in _ENTERED or rule in _ARITHMETIC
+
+
+class Constants:
+    """The values of one program that no argument decides, and their numbers: evaluated once, and only if asked for.
+
+    Args:
+      program: the program.
+      given: for inputs that are constants outside, a function that gives their numbers.
+
+    Attributes:
+      is_constant: of every value, once the node that makes it was added.
+    """
+
+    def __init__(self, program: FlatJaxpr, given: Mapping[int, Callable[[], np.ndarray | None]]):
+        self._program, self._given = program, given
+        self._numbers: dict[int, np.ndarray | None] = {}
+        self.is_constant = [False] * len(program.avals)
+        for number in given:
+            self.is_constant[number] = True
+        for number, value in program.known.items():
+            self.is_constant[number] = not isinstance(value, Tracer)
+
+    def add(self, node: Node) -> bool:
+        """Notes whether the results of a node are constants, after the nodes before it; returns that."""
+        constant = all([self.is_constant[number] for number in node.ins]) and makes_constants(node)
+        for number in node.outs:
+            self.is_constant[number] = constant
+        return constant
+
+    def numbers(self, number: int) -> np.ndarray | None:
+        """The numbers of a value; `None` of one that is no constant, large, or not known before the program runs."""
+        if number not in self._numbers:
+            nodes = self._nodes_of(number) if self.is_constant[number] else None
+            self._numbers[number] = None if nodes is None else self._run(nodes, number)
+        return self._numbers[number]
+
+    def _nodes_of(self, number: int) -> list[Node] | None:
+        """The nodes that make a constant, in order; `None` if they are many, or some of their values large."""
+        nodes, values = [], {number}
+        for node in reversed(self._program.nodes):
+            if not values.isdisjoint(node.outs):
+                nodes.append(node)
+                values.update(node.ins)
+        sizes = [static_size(self._program.avals[each].shape) for each in values]
+        small = all(size is not None and size <= _MOST_NUMBERS for size in sizes)
+        return nodes[::-1] if small and len(nodes) <= _MOST_EQUATIONS else None
+
+    def _run(self, nodes: list[Node], number: int) -> np.ndarray | None:
+        program, values = self._program, dict[int, Any]()
+
+        def read(each: int) -> Any:
+            if each in values:
+                return values[each]
+            value = program.known[each] if each in program.known else self._given[each]()
+            if value is None:
+                raise LookupError(f"constant {each} is not known")
+            return value if hasattr(value, "dtype") else np.asarray(value, program.avals[each].dtype)
+
+        def run() -> np.ndarray:
+            for node in nodes:
+                values.update(zip(node.outs, bind(node.eqn, list(map(read, node.ins))), strict=True))
+            return np.asarray(read(number))
+
+        # In a thread of its own: neither the trace nor the mesh around this one may hold the numbers.
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            try:
+                return thread.submit(run).result()
+            except Exception:  # an array of another process, an axis without a mesh: not known before the program runs
+                return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """What is known of an array of constants.
+
+    Attributes:
+      exceeds: the compute dtype cannot stand for it: some numbers are infinite there; or all are integers, of which it
+        skips some; or so many are too small for it that what they add up to along the contracted axes is lost.
+      exact: the compute dtype holds all of them.
+      averages: it is exact, and no number is larger than one: the weights of an average or a selection.
+      ordered: one row of numbers that rise or fall, as bins and grids do.
+      uniform: all numbers are equal, as in a sum.
+    """
+
+    exceeds: bool
+    exact: bool
+    averages: bool
+    ordered: bool
+    uniform: bool
+
+
+def table_of(value: np.ndarray, contracted: tuple[int, ...], low: np.dtype) -> Table:
+    """What is known of the floating array `value`, whose axes `contracted` a product sums over."""
+    wide = np.where(np.isfinite(value), value, 0).astype(np.float64)
+    with np.errstate(over="ignore"):
+        narrow = wide.astype(low).astype(np.float64)
+    infinite, exact = not np.all(np.isfinite(narrow)), bool(np.array_equal(narrow, wide))
+    # Rounding normal numbers loses at most half of `eps`, relative to each; only subnormal ones lose more.
+    errors = np.sum(np.where(np.isfinite(narrow), narrow - wide, 0) ** 2, axis=contracted)
+    vanishing = np.any(errors > (2 * facts(low).eps) ** 2 * np.sum(wide**2, axis=contracted))
+    loses_integers = not exact and np.array_equal(np.round(wide), wide)
+    steps = np.diff(wide.reshape(-1))
+    is_row = max(value.shape, default=0) == value.size > 1
+    return Table(
+        exceeds=bool(infinite or vanishing or loses_integers),
+        exact=exact,
+        averages=exact and bool(np.all(np.abs(wide) <= 1)),
+        ordered=is_row and bool(np.all(steps > 0) or np.all(steps < 0)),
+        uniform=bool(np.all(wide == wide.reshape(-1)[:1])),
+    )

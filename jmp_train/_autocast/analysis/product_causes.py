@@ -1,0 +1,162 @@
+"""Which products are no layers of a network, so that rounding their operands would lose what they compute.
+
+A dot with a weight averages over many numbers, and networks are robust to its rounding: that is what 16 bits are for.
+Programs around networks contain other dots. The angle of a rotary embedding is a position times a frequency, and half
+of its digits are a wrong angle; a Gram matrix sums squares; a table of bins holds numbers that float16 does not.
+
+Decides this for one product, by what it multiplies: a value with itself, few numbers, constants, solutions of linear
+systems. Does not decide about derivatives, nor about products whose precision was asked for; see `products.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..._jaxpr import Node
+from ..._sizes import static_size
+from .constants import Table, table_of
+from .dot_sizes import DotSizes
+from .provenance import FLOAT32_PROVENANCES, ROUNDED_PROVENANCES, UNROUNDED_PROVENANCES, Provenance, Values
+from .wide_product import Cause
+
+# Tensor Cores contract 16 numbers of 16 bits at a time; with fewer they mostly multiply padding.
+TENSOR_CORE_DEPTH = 16
+# There is an instruction for half as many. Data times a weight of that depth is a layer's, as it is if there are more
+# and the result is larger than both: in float32 it would move more bytes.
+_HALF_DEPTH = 8
+# An expectation over fewer constants, of 16 bits each, is a short contraction.
+_MOST_EXPECTATIONS = 16
+# A kernel with at most so many different filters of one channel, known when planning, is no layer.
+_FEW_FILTERS = 4
+
+_COMPUTED = (Provenance.EXACT, Provenance.TABLE)  # what a constant is, unless it is a captured array
+
+
+class ProductCauses:
+    """Says of the products of one program why they have to run in float32.
+
+    Args:
+      values: what is known of the program's values, once the nodes before a product were added.
+      low: the compute dtype.
+    """
+
+    def __init__(self, values: Values, low: np.dtype):
+        self._values, self._low = values, low
+        self._program, self._producers = values.program, values.producers
+
+    def of(self, node: Node) -> Cause | None:
+        """The cause of a dot or convolution; `None` for a layer's."""
+        tables = [self._table(node, operand) for operand in (0, 1)]
+        if any(table is not None and table.exceeds for table in tables):
+            return Cause.TABLE
+        if node.name == "conv_general_dilated":
+            return Cause.FILTER if self._is_fixed_filter(node) else None
+        if node.name != "dot_general":
+            return None
+        if self._producers.are_one(*node.ins) and self._contracts_one_axis(node):
+            return Cause.SQUARE
+        sizes = DotSizes.of(self._program, node)
+        if sizes is None:
+            return None
+        provenances, free = self._provenances(node), (sizes.left, sizes.right)
+        if max(free) == 1 or (min(free) == 1 and self._is_in_memory(node, provenances)):
+            return Cause.INNER
+        if sizes.contracted < TENSOR_CORE_DEPTH and self._is_data(node, provenances, sizes):
+            return Cause.SHORT
+        # Times a parameter, a solution or Gram matrix is what a layer is given.
+        if Provenance.SOLUTION in provenances and Provenance.PARAMETER not in provenances:
+            return Cause.SOLUTION
+        return Cause.GRID if self._is_expectation(node, tables, sizes) else None
+
+    def scales(self, node: Node) -> bool:
+        """Whether an operand is one number that the program knows, as a loss's own cotangent is."""
+        operands = zip(node.ins, self._provenances(node), strict=False)
+        return any(p is Provenance.EXACT and static_size(self._program.avals[n].shape) == 1 for n, p in operands)
+
+    def interpolates(self, node: Node) -> bool:
+        """Whether a dot averages or selects rounded values with exact weights, which rounds no operand."""
+        rounded = [provenance in ROUNDED_PROVENANCES for provenance in self._provenances(node)]
+        if node.name != "dot_general" or sum(rounded) != 1:
+            return False
+        table = self._table(node, rounded.index(False))
+        return table is not None and table.averages
+
+    def _provenances(self, node: Node) -> list[Provenance]:
+        return [self._values.provenances[number] for number in node.ins[:2]]
+
+    def _table(self, node: Node, operand: int) -> Table | None:
+        """What is known of an operand that is an array of constants."""
+        number = node.ins[operand]
+        numbers = self._values.constants.numbers(number)
+        if numbers is None:
+            return None
+        axes = tuple(range(numbers.ndim))
+        # A captured array may be a frozen network's weight: a row of tiny numbers in it is no reason to widen all.
+        if node.name == "dot_general" and self._values.provenances[number] in _COMPUTED:
+            axes = node.params["dimension_numbers"][0][operand]
+        return table_of(numbers, axes, self._low)
+
+    def _contracts_one_axis(self, node: Node) -> bool:
+        """Whether a product of a value with itself sums squares: a power of a matrix contracts two axes of it."""
+        pairs = zip(node.ins, node.params["dimension_numbers"][0], strict=True)
+        one, other = (self._producers.axes_of_source(number, axes) for number, axes in pairs)
+        return one is None or other is None or one == other
+
+    def _is_in_memory(self, node: Node, provenances: Sequence[Provenance]) -> bool:
+        """Whether a product of float32 data reads some of it from where it is float32 anyway."""
+        data = all(provenance in UNROUNDED_PROVENANCES for provenance in provenances)
+        return data and any(self._producers.is_stored(number) for number in node.ins)
+
+    def _is_data(self, node: Node, provenances: Sequence[Provenance], sizes: DotSizes) -> bool:
+        """Whether a short contraction reads float32 data, which it keeps as a multiplication does."""
+        grows, fills = sizes.result > max(sizes.operands), sizes.contracted == _HALF_DEPTH
+        wide = [provenance in FLOAT32_PROVENANCES for provenance in provenances]
+        if not any(wide):
+            # Parameters times parameters are dynamics and geometry, but for the two factors of a weight.
+            both = provenances[0] is provenances[1] is Provenance.PARAMETER
+            if not both or fills or (grows and sizes.contracted > _HALF_DEPTH):
+                return False
+            return not (grows and self._producers.becomes_weight(node.outs[0]))
+        if fills and all(provenance in ROUNDED_PROVENANCES for provenance in provenances):
+            return False  # activations times activations, as in attention
+        if not all(wide) and Provenance.STATE not in provenances and (grows or fills):
+            return sizes.contracted < _HALF_DEPTH
+        return not self.interpolates(node)
+
+    def _is_expectation(self, node: Node, tables: Sequence[Table | None], sizes: DotSizes) -> bool:
+        """Whether a product is a transform of float32 data by a table, or averages the numbers of one."""
+        provenances, is_constant = self._provenances(node), self._values.constants.is_constant
+        operands = list(zip(node.ins, tables, provenances, reversed(provenances), strict=True))
+        for number, table, provenance, other in operands:
+            # A table that the program computes. One that is captured may be a frozen network's weight.
+            if is_constant[number] and provenance in _COMPUTED and other in UNROUNDED_PROVENANCES:
+                return table is not None and not table.uniform  # uniform: a sum, which dots accumulate in float32
+        if sizes.result * _MOST_EXPECTATIONS > max(sizes.operands):
+            return False
+        for _, table, provenance, other in operands:
+            if table is not None and (provenance is Provenance.TABLE or table.ordered):
+                # Weights of an average that are rounded already, times numbers that 16 bits hold, lose nothing more.
+                return not table.exact or not (other is Provenance.NARROW or table.averages)
+        return False
+
+    def _is_fixed_filter(self, node: Node) -> bool:
+        """Whether a convolution blurs, differentiates or interpolates each channel by itself, with known weights."""
+        kernel, numbers = node.ins[1], node.params["dimension_numbers"]
+        shape, provenance = self._program.avals[kernel].shape, self._values.provenances[kernel]
+        filters, channels = (shape[axis] for axis in numbers.rhs_spec[:2])
+        if channels != 1 or provenance not in (*_COMPUTED, Provenance.DATA):
+            return False
+        source = self._producers.source(kernel)
+        size = static_size(self._program.avals[source].shape) if isinstance(source, int) else None
+        repeated = size is not None and size * filters <= math.prod(shape)  # one filter, for every channel
+        if filters == 1 or repeated or provenance is not Provenance.DATA:
+            return True
+        # An array of as many filters as channels: a frozen network's, unless they are few different ones.
+        values = self._values.constants.numbers(kernel)
+        if values is None:
+            return False
+        rows = np.moveaxis(values, numbers.rhs_spec[0], 0).reshape(filters, -1)
+        return len(np.unique(rows, axis=0)) <= _FEW_FILTERS

@@ -1,0 +1,115 @@
+"""The numbers of values that no argument decides, and what a table of them is to a product, in programs of one line."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmp_train import full_precision
+from jmp_train._autocast.analysis.constants import Constants, table_of
+from jmp_train._jaxpr import flatten
+
+HALF = np.dtype(np.float16)
+CAPTURED = jnp.asarray(np.arange(1.0, 4.0, dtype=np.float32))
+
+
+def numbers_of(fn, *args, given=None):
+    """The numbers of a program's result; `given` those of its first argument."""
+    program = flatten(jax.make_jaxpr(fn)(*args))
+    constants = Constants(program, {} if given is None else {program.inputs[0]: lambda: given})
+    for node in program.nodes:
+        constants.add(node)
+    return constants.numbers(program.outputs[0])
+
+
+def many_steps(count):
+    def fn(x):
+        y = jnp.arange(3.0)
+        for _ in range(count):
+            y = y + 1
+        return y
+
+    return fn
+
+
+# Of a function of an argument that is not known.
+KNOWN = {
+    "computed from a literal": (lambda x: jnp.arange(4.0) * 2 + 1, [1, 3, 5, 7]),
+    "a literal": (lambda x: 3.0, 3),
+    "a captured array": (lambda x: CAPTURED, [1, 2, 3]),
+    "computed from that": (lambda x: CAPTURED * 2, [2, 4, 6]),
+    "two results of one node": (lambda x: jnp.add(*jnp.split(jnp.arange(4.0), 2)), [2, 4]),
+    "of a call that the user keeps in float32": (lambda x: full_precision(jax.nn.relu)(jnp.arange(3.0) - 1), [0, 0, 1]),
+    "an argument": (lambda x: x, None),
+    "computed from it": (lambda x: jnp.arange(3.0) + x, None),
+    "with an effect": (lambda x: (jax.debug.print(""), jnp.arange(2.0))[1], [0, 1]),
+    "made by a callback": (lambda x: jax.pure_callback(lambda: np.ones(3), jax.typeof(jnp.ones(3))), None),
+    "made by a loop": (lambda x: jax.lax.fori_loop(0, 3, lambda i, y: y + 1, jnp.zeros(2)), None),
+    "from large ones": (lambda x: jnp.sum(jnp.zeros((2048, 2048))), None),
+    "by 256 equations": (many_steps(255), [255, 256, 257]),
+    "by 257": (many_steps(256), None),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_numbers_of_a_constant(name):
+    fn, expected = KNOWN[name]
+    found = numbers_of(fn, np.ones(3, np.float32))
+    assert (found is None) == (expected is None)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_constant_of_the_program_around_is_one():
+    np.testing.assert_array_equal(numbers_of(lambda x: 2 * x, np.ones(3), given=np.arange(3.0)), [0, 2, 4])
+
+
+def test_a_constant_of_the_program_around_that_is_not_known_makes_none():
+    program = flatten(jax.make_jaxpr(lambda x: 2 * x)(np.ones(3)))
+    constants = Constants(program, {program.inputs[0]: lambda: None})
+    assert constants.add(program.nodes[0]) and constants.numbers(program.outputs[0]) is None
+
+
+def test_what_cannot_be_evaluated_while_planning_is_not_known():
+    program = flatten(jax.make_jaxpr(lambda x: 2 * x)(np.ones(3)))
+    constants = Constants(program, {program.inputs[0]: lambda: 1 / 0})
+    constants.add(program.nodes[0])
+    assert constants.numbers(program.outputs[0]) is None
+
+
+def test_what_is_captured_from_another_trace_is_no_constant():
+    @jax.jit
+    def around(x):
+        assert numbers_of(lambda y: x + y, np.ones(3), given=np.ones(3)) is None
+        return x
+
+    around(np.ones(3))
+
+
+TABLES = {
+    "selections": ([0.0, 1.0, 0.0], {"exact", "averages"}),
+    "halves": ([0.5, -0.5], {"exact", "averages", "ordered"}),
+    "integers": ([1.0, 2048.0, 7.0], {"exact"}),
+    "integers that float16 skips": ([1.0, 2049.0, 7.0], {"exceeds"}),
+    "thirds": ([1 / 3, 1 / 7, 1 / 5], set()),
+    "bins": ([0.1, 0.2, 0.3], {"ordered"}),
+    "falling bins": ([0.3, 0.2, 0.1], {"ordered"}),
+    "ones": ([1.0, 1.0], {"exact", "averages", "uniform"}),
+    "too large": ([1e5, 0.1, 0.3], {"exceeds"}),
+    "too small": ([1e-8, 2e-8, 1.5e-8], {"exceeds"}),
+    "one that is too small beside others": ([1e-8, 0.25, 0.125], set()),
+    "infinite in any dtype": ([np.inf, 1.0, 0.5], {"exact", "averages"}),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_what_is_known_of_a_table(name):
+    numbers, expected = TABLES[name]
+    table = table_of(np.array(numbers, np.float32), (0,), HALF)
+    assert {name for name, is_so in dataclasses.asdict(table).items() if is_so} == expected
+
+
+def test_small_numbers_vanish_along_the_axis_that_a_product_contracts():
+    numbers = np.array([[1e-8, 2e-8], [0.25, 0.5]], np.float32)
+    assert table_of(numbers, (1,), HALF).exceeds and not table_of(numbers, (0,), HALF).exceeds
