@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from comparisons import assert_two_programs_agree
+from comparisons import assert_same_bits, assert_two_programs_agree
 
 from jmp_train import DEFAULT_RULES, autocast, explain, full_precision
 
@@ -485,3 +486,19 @@ def test_bad_arguments_are_a_sentence(arguments, message):
     call: dict[str, Any] = {"fn": len, "policy": "float32", **arguments}
     with pytest.raises(TypeError, match=message):
         autocast(**call)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
+def test_a_function_survives_pickle(policy):
+    fn = autocast(jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w))), policy)
+    expected = fn(jnp.ones((8, 8)), jnp.ones((4, 8)))  # has a plan now
+    assert_same_bits(cloudpickle.loads(cloudpickle.dumps(fn))(jnp.ones((8, 8)), jnp.ones((4, 8))), expected)
+
+
+@pytest.mark.parametrize("empty", [np.zeros((0, 4), np.float32), np.zeros((3, 0), np.float32)])
+def test_products_with_empty_arrays(empty):
+    w = jnp.ones((empty.shape[1], 5))
+    for fn in (lambda w: empty @ w, lambda w: jnp.zeros(empty.shape) @ w):
+        result = autocast(fn, "mixed_float16")(w)
+        np.testing.assert_array_equal(result, fn(w))
+        assert result.dtype == np.float32

@@ -512,3 +512,20 @@ def test_a_layer_of_sequences_trains_in_bfloat16(check_vma):
     mapped = jax.shard_map(step, mesh=mesh_of(8), in_specs=specs, out_specs=PartitionSpec(), check_vma=check_vma)
     want = jax.grad(loss)(w, x)
     assert jnp.linalg.norm(jax.jit(mapped)(w, x) - want) <= TOLERANCE["bfloat16"].gradient * jnp.linalg.norm(want)
+
+
+@pytest.mark.parametrize("length", [3, 8])  # of which one is divided by the number of devices
+def test_layers_in_a_scan_over_an_explicitly_sharded_batch(length):
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.standard_normal(shape, np.float32)) / 8 for shape in ((16, 16), (32, 16)))
+
+    def loss(w, x):
+        return jnp.mean(jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length)[0] ** 2)
+
+    grad_fn = jax.jit(functools.partial(jmp.grad(loss, "mixed_float16"), loss_scale=jmp.NoOpLossScale()))
+    want = grad_fn(w, x)
+    mesh = mesh_of(8, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        split = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+        got = grad_fn(jax.device_put(w, NamedSharding(mesh, PartitionSpec())), split)
+    assert jnp.linalg.norm(got - want) <= TOLERANCE["float16"].gradient * jnp.linalg.norm(want)

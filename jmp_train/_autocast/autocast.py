@@ -105,6 +105,13 @@ class Plan:
         return self._planner.lower(self.program)
 
 
+class _Plans(weakref.WeakKeyDictionary[Any, dict[tuple[Precision, ...], Plan]]):
+    """Plans by program and precisions of its arguments. A pickled function leaves them behind: they are made again."""
+
+    def __reduce__(self) -> tuple[type[_Plans], tuple[()]]:
+        return _Plans, ()
+
+
 def make_planned(
     fn: Callable, policy: Policy, rules: Rules, argnums: int | Sequence[int]
 ) -> Callable[..., tuple[Plan, Any]]:
@@ -116,7 +123,7 @@ def make_planned(
         raise TypeError(f"`rules` must be a Rules, got {rules!r}; edit the default: DEFAULT_RULES.replace({{...}}).")
     check_scopes(rules, policy)
     chosen = _to_argnums(argnums)
-    plans: weakref.WeakKeyDictionary[Any, dict[tuple[Precision, ...], Plan]] = weakref.WeakKeyDictionary()
+    plans = _Plans()
 
     @functools.wraps(fn)
     def recorded(*args: Any, **kwargs: Any) -> Any:

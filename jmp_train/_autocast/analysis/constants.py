@@ -142,5 +142,5 @@ def table_of(value: np.ndarray, contracted: tuple[int, ...], low: np.dtype) -> T
         exact=exact,
         averages=exact and bool(np.all(np.abs(wide) <= 1)),
         ordered=is_row and bool(np.all(steps > 0) or np.all(steps < 0)),
-        uniform=bool(np.all(wide == wide.reshape(-1)[:1])),
+        uniform=len(np.unique(wide)) <= 1,
     )

@@ -237,7 +237,9 @@ class _Link:
         stacked = {inner: outer for outer, inner in self.source.results[self.source.carry :]}
         if number not in stacked:
             aval, length = body.avals[number], self.source.equation.node.params["length"]
-            stacked[number] = self.program.new(aval.update(shape=(length, *aval.shape)))
+            rows = aval.sharding.spec.update(partitions=(None, *aval.sharding.spec))  # with explicit mesh axes
+            aval = aval.update(shape=(length, *aval.shape), sharding=aval.sharding.update(spec=rows))
+            stacked[number] = self.program.new(aval)
             self.source.results.append((stacked[number], number))
         return reader.given(_ROW, stacked[number], body.avals[number])
 
