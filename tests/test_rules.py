@@ -3,6 +3,9 @@
 Each row's primitive reads the result of a dot, which is in the compute dtype, so that its dtype shows the rule.
 """
 
+# Arguments of the wrong type are half of what some tests are about.
+# pyright: reportArgumentType=false
+
 import re
 
 import jax
@@ -13,7 +16,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jmp_train import DEFAULT_RULES, Rule, autocast, dot_product_attention, explain
+from jmp_train import DEFAULT_RULES, Rule, Rules, autocast, dot_product_attention, explain
 from jmp_train._autocast.primitives import TABLE
 
 X = jnp.full((8, 8), 0.5, jnp.float32)
@@ -311,6 +314,34 @@ def test_bad_edits():
             ),
         ):
             DEFAULT_RULES.replace({name: rule})
+
+
+@pytest.mark.parametrize(
+    "edits", ["exp", ["exp"], {lax.exp_p: "low"}, None], ids=["a name", "a list", "a primitive", "none"]
+)
+def test_edits_that_are_no_dictionary(edits):
+    message = "`edits` must be a dictionary from names, such as {'exp': 'follow'}; got "
+    with pytest.raises(TypeError, match=sentence(message + f"{edits!r}.")):
+        DEFAULT_RULES.replace(edits)
+    with pytest.raises(TypeError, match=sentence(message + f"{edits!r}.")):
+        Rules(edits=edits)
+
+
+def test_scopes_that_are_no_globs():
+    message = "`scopes` must be a dictionary from names, such as {'LayerNorm*': 'float32'}; got {1: 'float32'}."
+    with pytest.raises(TypeError, match=sentence(message)):
+        DEFAULT_RULES.with_scopes({1: "float32"})
+    for glob in ("", "a//b"):
+        with pytest.raises(ValueError, match=sentence(f"`scopes`: the glob {glob!r} has an empty segment; ")[:-1]):
+            DEFAULT_RULES.with_scopes({glob: "float32"})
+
+
+def test_the_constructor_takes_what_the_methods_take():
+    made = DEFAULT_RULES.replace({"tanh": "high", "exp": "low"}).with_scopes({"Dense_0": "float32"})
+    assert Rules(edits={"exp": "low", "tanh": "high"}, scopes={"Dense_0": "float32"}) == made
+    assert Rules(edits=(("tanh", "high"), ("exp", "low")), scopes=(("Dense_0", "float32"),)) == made
+    with pytest.raises(ValueError, match="'hihg', which is no rule"):
+        Rules(edits=(("exp", "hihg"),))
 
 
 def test_bad_residuals():

@@ -17,7 +17,8 @@ from jax.typing import DTypeLike
 
 from .._dtypes import FLOAT32, cast_floating, did_you_mean, facts, to_dtype
 from .._jaxpr import FULL_PRECISION_MARK, LOW_PRECISION_MARK
-from .._paths import glob_matches
+from .._paths import check_glob, glob_matches
+from .._values import set_fields
 from .primitives import TABLE, UNKNOWN, Entry, Rule
 
 P = ParamSpec("P")
@@ -48,6 +49,16 @@ class Rules:
     scopes: tuple[tuple[str, np.dtype], ...] = ()
     low_residuals: bool = True
 
+    def __post_init__(self) -> None:
+        edits = dict(_pairs("edits", self.edits, "{'exp': 'follow'}"))
+        scopes = _pairs("scopes", self.scopes, "{'LayerNorm*': 'float32'}")
+        rules = {name: _to_rule(name, rule) for name, rule in edits.items()}
+        set_fields(
+            self,
+            edits=tuple(sorted(rules.items(), key=lambda edit: edit[0])),
+            scopes=tuple((check_glob("scopes", glob), _to_scope_dtype(glob, dtype)) for glob, dtype in scopes),
+        )
+
     def replace(self, edits: Mapping[str, Rule | str]) -> Rules:
         """Returns rules in which the named primitives follow another rule.
 
@@ -56,20 +67,14 @@ class Rules:
             a `Rule` or its name.
 
         Raises:
+          TypeError: `edits` is no dictionary from names.
           ValueError: the name is no primitive of the table, or the rule is none that can be given.
 
         >>> DEFAULT_RULES.replace({"tanh": "high"}).entry("tanh").rule
         <Rule.HIGH: 'high'>
         """
-        merged = dict(self.edits)
-        for name, rule in edits.items():
-            if name not in TABLE:
-                raise ValueError(
-                    f"`edits` names {name!r}, which is no primitive of the table{did_you_mean(name, TABLE)}; use a "
-                    f"name as `jax.make_jaxpr` prints it."
-                )
-            merged[name] = _to_rule(name, rule)
-        return dataclasses.replace(self, edits=tuple(sorted(merged.items(), key=lambda edit: edit[0])))
+        new = dict(_pairs("edits", edits, "{'exp': 'follow'}"))
+        return dataclasses.replace(self, edits=tuple({**dict(self.edits), **new}.items()))
 
     def with_scopes(self, scopes: Mapping[str, DTypeLike]) -> Rules:
         """Returns rules that set the precision of parts of a model by their `jax.named_scope` path.
@@ -82,14 +87,15 @@ class Rules:
           scopes: globs and, for each, `"float32"` (runs as recorded, nothing narrowed) or a 16-bit dtype, which must be
             the policy's compute dtype (everything narrowed but sums).
 
+        Raises:
+          TypeError: `scopes` is no dictionary from globs.
+          ValueError: a glob has an empty segment, or the dtype is none of the two.
+
         >>> DEFAULT_RULES.with_scopes({"Dense_?": "float32"}).scope_dtype("MLP/Dense_3")
         dtype('float32')
         """
-        added = tuple((glob, to_dtype(dtype, f"scopes[{glob!r}]")) for glob, dtype in scopes.items())
-        for glob, dtype in added:
-            if facts(dtype).bits not in (16, 32):
-                raise ValueError(f"`scopes` sets {glob!r} to {dtype.name}; use float32 or a 16-bit dtype.")
-        return dataclasses.replace(self, scopes=self.scopes + added)
+        added = _pairs("scopes", scopes, "{'LayerNorm*': 'float32'}")
+        return dataclasses.replace(self, scopes=(*self.scopes, *added))
 
     def with_residuals(self, dtype: DTypeLike | None) -> Rules:
         """Returns rules that store values for the backward pass in `"float32"`, or (`None`) in the compute dtype.
@@ -116,10 +122,28 @@ class Rules:
         return dict(self.edits)
 
 
-DEFAULT_RULES = Rules()
+def _pairs(argument: str, value: Any, example: str) -> list[tuple[str, Any]]:
+    pairs: list[Any] = list(
+        value.items() if isinstance(value, Mapping) else value if isinstance(value, tuple) else [None]
+    )
+    if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
+        raise TypeError(f"`{argument}` must be a dictionary from names, such as {example}; got {value!r}.")
+    return pairs
+
+
+def _to_scope_dtype(glob: str, dtype: DTypeLike) -> np.dtype:
+    found = to_dtype(dtype, f"scopes[{glob!r}]")
+    if facts(found).bits not in (16, 32):
+        raise ValueError(f"`scopes` sets {glob!r} to {found.name}; use float32 or a 16-bit dtype.")
+    return found
 
 
 def _to_rule(name: str, rule: Rule | str) -> Rule:
+    if name not in TABLE:
+        raise ValueError(
+            f"`edits` names {name!r}, which is no primitive of the table{did_you_mean(name, TABLE)}; use a name as "
+            f"`jax.make_jaxpr` prints it."
+        )
     try:
         rule = Rule(rule)
     except ValueError:
@@ -133,6 +157,9 @@ def _to_rule(name: str, rule: Rule | str) -> Rule:
             f"with a program inside, can only be set to Rule.RECORDED, and no other primitive can become one."
         )
     return rule
+
+
+DEFAULT_RULES = Rules()
 
 
 def _marked(fn: Callable[P, R], mark: str) -> Callable[P, R]:
