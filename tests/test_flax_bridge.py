@@ -15,7 +15,7 @@ import optax
 import pytest
 from comparisons import assert_same_bits, same_bits
 from flax import linen as nn
-from flax import struct
+from flax import serialization, struct
 from flax.training import train_state
 from flax_models import CNN, NO_SCALE, digits, linen_training, run, spoiled, trained
 
@@ -31,6 +31,26 @@ ROWS = {
     "bfloat16": ("mixed_bfloat16", DYNAMIC),
     "float16": ("mixed_float16", jmp.StaticLossScale(2.0**10)),
 }
+
+
+@pytest.mark.parametrize("scale", [jmp.DynamicLossScale(2.0**10, growth_interval=5), NO_SCALE])
+def test_flax_serialization_writes_and_reads_a_state(scale):
+    params, grads = {"w": jnp.ones((2, 3))}, {"w": jnp.full((2, 3), jnp.nan)}
+    start = train_state.TrainState.create(apply_fn=jnp.sum, params=params, tx=with_loss_scale(ADAM, scale))
+    state = start.apply_gradients(grads=params).apply_gradients(grads=grads)
+    restored = serialization.from_bytes(start, serialization.to_bytes(state))
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert_same_bits(restored, state)
+
+
+def test_flax_serialization_of_another_loss_scale():
+    data = serialization.to_bytes(with_loss_scale(ADAM, NO_SCALE).init(jnp.ones(2)))
+    message = (
+        "`target` has a DynamicLossScale, whose state is ['counter', 'hysteresis_left', 'loss_scale'], and what was "
+        "saved is []. Restore with the loss scale that it was saved with."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        serialization.from_bytes(with_loss_scale(ADAM, DYNAMIC).init(jnp.ones(2)), data)
 
 
 SLOW_ROWS = [pytest.param(row, marks=pytest.mark.slow) for row in ("float32", "float16")]

@@ -14,8 +14,11 @@ resumes bit for bit. `tests/test_checkpoints.py` holds each of these:
                     opt_state=new.opt_state._replace(inner_state=old.opt_state.inner_state)), and what else it holds
     no scaling      old.opt_state.inner_state is the state of the optimizer inside with_loss_scale
     other devices   a template with other shardings
+
+`flax.serialization.to_bytes` and `from_bytes` write and read a state too, once this package is imported.
 """
 
+from . import _serialization as _serialization
 from ._attention_fn import dot_product_attention as dot_product_attention
 from ._layers import module_dtypes as module_dtypes
 from ._modules import NNXTrainState as NNXTrainState

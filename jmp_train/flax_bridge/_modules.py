@@ -4,6 +4,7 @@ Decides how a module is taken apart for `jmp_train.value_and_grad` and when its 
 step is skipped (`with_loss_scale`).
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -14,6 +15,7 @@ from flax import nnx, struct
 from .. import _grad
 from .._autocast import full_precision
 from .._grad_inputs import split_result
+from .._jaxpr import flatten, trace
 from .._paths import leaf_paths
 from .._policy import Policy
 from .._scale_state import step_metrics
@@ -72,16 +74,22 @@ def value_and_grad(
     axes = axes_of(options.get("axis_name"))
 
     def functional(params: Any, rest: Any, graphdef: Any, args: Any, kwargs: Any) -> Any:
-        # A copy: merging shares the variables, and the caller's would change.
-        model = nnx.merge(graphdef, params, rest, copy=True)
-        loss, aux = split_result(loss_fn(model, *args, **kwargs), has_aux)
-        _, after, model_state = nnx.split(model, wrt, ...)
-        _check_variables(params, after, rest, model_state)
+        def run(params: Any) -> tuple[Any, Any, Any]:
+            # A copy: merging shares the variables, and the caller's would change.
+            model = nnx.merge(graphdef, params, rest, copy=True)
+            result = loss_fn(model, *args, **kwargs)
+            _, after, model_state = nnx.split(model, wrt, ...)
+            return result, after, model_state
+
+        result, after, model_state = run(params)
+        loss, aux = split_result(result, has_aux)
+        _check_assigned(params, after, lambda params: run(params)[1])
+        _check_added(rest, model_state)
         return loss, (aux, _agreed(model_state, rest, axes))
 
     grad_fn = _grad.value_and_grad(functional, policy, has_aux=True, **options)
 
-    def with_policy(module: Any, *args: Any, loss_scale: Any = None, **kwargs: Any) -> Any:
+    def with_policy(module: Any, /, *args: Any, loss_scale: Any = None, **kwargs: Any) -> Any:
         if not isinstance(module, nnx.Module):
             raise TypeError(
                 f"the first argument must be an NNX module, got {type(module).__name__}; for trees of parameters use "
@@ -237,13 +245,26 @@ def _agreed(model_state: Any, rest: Any, axes: Any) -> Any:
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _check_variables(params: Any, after: Any, rest: Any, model_state: Any) -> None:
-    for path, before, now in zip(leaf_paths(params), jax.tree.leaves(params), jax.tree.leaves(after), strict=True):
-        if now is not before:
+def _check_assigned(params: Any, after: Any, run: Callable[[Any], Any]) -> None:
+    """Raises if `run`, which returns the variables of `params` as they are afterwards, assigned to one of them.
+
+    `nnx.jit` and `nnx.remat` give back every variable of the modules that they are given, as a result of the call. The
+    program shows whether that is the variable itself.
+    """
+    paths, leaves, structure = leaf_paths(params), jax.tree.leaves(params), jax.tree.structure(params)
+    if all(map(operator.is_, jax.tree.leaves(after), leaves)):
+        return
+    jaxpr, _ = trace(lambda *leaves: jax.tree.leaves(run(jax.tree.unflatten(structure, leaves))), *leaves)
+    program = flatten(jaxpr, also=("remat2",))
+    for path, before, now in zip(paths, program.inputs, program.outputs, strict=True):
+        if now != before:
             raise ValueError(
                 f"`loss_fn` assigned to {path!r}, which is differentiated, and the assignment would be lost; "
                 f"keep what a step computes in a variable of another kind, such as nnx.BatchStat."
             )
+
+
+def _check_added(rest: Any, model_state: Any) -> None:
     if extra := sorted(set(leaf_paths(model_state)) - set(leaf_paths(rest))):
         raise ValueError(
             f"`loss_fn` added the variables {extra} to the module; take them out before it returns, as in "
