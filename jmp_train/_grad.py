@@ -6,7 +6,7 @@ the scale is (`_loss_scale.py`) nor what happens to a step whose gradients are n
 """
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,10 +15,11 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ._autocast import DEFAULT_RULES, Rules, autocast, matmul_precision
-from ._dtypes import FLOAT32, FLOAT64
+from ._dtypes import FLOAT64, at_least_float32
 from ._grad_inputs import (
     check_argnums,
     check_differentiated,
+    check_loss_fn,
     check_loss_scale,
     check_no_modules,
     check_policy,
@@ -28,7 +29,7 @@ from ._loss_scale import LossScale, StaticLossScale
 from ._policy import Policy
 from ._scaling import multiply
 from ._sharding import AxisName, axes_of, check_axes, check_local, local, mean_gradients
-from ._static import hide_static, reveal_static
+from ._static import hide_static, is_jax_array, reveal_static
 
 
 def value_and_grad(
@@ -95,6 +96,7 @@ def value_and_grad(
     >>> print(loss, grads, grads.dtype)
     4.0 [4. 4.] float32
     """
+    check_loss_fn(loss_fn)
     policy = check_policy(policy)
     argnums = check_argnums(argnums)
     chosen = (argnums,) if isinstance(argnums, int) else argnums
@@ -110,7 +112,7 @@ def value_and_grad(
         scale = check_loss_scale(loss_scale, policy, differentiated)
         check_axes(axes)
         scaled_grads, (loss, aux) = differentiate(scale, args, kwargs)
-        loss = loss.astype(jnp.promote_types(loss.dtype, FLOAT32))
+        loss = loss.astype(at_least_float32(loss.dtype))
         if axes:
             like = differentiated[0] if isinstance(argnums, int) else tuple(differentiated)
             scaled_grads = mean_gradients(scaled_grads, like, axes, policy.reduce_dtype)
@@ -157,11 +159,11 @@ def _scaled_grad(
     allow_int: bool,
     axes: Sequence[Hashable],
     scale_loss: Callable[[Any], Any],
-    *args: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
     cast: Callable[[Sequence[Any]], Sequence[Any]] = lambda args: args,
-    **kwargs: Any,
 ) -> tuple[Any, tuple[jax.Array, Any]]:
-    """Returns the gradient of the scaled loss, and the true loss and aux."""
+    """Returns the gradient of the scaled loss of `args` and `kwargs`, and the true loss and aux."""
 
     def scaled_loss_fn(*args: Any) -> Any:
         loss, aux = split_result(loss_fn(*cast(args), **kwargs), has_aux)
@@ -183,7 +185,8 @@ def _under_autocast(
     # literal of the program that number would be taken for one of the model's, whose products do not become infinite.
     def program(scale: LossScale, number: ArrayLike | None, kwargs: Any, *args: Any) -> Any:
         scale_loss = scale.scale if number is None else functools.partial(multiply, scale=number)
-        return hide_static(scaled_grad(scale_loss, *reveal_static(args), **reveal_static(kwargs)))
+        grads, (loss, aux) = scaled_grad(scale_loss, reveal_static(args), reveal_static(kwargs))
+        return grads, (loss, hide_static(aux, is_jax_array))  # a program would make int32 of NumPy's int64
 
     shifted = [i + 3 if i >= 0 else i for i in chosen]
     run_cast = autocast(program, policy, rules=DEFAULT_RULES if rules is None else rules, argnums=shifted)
@@ -205,7 +208,7 @@ def _as_written(
 
     def run(scale: LossScale, args: Sequence[Any], kwargs: Any) -> Any:
         with matmul_precision(policy):
-            return scaled_grad(scale.scale, *args, cast=lambda args: _cast_arguments(args, chosen, policy), **kwargs)
+            return scaled_grad(scale.scale, args, kwargs, cast=lambda args: _cast_arguments(args, chosen, policy))
 
     return run
 

@@ -53,11 +53,19 @@ def check_policy(policy: Any) -> Policy:
     return get_policy(policy)
 
 
+def check_loss_fn(loss_fn: Any) -> None:
+    if not callable(loss_fn):
+        raise TypeError(f"`loss_fn` must be callable, got {loss_fn!r}; pass the function to differentiate.")
+
+
 def check_argnums(argnums: Any) -> int | tuple[int, ...]:
     try:
-        return operator.index(argnums) if not isinstance(argnums, Sequence) else tuple(map(operator.index, argnums))
+        found = operator.index(argnums) if not isinstance(argnums, Sequence) else tuple(map(operator.index, argnums))
     except TypeError:
         raise TypeError(f"`argnums` must be an integer or a sequence of integers, got {argnums!r}.") from None
+    if found == ():
+        raise ValueError("`argnums` must name an argument to differentiate with respect to, got none.")
+    return found
 
 
 def check_no_modules(arguments: Any) -> None:

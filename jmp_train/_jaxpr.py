@@ -94,7 +94,7 @@ class FlatJaxpr:
     nodes: tuple[Node, ...]
 
 
-def trace(fn: Callable, *avals, **kwavals) -> tuple[ClosedJaxpr, Any]:
+def trace(fn: Callable, /, *avals, **kwavals) -> tuple[ClosedJaxpr, Any]:
     """The jaxpr of `fn` on abstract values (or arrays) and the tree of its result; cached by JAX per function."""
     return jax.make_jaxpr(fn, return_shape=True)(*avals, **kwavals)
 

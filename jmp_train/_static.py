@@ -1,13 +1,15 @@
 """Passing a tree with things in it that are no arrays through JAX's tracing.
 
-Decides what counts as an array: what has a dtype. Everything else (flags, strings, functions, Python numbers) is moved
-into the tree's structure, which JAX compares and remembers, and back.
+Decides what counts as an array: what has a dtype of JAX's. Everything else (flags, strings, functions, Python numbers)
+is moved into the tree's structure, which JAX compares and remembers, and back.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 Tree = TypeVar("Tree")
 
@@ -20,6 +22,8 @@ class _Static:
     value: Any
 
     def _key(self) -> Any:
+        if isinstance(self.value, float):
+            return self.value.hex()  # 0.0 == -0.0
         try:
             hash(self.value)
         except TypeError:
@@ -35,13 +39,23 @@ class _Static:
         return hash((type(self.value), self._key()))
 
 
-def hide_static(tree: Tree) -> Tree:
+def is_jax_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array)
+
+
+def _is_array(leaf: Any) -> bool:
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype.kind not in "OSUMm"  # objects, text and dates, which JAX has no arrays of
+    return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not isinstance(leaf, type)  # as np.float32 is
+
+
+def hide_static(tree: Tree, is_array: Callable[[Any], bool] = _is_array) -> Tree:
     """Returns `tree` with every leaf that is no array moved into its structure.
 
     >>> jax.tree.leaves(hide_static({"x": jax.numpy.ones(2), "train": True}))
     [Array([1., 1.], dtype=float32)]
     """
-    return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") and hasattr(leaf, "shape") else _Static(leaf), tree)
+    return jax.tree.map(lambda leaf: leaf if is_array(leaf) else _Static(leaf), tree)
 
 
 def reveal_static(tree: Tree) -> Tree:

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jmp_train as jmp
-from jmp_train import NoOpLossScale, StaticLossScale
+from jmp_train import NoOpLossScale, StaticLossScale, grad
 
 SCALE = StaticLossScale(2.0**10)
 POLICIES = ["float32", "mixed_bfloat16", "mixed_float16"]
@@ -155,3 +155,26 @@ class SquaredScale(jmp.StaticLossScale):
 def test_a_loss_scale_of_the_users_own_scales_as_it_says():
     grad_fn = jmp.grad(lambda w: jnp.sum(w**2), "mixed_float16")
     np.testing.assert_array_equal(grad_fn(jnp.ones(2), loss_scale=SquaredScale(8.0)), [2, 2])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.dtype("float16"), jnp.bfloat16, "float16"], ids=str)
+def test_dtypes_reach_the_loss_as_they_are(dtype):
+    def loss(w, dtype):
+        return jnp.mean(w.astype(dtype).astype(jnp.float32))
+
+    assert grad(loss, "mixed_bfloat16")(jnp.ones(4), dtype).dtype == jnp.float32
+    assert grad(loss, "mixed_bfloat16")(jnp.ones(4), dtype=dtype).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("array", [np.array(["a", "b"]), np.array([{}, {}]), np.array(["2020-01-01"], "datetime64[D]")])
+def test_arrays_that_jax_has_not_reach_the_loss_as_they_are(array):
+    def loss(w, batch):
+        assert batch["ids"] is array
+        return jnp.mean(w) * len(batch["ids"])
+
+    assert grad(loss, "mixed_bfloat16")(jnp.ones(1), {"ids": array}) == len(array)
+
+
+def test_zeros_of_both_signs_are_two_numbers():
+    grad_fn = grad(lambda w, sign: w * jnp.copysign(1.0, sign), "mixed_bfloat16")
+    assert [float(grad_fn(jnp.float32(1), sign)) for sign in (0.0, -0.0, 0.0)] == [1, -1, 1]

@@ -243,6 +243,18 @@ def test_leaves_without_gradients(argument, got):
         grad(lambda tree: 0.0, "float32")(argument)
 
 
+def test_what_is_no_loss_function():
+    message = "`loss_fn` must be callable, got None; pass the function to differentiate."
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        grad(None, "float32")  # pyright: ignore[reportArgumentType]
+
+
+def test_no_argument_to_differentiate():
+    message = "`argnums` must name an argument to differentiate with respect to, got none."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        grad(loss_fn, "float32", argnums=())
+
+
 def test_arguments_that_are_not_there_are_left_to_jax():
     with pytest.raises(Exception, match="argnums"):
         grad(loss_fn, "float32", argnums=5)(jnp.float32(1))

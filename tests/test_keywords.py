@@ -1,0 +1,63 @@
+"""Whatever the keywords of a user's function are called, every wrapper hands them on."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jmp_train as jmp
+from jmp_train import diagnostics, flax_bridge
+
+# What the package's own functions call their arguments.
+NAMES = (
+    "fn", "args", "kwargs", "avals", "argnums", "axes", "allow_int", "cast", "chosen", "has_aux", "loss_fn", "model",
+    "module", "number", "policy", "program", "rules", "scale", "scale_loss", "self",
+)  # fmt: skip
+X = jnp.ones((16, 16))
+WRAPPERS = {
+    "autocast": lambda fn: jmp.autocast(fn, "mixed_bfloat16"),
+    "full_precision": jmp.full_precision,
+    "low_precision": jmp.low_precision,
+    "value_and_grad": lambda fn: jmp.value_and_grad(fn, "mixed_bfloat16"),
+    "value_and_grad without autocast": lambda fn: jmp.value_and_grad(fn, "mixed_bfloat16", autocast=False),
+    "grad": lambda fn: jmp.grad(fn, "mixed_bfloat16"),
+    "explain": lambda fn: jmp.explain(fn, "mixed_bfloat16"),
+    "assert_policy": lambda fn: jmp.assert_policy(fn, "mixed_bfloat16"),
+    "find_overflow": diagnostics.find_overflow,
+    "tensor_core_report": diagnostics.tensor_core_report,
+    "backward_histogram": lambda fn: diagnostics.backward_histogram(jax.grad(fn)),
+    "sensitivity": lambda fn: diagnostics.sensitivity(fn, "mixed_bfloat16"),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_keyword_may_have_any_name(wrapper):
+    def fn(w, x, **factors):
+        return jnp.mean(x @ w) * sum(factors.values())
+
+    factors = {name: jnp.float32(2) for name in NAMES}
+    result = WRAPPERS[wrapper](fn)(X, X, **factors)
+    if wrapper in ("autocast", "full_precision", "low_precision"):
+        assert result == fn(X, X, **factors)
+    elif wrapper.startswith("value_and_grad"):
+        assert result[0] == fn(X, X, **factors)
+
+
+def test_a_function_among_the_keywords_is_the_users():
+    def loss(w, x, cast):
+        return jnp.mean(cast(x) @ w)
+
+    for autocast in (True, False):
+        grad_fn = jmp.value_and_grad(loss, "mixed_bfloat16", autocast=autocast)
+        assert grad_fn(X, X, cast=lambda x: 3 * x)[0] == 3 * grad_fn(X, X, cast=lambda x: x)[0]
+
+
+def test_a_keyword_of_a_modules_loss_may_have_any_name():
+    def loss(net, x, **factors):
+        return jnp.mean(net(x)) * sum(factors.values())
+
+    net = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+    factors = {name: jnp.float32(2) for name in NAMES}
+    value, *_ = flax_bridge.value_and_grad(loss, "mixed_bfloat16")(net, X, **factors)
+    one, *_ = flax_bridge.value_and_grad(loss, "mixed_bfloat16")(net, X, factor=jnp.float32(2 * len(NAMES)))
+    assert value == one
