@@ -101,7 +101,7 @@ def to_dtype(dtype: DTypeLike, argument: str = "dtype") -> np.dtype:
         )
     try:
         name = np.dtype(dtype).name
-    except TypeError:
+    except (TypeError, ValueError):  # a dict or a list is read as the fields of a structure
         if not isinstance(dtype, str):
             raise TypeError(
                 f"`{argument}` must be a floating dtype such as 'float16' or jnp.float32, "
@@ -179,6 +179,17 @@ def facts(dtype: DTypeLike) -> Format:
     True
     """
     return _facts(dtype if isinstance(dtype, np.dtype) else to_dtype(dtype))
+
+
+def at_least_float32(dtype: DTypeLike) -> np.dtype:
+    """The dtype itself if it is 32 bits or wider, float32 otherwise: what sums of such numbers are computed in.
+
+    As `jnp.promote_types(dtype, float32)`, which raises under `jax_numpy_dtype_promotion="strict"`.
+
+    >>> at_least_float32("bfloat16"), at_least_float32("float64")
+    (dtype('float32'), dtype('float64'))
+    """
+    return FLOAT32 if np.dtype(dtype).itemsize < 4 else np.dtype(dtype)
 
 
 def is_floating(leaf: Any) -> bool:

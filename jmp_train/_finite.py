@@ -71,14 +71,26 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
       on_false: a tree of the same structure, shapes and dtypes.
 
     Raises:
-      ValueError: `pred` is not one boolean.
+      ValueError: `pred` is not one boolean, or a leaf has another shape or dtype in one tree than in the other.
 
     Example:
       >>> select_tree(False, {"w": jnp.array([1.0])}, {"w": jnp.array([2.0])})
       {'w': Array([2.], dtype=float32)}
     """
     flag = check_flag("pred", pred)
-    return jax.tree.map(lambda a, b: b if is_float0(b) else jnp.where(flag, a, b), on_true, on_false)
+
+    def select(path: Any, a: Any, b: Any) -> Any:
+        if is_float0(b):
+            return b
+        one, other = ((jnp.shape(x), jnp.result_type(x)) for x in (a, b))
+        if one != other:
+            raise ValueError(
+                f"`on_true` and `on_false` must have the same shapes and dtypes, got {one} and {other} at "
+                f"{jax.tree_util.keystr(path, simple=True, separator='/')!r}."
+            )
+        return jnp.where(flag, a, b)
+
+    return jax.tree_util.tree_map_with_path(select, on_true, on_false)
 
 
 def is_float0(leaf: Any) -> bool:
@@ -100,12 +112,11 @@ def map_gradients(fn: Callable[[Any], Any], tree: T) -> T:
 
 def check_flag(argument: str, flag: ArrayLike) -> jax.Array:
     """The flag as a bool `[]`, or a `ValueError` that names the argument."""
-    array = jnp.asarray(flag)
-    if array.shape or array.dtype != np.bool_:
-        raise ValueError(
-            f"`{argument}` must be one boolean, got {array.dtype} of shape {array.shape}. "
-            "Pass the result of all_finite(grads)."
-        )
+    is_array = hasattr(flag, "dtype") and hasattr(flag, "shape")
+    array = jnp.asarray(flag) if is_array or isinstance(flag, bool | int | float) else None
+    if array is None or array.shape or array.dtype != np.bool_:
+        found = type(flag).__name__ if array is None else f"{array.dtype} of shape {array.shape}"
+        raise ValueError(f"`{argument}` must be one boolean, got {found}. Pass the result of all_finite(grads).")
     return array
 
 

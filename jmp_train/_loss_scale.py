@@ -216,9 +216,9 @@ class DynamicLossScale:
           ValueError: `grads_finite` is not one boolean.
         """
         finite = check_flag("grads_finite", grads_finite)
-        counter = jnp.asarray(self.counter, np.int32) + 1
+        counter = jnp.asarray(self.counter, np.int32)
         scale = jnp.asarray(self.loss_scale, np.float32)
-        grows = finite & (counter >= self.growth_interval)
+        grows = finite & (counter >= self.growth_interval - 1)
         before = jnp.asarray(self.hysteresis_left, np.int32)
         left = jnp.where(finite, before, jnp.maximum(before - 1, 0))
         grown = jnp.minimum(scale * self.growth_factor, self.max_loss_scale)
@@ -227,7 +227,7 @@ class DynamicLossScale:
         set_fields(
             new,
             loss_scale=jnp.where(grows, grown, jnp.where(~finite & (left == 0), reduced, scale)),
-            counter=jnp.where(finite & ~grows, counter, 0),
+            counter=jnp.where(finite & ~grows, counter + 1, 0),
             hysteresis_left=jnp.where(grows, self.hysteresis, left),
         )
         return new

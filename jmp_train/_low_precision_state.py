@@ -25,7 +25,7 @@ from ._master_weights import MasterWeightsState, StochasticRoundingState
 from ._scaling import widen
 from ._state_leaves import StateLeaf, Where, check_where, chosen, is_array, traced_state
 from ._stochastic_rounding import check_key, noise_at, round_stochastically, start_key
-from ._values import check_transformation
+from ._values import check_state, check_transformation
 
 
 class LowPrecisionState(NamedTuple):
@@ -99,16 +99,9 @@ def with_low_precision_state(
     inner_tx = optax.with_extra_args_support(check_transformation(inner, "with_low_precision_state"))
     key, where = check_key(key), check_where(where)
 
-    @functools.lru_cache(maxsize=16)
-    def plan(structure: Any, types: tuple[Any, ...]) -> tuple[Any, tuple[StateLeaf, ...]]:
-        state, leaves = traced_state(inner_tx.init, jax.tree.unflatten(structure, types))
-        _check_state(state)
-        return state, leaves
-
     def plan_for(params: Any) -> tuple[Any, tuple[StateLeaf, ...]]:
-        """What `inner` makes for parameters of these types: its state with shapes for arrays, and its leaves."""
         leaves, structure = jax.tree.flatten(params)
-        return plan(structure, tuple(_type_of(x) for x in leaves))
+        return _plan(inner_tx.init, structure, tuple(_type_of(x) for x in leaves))
 
     def stored(inner_state: Any, is_low: Sequence[bool], leaves: Sequence[StateLeaf], key: Any, step: Any) -> Any:
         noise = noise_at(key, step)
@@ -136,11 +129,7 @@ def with_low_precision_state(
         return LowPrecisionState(stored(inner_state, is_low, leaves, start, step), start, step + np.uint32(1))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        if not isinstance(state, LowPrecisionState):
-            raise TypeError(
-                f"`state` must be the LowPrecisionState that `init` or `update` returned, got {type(state).__name__}. "
-                "Pass the whole state, not a part of it."
-            )
+        check_state(state, LowPrecisionState)
         updates = map_gradients(widen, updates)
         if not _rounds_parameters(state.inner_state):
             params = map_gradients(widen, params)
@@ -163,6 +152,14 @@ def with_low_precision_state(
         return updates, LowPrecisionState(inner_state, state.key, state.step + np.uint32(1))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(init: Any, structure: Any, types: tuple[Any, ...]) -> tuple[Any, tuple[StateLeaf, ...]]:
+    """What `init` makes for parameters of these types: a state with shapes for arrays, and its leaves."""
+    state, leaves = traced_state(init, jax.tree.unflatten(structure, types))
+    _check_state(state)
+    return state, leaves
 
 
 def _type_of(leaf: Any) -> Any:

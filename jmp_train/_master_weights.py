@@ -20,7 +20,7 @@ from ._finite import map_gradients
 from ._paths import leaf_paths
 from ._scaling import widen
 from ._stochastic_rounding import check_key, noise_at, round_stochastically, start_key
-from ._values import check_transformation
+from ._values import check_state, check_transformation
 
 T = TypeVar("T")
 
@@ -109,6 +109,7 @@ def with_master_weights(
         return MasterWeightsState(inner_tx.init(_masters_or(masters, params)), masters)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        check_state(state, MasterWeightsState)
         _require_params(params, "with_master_weights")
         full = _masters_or(state.masters, params)
         updates, inner_state = inner_tx.update(map_gradients(widen, updates), state.inner_state, full, **extra_args)
@@ -153,7 +154,7 @@ def sync_master_weights(opt_state: T, params: Any) -> T:
       params: the parameters as changed, of the structure, shapes and dtypes that `init` saw.
 
     Raises:
-      ValueError: `opt_state` has no master weights, or more than one set; `params` has another structure.
+      ValueError: `opt_state` has no master weights, or more than one set; `params` has another structure or shape.
 
     Example:
       >>> tx = with_master_weights(optax.sgd(1.0))
@@ -168,6 +169,9 @@ def sync_master_weights(opt_state: T, params: Any) -> T:
             f"got leaves {leaf_paths(params)}. Make a new state with `init` if the parameters' dtypes changed."
         )
     new = _map_masters(lambda m, p: jnp.asarray(p).astype(m.dtype), old, params)
+    for path, m, p in zip(leaf_paths(old), jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
+        if m.shape != p.shape:
+            raise ValueError(f"`params`: {path!r} has the shape {p.shape}, and its master weight {m.shape}.")
     return jax.tree.map(lambda x: x._replace(masters=new) if _is_state(x) else x, opt_state, is_leaf=_is_state)
 
 
@@ -219,6 +223,7 @@ def with_stochastic_rounding(
         return StochasticRoundingState(inner_state, start_key(key), jnp.zeros((), np.uint32))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        check_state(state, StochasticRoundingState)
         _require_params(params, "with_stochastic_rounding")
         full = jax.tree.map(_widen_bfloat16, params)
         updates, inner_state = inner_tx.update(map_gradients(widen, updates), state.inner_state, full, **extra_args)

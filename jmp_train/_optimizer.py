@@ -4,6 +4,7 @@ Decides which steps are skipped, and that a skipped step leaves no trace. Does n
 (`_loss_scale.py`), and does not scale the loss: whoever differentiates reads the scale with `get_loss_scale`.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from ._paths import leaf_paths
 from ._scale_state import LossScaleState, find_states
 from ._scaling import widen
 from ._sharding import axes_of, check_axes
-from ._values import check_transformation
+from ._values import check_state, check_transformation
 
 
 def with_loss_scale(
@@ -106,21 +107,22 @@ def with_loss_scale(
         given = updates
         flags, loss_finite = _finite_on_all_devices(updates, extra_args.get("value"), axes)
         finite = jnp.all(flags)
+        skipped = (~finite).astype(np.int32)
         nonfinite_losses = state.nonfinite_losses
         if loss_finite is not None:
-            nonfinite_losses += finite & ~loss_finite
+            nonfinite_losses += (finite & ~loss_finite).astype(np.int32)
         grads = map_gradients(_finite_elements, jax.tree.map(_zero_for_float0, updates))
         updates, inner_state = inner_tx.update(grads, state.inner_state, params, **extra_args)
         updates = jax.tree.map(lambda u: _update_or_zero(finite, u), updates)
         return _integers_stay(updates, given), LossScaleState(
-            inner_state=jax.tree.map(lambda new, old: _new_or_old(finite, new, old), inner_state, state.inner_state),
+            inner_state=_new_or_old_state(finite, inner_state, state.inner_state),
             loss_scale=state.loss_scale.adjust(finite),
             grads_finite=finite,
-            skipped_steps=state.skipped_steps + ~finite,
+            skipped_steps=state.skipped_steps + skipped,
             consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
             nonfinite_losses=nonfinite_losses,
             last_overflow=jnp.where(finite, state.last_overflow, ~flags),
-            overflow_counts=state.overflow_counts + ~flags,
+            overflow_counts=state.overflow_counts + (~flags).astype(np.int32),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -171,6 +173,17 @@ def _update_or_zero(finite: jax.Array, update: Any) -> jax.Array:
     return jnp.where(finite, update, -jnp.zeros_like(update))
 
 
+def _new_or_old_state(finite: jax.Array, new: Any, old: Any) -> Any:
+    """Selects the inner state; what only an update makes, as `optax.monitor` its measurements, was zero before."""
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        known, paths = dict(zip(leaf_paths(old), jax.tree.leaves(old), strict=True)), leaf_paths(new)
+        if lost := sorted(known.keys() - set(paths)):
+            raise ValueError(f"`inner` made {lost} in its state, which its update left out: a skip has to restore it.")
+        leaves = [known.get(path, jnp.zeros_like(x)) for path, x in zip(paths, jax.tree.leaves(new), strict=True)]
+        old = jax.tree.unflatten(jax.tree.structure(new), leaves)
+    return jax.tree.map(functools.partial(_new_or_old, finite), new, old)
+
+
 def _new_or_old(finite: jax.Array, new: Any, old: Any) -> Any:
     """Selects one leaf of the inner state; the dtype stays, also where float32 gradients meet 16-bit moments."""
     same = jnp.result_type(new) == jnp.result_type(old)
@@ -187,11 +200,7 @@ def _check_loss_scale(loss_scale: Any) -> LossScale:
 
 
 def _check_structure(grads: Any, state: Any, params: Any) -> None:
-    if not isinstance(state, LossScaleState):
-        raise TypeError(
-            f"`state` must be the LossScaleState that `init` or `update` returned, got {type(state).__name__}. "
-            "Pass the whole state, not a part of it."
-        )
+    check_state(state, LossScaleState)
     found, expected = leaf_paths(grads), None if params is None else leaf_paths(params)
     if expected is not None and found != expected:
         missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from ._dtypes import FLOAT32
+from ._dtypes import FLOAT32, at_least_float32
 from ._finite import is_float0, is_gradient
 
 T = TypeVar("T")
@@ -132,7 +132,7 @@ def _checked(axes: Sequence[Hashable]) -> frozenset[Any]:
 
 def _mean(grad: jax.Array, over: tuple[Hashable, ...], devices: int, reduce_dtype: Any) -> jax.Array:
     """The sum over the axes `over`, divided by a number of devices in at least float32."""
-    wide = jnp.promote_types(grad.dtype, FLOAT32)
+    wide = at_least_float32(grad.dtype)
     share = grad.astype(wide) / devices
     if not over:
         return share.astype(grad.dtype)

@@ -91,6 +91,15 @@ def register(cls: type, leaves: tuple[str, ...], static: tuple[str, ...]) -> Non
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
 
 
+def check_state(state: Any, kind: type) -> None:
+    """Raises a `TypeError` if `state` is not the state of a transformation, which is a `kind`."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"`state` must be the {kind.__name__} that `init` or `update` returned, got {type(state).__name__}. "
+            "Pass the whole state, not a part of it."
+        )
+
+
 def check_transformation(inner: Any, caller: str) -> Any:
     """Returns `inner`, or raises a `TypeError` if it is no optax transformation."""
     if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):

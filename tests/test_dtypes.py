@@ -61,6 +61,11 @@ def test_short_names_are_those_of_jmp():
         ),
         (float, TypeError, "got float; name the width you want."),
         (
+            {"w": 1},
+            TypeError,
+            "`dtype` must be a floating dtype such as 'float16' or jnp.float32, got {'w': 1} of type dict.",
+        ),
+        (
             3,
             TypeError,
             "`dtype` must be a floating dtype such as 'float16' or jnp.float32, got 3 of type int.",

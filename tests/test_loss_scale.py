@@ -219,3 +219,11 @@ def test_fixed_scales_never_move(scale):
     assert jax.tree.leaves(scale) == [] and jax.jit(lambda s: s)(scale) == scale
     assert hash(scale) == hash(pickle.loads(pickle.dumps(scale)))
     assert scale.loss_scale in (1.0, 8.0)
+
+
+def test_the_largest_counter_there_can_be():
+    scale = DynamicLossScale(4.0, growth_interval=2**31 - 1, counter=2**31 - 3)
+    for size, counter in ((4.0, 2**31 - 2), (8.0, 0), (8.0, 1)):
+        scale = scale.adjust(True)
+        assert (float(scale.loss_scale), int(scale.counter)) == (size, counter)
+    assert float(DynamicLossScale(4.0, counter=2**31 - 1).adjust(True).loss_scale) == 8.0

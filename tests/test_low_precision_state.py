@@ -7,6 +7,7 @@
 import re
 
 import chex
+import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -543,3 +544,11 @@ class TestErrors:
         tx = with_low_precision_state(optax.sgd(1e-3), where="nonsense")
         with pytest.raises(ValueError, match=r"^`where`: the glob 'nonsense' matches none"):
             tx.init(parameters())
+
+
+def test_a_transformation_survives_pickle():
+    tx = with_low_precision_state(optax.adam(1e-2))
+    params = {"w": jnp.ones((4, 2))}
+    state = tx.init(params)
+    again = cloudpickle.loads(cloudpickle.dumps(tx))
+    assert_same_bits(again.update(params, state, params), tx.update(params, state, params))

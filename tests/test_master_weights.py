@@ -247,6 +247,16 @@ class TestErrors:
             f"`inner` must be an optax transformation, got float. Pass an optimizer, as in {name}(optax.adam(1e-3))."
         )
         self.check(TypeError, message, wrap, 0.1)
+        message = (
+            f"`state` must be the {type(tx.init(params)).__name__} that `init` or `update` returned, got dict. Pass "
+            "the whole state, not a part of it."
+        )
+        self.check(TypeError, message, tx.update, params, {}, params)
+
+    def test_parameters_of_other_shapes_than_the_masters(self):
+        state = with_master_weights(optax.sgd(0.1)).init({"w": jnp.ones((2, 3), jnp.bfloat16)})
+        message = "`params`: 'w' has the shape (3,), and its master weight (2, 3)."
+        self.check(ValueError, message, sync_master_weights, state, {"w": jnp.ones(3, jnp.bfloat16)})
 
     def test_narrow_or_disabled_masters(self):
         message = "`dtype` must be float32 or float64, got float16: masters keep what 16 bits cannot hold."

@@ -182,3 +182,29 @@ def halved(tree, dtype):
 
 LEARNS_FROM_DIFFERENCES = {"backtracking", "centred_rmsprop", "lbfgs", "zoom"}
 REFUSES_16_BIT_PARAMETERS = {"galore", "lbfgs", "mechanize", "novograd"}
+
+
+MONITORED = optax.chain(optax.adam(0.1), optax.monitor({"norm": optax.tree.norm}))
+
+
+def test_what_only_an_update_adds_to_a_state_is_zero_until_a_step_is_taken():
+    bare, tx = MONITORED, with_loss_scale(MONITORED)
+    state, bare_state = tx.init(PARAMS), bare.init(PARAMS)
+    _, skipped = tx.update(gradients(0, np.nan), state, PARAMS)
+    assert skipped.inner_state[1].measurements == {"norm": 0}
+    for seed, start in enumerate((state, skipped)):
+        updates, after = tx.update(gradients(seed), start, PARAMS)
+        bare_updates, bare_after = bare.update(gradients(seed), bare_state, PARAMS)
+        assert_same_bits((updates, after.inner_state), (bare_updates, bare_after))
+        _, kept = tx.update(gradients(2, np.inf), after, PARAMS)
+        assert_same_bits(kept.inner_state, after.inner_state)
+
+
+def test_a_state_of_which_an_update_leaves_something_out():
+    forgetful = optax.GradientTransformation(
+        lambda params: {"a": params["b"]}, lambda grads, state, params: (grads, {})
+    )
+    tx = with_loss_scale(forgetful)
+    message = r"^`inner` made \['a'\] in its state, which its update left out: a skip has to restore it\.$"
+    with pytest.raises(ValueError, match=message):
+        tx.update(gradients(0), tx.init(PARAMS), PARAMS)

@@ -1,5 +1,8 @@
 """scale and unscale: every kind of leaf, in which dtype it is computed, and what the numbers are."""
 
+# Arguments of the wrong type are half of what some tests are about.
+# pyright: reportArgumentType=false
+
 import dataclasses
 
 import jax
@@ -214,3 +217,15 @@ def bits(tree):
 def test_select_tree_takes_one_boolean():
     with pytest.raises(ValueError, match=r"^`pred` must be one boolean, got int32 of shape \(\)\. Pass the result of"):
         select_tree(1, 2, 3)
+    for flag, name in (({"w": True}, "dict"), (None, "NoneType")):
+        with pytest.raises(ValueError, match=rf"^`pred` must be one boolean, got {name}\. Pass the result of"):
+            select_tree(flag, 2, 3)
+        with pytest.raises(ValueError, match=rf"^`grads_finite` must be one boolean, got {name}\. Pass"):
+            DynamicLossScale().adjust(flag)
+
+
+@pytest.mark.parametrize("other", [jnp.ones(1), jnp.ones((2, 3)), jnp.ones(3, jnp.float16), jnp.ones(3, jnp.int32)])
+def test_select_tree_broadcasts_and_promotes_nothing(other):
+    message = r"^`on_true` and `on_false` must have the same shapes and dtypes, got \(\(3,\), dtype\('float32'\)\) and "
+    with pytest.raises(ValueError, match=message + r".* at 'w/0'\.$"):
+        select_tree(True, {"w": [jnp.ones(3)]}, {"w": [other]})

@@ -335,6 +335,10 @@ def test_in_a_training_step_with_an_injected_infinity():
             "'float8_e5m2', got float8_e8m0fnu.",
         ),
         (
+            lambda: diagnostics.suggest_loss_scale({"w": print}),
+            "`tree_or_histogram` has leaves, and none is floating; pass gradients.",
+        ),
+        (
             lambda: diagnostics.suggest_loss_scale(jnp.ones(2), margin=0.5),
             "`margin` must be at least 1, got 0.5. Pass how many times larger gradients may get.",
         ),

@@ -177,7 +177,7 @@ def backward(query: Any, key: Any, value: Any, *rest: Any, settings: Settings) -
     if attending is not None:
         averaged = jnp.where(attending, jnp.zeros((), gradient.dtype), gradient)
         averaged = jnp.sum(averaged.reshape(*gradient.shape[:2], key.shape[2], -1, key.shape[3]), (1, 3), jnp.float32)
-        found[2] = (found[2] + averaged[:, None] / key.shape[1]).astype(value.dtype)
+        found[2] = (found[2].astype(jnp.float32) + averaged[:, None] / key.shape[1]).astype(value.dtype)
     if settings.bias_has_gradient:
         bias = settings.named(extras)["bias"]
         found[3] = sum_to(found[3].astype(jnp.float32), bias.shape).astype(bias.dtype)

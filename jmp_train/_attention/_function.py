@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from .._dtypes import at_least_float32
 from .._sharding import local, varying_axes
 from .._sizes import is_static
 from ._primitives import attention_p
@@ -211,7 +212,7 @@ def _scaled(query: jax.Array, key: jax.Array, scale: Any) -> tuple[jax.Array, ja
 
     A query times 3,000 would leave float16's range where the logits do not.
     """
-    wide = jnp.promote_types(query.dtype, jnp.float32)
+    wide = at_least_float32(query.dtype)
     scale = jnp.asarray(scale, wide)
     size = jnp.maximum(jnp.abs(jax.lax.stop_gradient(scale)), 1)
     of_key = jnp.floor(jnp.floor(jnp.log2(size)) / 2)

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .._dtypes import at_least_float32
 from ._settings import Settings
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -73,7 +73,7 @@ def partitioned(run: Callable[..., tuple[Any, ...]], settings: Settings, shapes:
 
 
 def _summed(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = at_least_float32(x.dtype)
     return jax.lax.psum(x.astype(wide), axes).astype(x.dtype) if axes else x
 
 

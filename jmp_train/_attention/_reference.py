@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._dtypes import at_least_float32
 from ._settings import DROPOUT, EXTRAS, Settings
 
 Array = jax.Array
@@ -125,7 +126,7 @@ class _Attention(NamedTuple):
 
     @classmethod
     def of(cls, query: Array, key: Array, extras: list[Array], settings: Settings, exact_products: bool) -> _Attention:
-        dtype = jnp.promote_types(query.dtype, jnp.float32)
+        dtype = at_least_float32(query.dtype)
         named = settings.named(extras)
         rows, columns = query.shape[1], key.shape[1]
         mask = allowed(rows, columns, settings, named)
@@ -211,7 +212,7 @@ def shifted(bias: Array, mask: Array | None = None) -> Array:
     Softmax does not change by it. A number beyond 65,504 is none in float16, and a row of -1e9, as padding is often
     written, would leave nothing of the logits in a log-sum-exp.
     """
-    wide = jnp.promote_types(bias.dtype, jnp.float32)
+    wide = at_least_float32(bias.dtype)
     bias = jnp.clip(bias.astype(wide), -_HUGE, _HUGE)
     top = jnp.max(bias if mask is None else jnp.where(mask, bias, -_HUGE), axis=-1, keepdims=True)
     bias = bias - lax.stop_gradient(top)
@@ -231,7 +232,7 @@ def merged(
       written: the part of it that the result has to say.
       dtype: of the result.
     """
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = at_least_float32(dtype)
     masked = jnp.asarray(_MASKED.get(np.dtype(dtype).name, -(2.0**126)), wide)
     if bias is not None:
         bias = jnp.maximum(shifted(bias, mask).astype(wide), masked / 2)  # above what masks

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from ..._autocast import Rules
-from ..._dtypes import FLOAT32
+from ..._dtypes import at_least_float32
 from ..._explain import Explanation, explain
 from ..._grad import grad
 from ..._grad_inputs import check_loss_scale
@@ -116,7 +116,7 @@ def _relative_error(tree: Any, truth: Any) -> jax.Array:
 
     def square(leaf: jax.Array) -> jax.Array:
         magnitude = jnp.abs(leaf)
-        return jnp.sum(jnp.square(magnitude.astype(jnp.promote_types(magnitude.dtype, FLOAT32)) / size))
+        return jnp.sum(jnp.square(magnitude.astype(at_least_float32(magnitude.dtype)) / size))
 
     leaves = list(zip(jax.tree.leaves(tree), jax.tree.leaves(truth), strict=True))
     return jnp.sqrt(sum(square(one - true) for one, true in leaves) / sum(square(true) for _, true in leaves))

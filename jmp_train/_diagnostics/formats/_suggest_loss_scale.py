@@ -47,7 +47,7 @@ def suggest_loss_scale(tree_or_histogram: Any, dtype: DTypeLike = "float16", mar
       S, float32 `[]`.
 
     Raises:
-      ValueError: `dtype` is no such format, or `margin` no number of at least 1.
+      ValueError: `dtype` is no such format, `margin` no number of at least 1, or no leaf of the tree is floating.
 
     Reference: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2: any S will do as long as
     S * max|g| does not exceed 65,504.
@@ -65,6 +65,8 @@ def suggest_loss_scale(tree_or_histogram: Any, dtype: DTypeLike = "float16", mar
         tree_or_histogram.check_single()
         return _from_bins(jnp.asarray(tree_or_histogram.counts), tree_or_histogram.wide, limit)
     leaves = floating_leaves(tree_or_histogram, "suggest_loss_scale")
+    if not leaves and jax.tree.leaves(tree_or_histogram):
+        raise ValueError("`tree_or_histogram` has leaves, and none is floating; pass gradients.")
     seen = [_largest_and_nonfinite(leaf.array, leaf.wide) for leaf in leaves]
     return _from_largest(seen, tuple(leaf.wide for leaf in leaves), limit)
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...._dtypes import FLOAT32
+from ...._dtypes import at_least_float32
 from ...._jaxpr import Node
 from ...._sizes import is_less
 from ...ir import Equation, Op, Program
@@ -73,7 +73,7 @@ def scatter_to_windows(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
     source, operand = operands
     strides, starts = node.params["window_strides"], starts_of_places(node)
     chosen = _chosen(operand, source.shape, starts, strides, node.params["select_prim"].name == "ge")
-    total = jnp.zeros(operand.shape, jnp.promote_types(source.dtype, FLOAT32))
+    total = jnp.zeros(operand.shape, at_least_float32(source.dtype))
     for place, start in enumerate(starts):
         handed = lax.select(chosen == place, source, lax.full_like(source, 0)).astype(total.dtype)
         total += lax.pad(handed, jnp.zeros((), total.dtype), _placing(start, strides, source.shape, operand.shape))

@@ -65,7 +65,8 @@ def add_one_per_row(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
     operand, indices, updates = operands
     axis, rows = node.params["dimension_numbers"].inserted_window_dims[0], [*operand.shape]
     size, rows[axis] = rows[axis], 1
-    index = lax.convert_element_type(lax.reshape(indices, rows), jnp.promote_types(indices.dtype, np.int32))
+    wide = indices.dtype if indices.dtype.itemsize >= 4 else np.int32  # that holds every index
+    index = lax.convert_element_type(lax.reshape(indices, rows), wide)
     if _mode(node) == "CLIP":
         index = lax.clamp(np.zeros((), index.dtype), index, jnp.asarray(size - 1, index.dtype))
     every = range(operand.ndim)
