@@ -102,6 +102,7 @@ def test_which_precisions_ask_for_float32(precision, policys, asks):
 
 EXACT, TABLE, PARAMETER, NARROW = Provenance.EXACT, Provenance.TABLE, Provenance.PARAMETER, Provenance.NARROW
 DATA, ACTIVATION, STATE, SOLUTION = Provenance.DATA, Provenance.ACTIVATION, Provenance.STATE, Provenance.SOLUTION
+FACTOR = Provenance.FACTOR
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,14 @@ DATA, ACTIVATION, STATE, SOLUTION = Provenance.DATA, Provenance.ACTIVATION, Prov
         ([ACTIVATION, NARROW], ACTIVATION),
         ([ACTIVATION, PARAMETER], ACTIVATION),
         ([ACTIVATION, DATA], DATA),
+        ([STATE, DATA], STATE),
+        ([STATE, TABLE], STATE),
+        ([STATE, PARAMETER], DATA),
+        ([SOLUTION, DATA], SOLUTION),
+        ([SOLUTION, STATE], SOLUTION),
+        ([SOLUTION, NARROW], DATA),
+        ([SOLUTION, PARAMETER], DATA),
+        ([FACTOR, DATA], DATA),
     ],
 )
 def test_what_an_operation_makes_of_several_provenances(provenances, expected):
@@ -127,6 +136,8 @@ def test_what_an_operation_makes_of_several_provenances(provenances, expected):
 
 @pytest.mark.parametrize("provenance", Provenance)
 def test_what_a_loop_carries(provenance):
-    adds_up = provenance in (DATA, SOLUTION, NARROW, ACTIVATION)
-    assert carried_provenance(provenance, linear=True) is (STATE if adds_up else provenance)
-    assert carried_provenance(provenance, linear=False) is provenance
+    adds_up = provenance in (DATA, STATE, SOLUTION, NARROW, ACTIVATION)
+    assert carried_provenance(provenance, is_state=True, is_solution=False) is (STATE if adds_up else provenance)
+    for is_state in (True, False):
+        assert carried_provenance(provenance, is_state, is_solution=True) is (SOLUTION if adds_up else provenance)
+    assert carried_provenance(provenance, is_state=False, is_solution=False) is provenance

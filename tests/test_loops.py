@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jmp_train._autocast.analysis.loops import accumulates, is_counted, is_linear, is_residual_stream
+from jmp_train._autocast.analysis.loops import accumulates, is_counted, is_linear, is_residual_stream, solves
 from jmp_train._jaxpr import flatten
 
 RNG = np.random.default_rng(0)
 C, D = (RNG.normal(size=(4, 4)).astype(np.float32) for _ in range(2))
 
-ACCUMULATES, STREAM, LINEAR = "accumulates", "residual stream", "linear"
+ACCUMULATES, STREAM, LINEAR, SOLVES = "accumulates", "residual stream", "linear", "solves"
 
 
 def scanned(c, d):
@@ -56,6 +56,10 @@ BODIES = {
     "a product and a quotient of terms": (lambda c, d: (c @ d) / (1 + d * d), {LINEAR}),
     "a product and a quotient": (lambda c, d: d / (c @ d), set()),
     "terms alone": (lambda c, d: d @ d, set()),
+    "a solution": (lambda c, d: jnp.linalg.solve(c + d, d), {SOLVES}),
+    "a factor of a function of it": (lambda c, d: jnp.linalg.cholesky(jnp.sin(c)) + d, {SOLVES}),
+    "a solution beside": (lambda c, d: (jnp.sin(c), jnp.linalg.solve(c, d))[0], set()),
+    "a solution of terms": (lambda c, d: jnp.sin(c) + jnp.linalg.solve(d, d), set()),
 }  # fmt: skip
 
 
@@ -64,7 +68,7 @@ def test_what_a_body_makes_of_its_carry(name):
     fn, expected = BODIES[name]
     program = flatten(jax.make_jaxpr(fn)(C, D))
     start, result = program.inputs[0], program.outputs[0]
-    questions = {ACCUMULATES: accumulates, STREAM: is_residual_stream, LINEAR: is_linear}
+    questions = {ACCUMULATES: accumulates, STREAM: is_residual_stream, LINEAR: is_linear, SOLVES: solves}
     assert {question for question, ask in questions.items() if ask(program, start, result)} == expected
 
 

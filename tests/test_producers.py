@@ -156,6 +156,9 @@ STORED = {
     "an argument": (lambda x: 2 * x.T, ("argument", 0), True),
     "an argument of a program around": (lambda x: x, ("outside", ("argument", 0)), True),
     "rows of an argument": (lambda x: x, ("row", ("outside", ("argument", 0))), True),
+    "part of an argument": (lambda x: x[1:3].T, ("argument", 0), True),
+    "an argument beside zeros": (lambda x: pad(x, 1, 0), ("argument", 0), True),
+    "an argument beside ones": (lambda x: lax.pad(x, np.float32(1), [(1, 0, 0), (0, 0, 0)]), ("argument", 0), False),
     "computed around": (lambda x: x, ("outside", 7), False),
     "computed": (lambda x: jnp.sin(x), ("argument", 0), False),
     "captured": (lambda x: Y.T, ("argument", 0), True),
@@ -167,6 +170,14 @@ def test_what_is_in_memory_as_float32(name):
     fn, token, expected = STORED[name]
     producers, _, (result,) = produced(fn, X, same=(token,))
     assert producers.is_stored(result) == expected
+
+
+def test_the_factors_of_a_product():
+    producers, (x, y), (product, moved, scaled, total, square) = produced(
+        lambda x, y: (x * y, (x * y).T, 2 * (x * y), x * y + 1, x * x), X, Y
+    )
+    assert all(producers.factors(number) == (x, y) for number in (product, moved, scaled))
+    assert producers.factors(total) == () and producers.factors(square) == (x, x) and producers.factors(x) == ()
 
 
 def test_what_a_dot_multiplies_by_is_a_weight():

@@ -85,6 +85,15 @@ WIDE = {
     "an expectation of exact numbers": (
         lambda w, x: jax.nn.softmax(x @ w) @ jnp.arange(64.0), W, X, Cause.GRID),
     "a matrix of data times a vector": (lambda w, x: x @ (x[0] * w[0]), W, X, Cause.INNER),
+    "a weighted Gram matrix": (lambda w, x: (x * w[0]).T @ (x * w[0] * jnp.exp(x[:, :1])), W, X, Cause.SQUARE),
+    "weighted on the left": (lambda w, x: (x * w[0] * jnp.exp(x[:, :1])).T @ (x * w[0]) / 2, W, X, Cause.SQUARE),
+    "a matrix of data times a part of a vector": (
+        lambda w, x: jnp.sinh(w[:32, :60] * x[:32, :60]) @ jnp.concatenate([x[0]])[2:62], W, X, Cause.INNER),
+    "a matrix of data times zeros": (lambda w, x: (x * w[0]) @ jnp.zeros(64), W, X, Cause.INNER),
+    "covariances of a filter": (
+        lambda w, x: lax.scan(
+            lambda p, _: (x[:, :32] @ p @ x[:, :32].T * w[:32, :32] + jnp.eye(32), None), jnp.eye(32), None, 2)[0],
+        W, X, Cause.STATE),
     "a solution": (
         lambda w, x: (x * w[0]) @ jnp.linalg.solve(jnp.eye(64) + jnp.outer(x[0], x[0]), x.T), W, X, Cause.SOLUTION),
     "a Cholesky factor": (

@@ -73,6 +73,10 @@ CASES = {
     "a Gram matrix of data": (lambda w, x: x.T @ x, SOLUTION),
     "a Gram matrix of results": (lambda w, x: (lambda h: h.T @ h)(x @ w), SOLUTION),
     "a function of a Gram matrix": (lambda w, x: 1 + 2 * (x.T @ x), SOLUTION),
+    "a Gram matrix and data": (lambda w, x: x.T @ x + x, SOLUTION),
+    "a Gram matrix times data": (lambda w, x: (x.T @ x) @ x, SOLUTION),
+    "a weighted Gram matrix of data": (lambda w, x: x.T @ (jnp.sin(x) * x), SOLUTION),
+    "a Gram matrix and a parameter": (lambda w, x: x.T @ x + w, DATA),
     "a Gram matrix and results": (lambda w, x: x.T @ x + x @ w, DATA),
     "an exponential of a Gram matrix": (lambda w, x: jnp.exp(x.T @ x), SOLUTION),
     "a factor of data": (lambda w, x: jnp.linalg.cholesky(1 + x), SOLUTION),
@@ -93,6 +97,16 @@ CASES = {
     "a function of data in a call": (lambda w, x: jax.checkpoint(jnp.exp)(x), DATA),
     "the states of a linear system": (states(lambda s, w, x: s @ w), STATE),
     "the states of one with input": (states(lambda s, w, x: s @ w + x), STATE),
+    "a function of the states": (lambda w, x: jnp.exp(states(lambda s, w, x: s @ w)(w, x)), DATA),
+    "the states times data": (
+        lambda w, x: lax.scan(lambda s, _: (x @ s, None), jnp.exp(x), None, 3)[0] @ x, STATE),
+    "the states and data": (lambda w, x: states(lambda s, w, x: s @ w)(w, x) + x[:, :8], STATE),
+    "what linear systems are solved for": (
+        lambda w, x: lax.scan(lambda p, _: (jnp.linalg.solve(p + x, p), p), jnp.eye(16), None, 3)[1], SOLUTION),
+    "what they are solved for, of results": (
+        lambda w, x: lax.scan(lambda p, _: (jnp.linalg.solve(p + x, p), p), x @ w, None, 3)[1], SOLUTION),
+    "beside what they are solved for": (
+        lambda w, x: lax.scan(lambda s, _: ((s[0] + 1, jnp.linalg.solve(x, s[1])), s[0]), (x, x), None, 3)[1], DATA),
     "the states of a nonlinear system": (states(lambda s, w, x: jnp.tanh(s @ w)), DATA),
     "the states of one that a parameter starts": (
         lambda w, x: lax.scan(lambda s, _: (s @ w[:8, :8], s), w[:8, :8], None, 3)[1], STATE),

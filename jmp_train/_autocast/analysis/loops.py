@@ -20,6 +20,7 @@ _ADDS = having(Trait.ACCUMULATES)
 _PASSES = having(Trait.MOVES) | {"convert_element_type"}
 _ADDS_TO_STREAM = having(Trait.ADDS) | _PASSES | {"select_n"}
 _TERMS = having(Trait.ADDS | Trait.JOINS)  # linear in all of their operands together
+_SYSTEMS = having(Trait.SYSTEM)
 _LINEAR = having(Trait.LINEAR | Trait.PICKS) | _PASSES | _TERMS
 
 
@@ -180,6 +181,15 @@ def is_linear(program: FlatJaxpr, start: int, result: int) -> bool:
             return False
         products |= node.name == "dot_general"
     return products and result in dependent
+
+
+def solves(program: FlatJaxpr, start: int, result: int) -> bool:
+    """Whether a linear system is solved between a carry and what comes back, as for a Kalman filter's covariance."""
+    dependent, leading = dependents(program, [start]), _leads_to(program, result)
+    return any(
+        node.name in _SYSTEMS and not dependent.isdisjoint(node.ins) and not leading.isdisjoint(node.outs)
+        for node in program.nodes
+    )
 
 
 def _leads_to(program: FlatJaxpr, result: int) -> set[int]:

@@ -59,9 +59,14 @@ class Producers:
                 break
         return self._tokens.get(number, number)
 
+    def factors(self, number: int) -> tuple[int, ...]:
+        """The factors of a value that is a product of two arrays, moved and scaled; none of any other value."""
+        node = self._producers.get(self.source(number))
+        return node.ins if node is not None and node.name == "mul" else ()
+
     def is_stored(self, number: int) -> bool:
-        """Whether a value is an argument or a captured array, moved or scaled: it is in memory, as float32."""
-        source = self.source(number)
+        """Whether a value is, or is part of, an argument or a captured array: it is in memory, as float32."""
+        source = self._follow(number, _MOVES | _PARTS, scales=True)
         if isinstance(source, int):
             return source in self.program.known
         while isinstance(source, tuple) and source[0] in ("outside", "row"):

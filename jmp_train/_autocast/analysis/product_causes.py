@@ -56,12 +56,12 @@ class ProductCauses:
             return Cause.FILTER if self._is_fixed_filter(node) else None
         if node.name != "dot_general":
             return None
-        if self._producers.are_one(*node.ins) and self._contracts_one_axis(node):
+        sizes, provenances = DotSizes.of(self._program, node), self._provenances(node)
+        if self._is_square(node, provenances):
             return Cause.SQUARE
-        sizes = DotSizes.of(self._program, node)
         if sizes is None:
             return None
-        provenances, free = self._provenances(node), (sizes.left, sizes.right)
+        free = (sizes.left, sizes.right)
         if max(free) == 1 or (min(free) == 1 and self._is_in_memory(node, provenances)):
             return Cause.INNER
         if sizes.contracted < TENSOR_CORE_DEPTH and self._is_data(node, provenances, sizes):
@@ -69,6 +69,8 @@ class ProductCauses:
         # Times a parameter, a solution or Gram matrix is what a layer is given.
         if Provenance.SOLUTION in provenances and Provenance.PARAMETER not in provenances:
             return Cause.SOLUTION
+        if Provenance.STATE in provenances and all(each in UNROUNDED_PROVENANCES for each in provenances):
+            return Cause.STATE
         return Cause.GRID if self._is_expectation(node, tables, sizes) else None
 
     def scales(self, node: Node) -> bool:
@@ -99,6 +101,17 @@ class ProductCauses:
             axes = node.params["dimension_numbers"][0][operand]
         return table_of(numbers, axes, self._low)
 
+    def _is_square(self, node: Node, provenances: Sequence[Provenance]) -> bool:
+        """Whether a product sums squares of one value or, where all is float32 data, weighted ones: `x.T @ (w * x)`."""
+        left, right = node.ins
+        if self._producers.are_one(left, right):
+            return self._contracts_one_axis(node)
+        if not all(provenance in UNROUNDED_PROVENANCES for provenance in provenances):
+            return False
+        pairs = [(each, right) for each in self._producers.factors(left)]
+        pairs += [(left, each) for each in self._producers.factors(right)]
+        return any(self._producers.are_one(*pair) for pair in pairs)
+
     def _contracts_one_axis(self, node: Node) -> bool:
         """Whether a product of a value with itself sums squares: a power of a matrix contracts two axes of it."""
         pairs = zip(node.ins, node.params["dimension_numbers"][0], strict=True)
@@ -107,7 +120,9 @@ class ProductCauses:
 
     def _is_in_memory(self, node: Node, provenances: Sequence[Provenance]) -> bool:
         """Whether a product of float32 data reads some of it from where it is float32 anyway."""
-        data = all(provenance in UNROUNDED_PROVENANCES for provenance in provenances)
+        # Zeros and ones stand beside data where a solver starts, and as the weights of a sum.
+        found = [provenance for provenance in provenances if provenance is not Provenance.EXACT]
+        data = bool(found) and all(provenance in UNROUNDED_PROVENANCES for provenance in found)
         return data and any(self._producers.is_stored(number) for number in node.ins)
 
     def _is_data(self, node: Node, provenances: Sequence[Provenance], sizes: DotSizes) -> bool:

@@ -18,7 +18,7 @@ from ..._sizes import static_size
 from ..ir import Place, Precision, is_float32
 from ..primitives import TABLE, Entry, Rule, Trait, having
 from .dot_sizes import DotSizes, asks_for_float32
-from .loops import is_linear
+from .loops import is_linear, solves
 from .producers import row_of
 from .product_causes import TENSOR_CORE_DEPTH, ProductCauses
 from .provenance import Fact, Provenance, Values, carried_provenance, joined
@@ -161,14 +161,16 @@ class _Visit:
         """The results of a loop: its carries start as they are given and come back as the body returns them."""
         program, _ = self._planner.recorded(body, self._place.inside(node))
         ends = zip(program.inputs[consts:], program.outputs[:carry], strict=False)
-        states = [is_linear(program, *end) for end in ends]
+        kinds = [(is_linear(program, *end), solves(program, *end)) for end in ends]
         rows = [Fact(fact.provenance, row_of(fact.token)) for fact in facts[consts + carry :]]
-        carried = [carried_provenance(fact.provenance, s) for fact, s in zip(facts[consts:], states, strict=False)]
+        carried = [
+            carried_provenance(fact.provenance, *kind) for fact, kind in zip(facts[consts:], kinds, strict=False)
+        ]
         while True:
             inside = [*facts[:consts], *map(Fact, carried), *rows]
             results = self._inside(node, body, inside, 0)
             after = [joined((a, fact.provenance)) for a, fact in zip(carried, results, strict=False)]
-            after = list(map(carried_provenance, after, states))
+            after = [carried_provenance(each, *kind) for each, kind in zip(after, kinds, strict=True)]
             if after == carried:
                 return results
             carried = after

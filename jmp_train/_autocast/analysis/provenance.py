@@ -58,6 +58,9 @@ def joined(provenances: Iterable[Provenance]) -> Provenance:
         return found[0] if found else Provenance.EXACT
     if not any([each in FLOAT32_PROVENANCES for each in found]):
         return Provenance.NARROW
+    if all([each in UNROUNDED_PROVENANCES for each in found]):
+        # What is computed from a solution or state and data is one, as the covariance of a Kalman filter.
+        return next((each for each in (Provenance.SOLUTION, Provenance.STATE) if each in found), Provenance.DATA)
     if any([each in UNROUNDED_PROVENANCES[1:] for each in found]):
         return Provenance.DATA
     return Provenance.ACTIVATION if any([each in ROUNDED_PROVENANCES for each in found]) else Provenance.DATA
@@ -77,10 +80,16 @@ class Fact(NamedTuple):
     numbers: Any = None
 
 
-def carried_provenance(provenance: Provenance, linear: bool) -> Provenance:
-    """What a loop carries: the state of a linear system is float32 data, as the roundings of its steps add up."""
-    adds_up = provenance in (Provenance.DATA, Provenance.SOLUTION, *ROUNDED_PROVENANCES)
-    return Provenance.STATE if linear and adds_up else provenance
+def carried_provenance(provenance: Provenance, is_state: bool, is_solution: bool) -> Provenance:
+    """What a loop carries, which is float32 data if the roundings of its steps add up.
+
+    They do in the state of a linear recurrence (`loops.is_linear`), and in what linear systems are solved for
+    (`loops.solves`).
+    """
+    adds_up = provenance in (Provenance.DATA, Provenance.STATE, Provenance.SOLUTION, *ROUNDED_PROVENANCES)
+    if not adds_up or not (is_state or is_solution):
+        return provenance
+    return Provenance.SOLUTION if is_solution else Provenance.STATE
 
 
 class Values:
@@ -123,8 +132,9 @@ class Values:
                 provenance = joined((provenance, provenances[number]))
         if name in _SYSTEMS:
             provenance = self._solution(node, provenance)
-        if not node.ins or (rule in _COMPUTES_FLOAT32 and provenance not in _STAY):
-            square = isinstance(entry, WideProduct) and entry.cause is Cause.SQUARE
+        cause = entry.cause if isinstance(entry, WideProduct) else None
+        if not node.ins or (rule in _COMPUTES_FLOAT32 and provenance not in _STAY and cause is not Cause.STATE):
+            square = cause is Cause.SQUARE
             computed = Provenance.ACTIVATION if provenance in ROUNDED_PROVENANCES else Provenance.DATA
             provenance = Provenance.TABLE if constant else Provenance.SOLUTION if square else computed
         for number in node.outs:

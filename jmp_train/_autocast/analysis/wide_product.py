@@ -19,6 +19,7 @@ class Cause(enum.Enum):
     INNER = "inner products of float32 data, or only one: no Tensor Core computes them"
     SQUARE = "a value times itself, a square"
     SOLUTION = "multiplies a Gram matrix, or a solution or factor of a linear system: their digits cancel"
+    STATE = "multiplies the state of a linear recurrence by data: the roundings of its steps add up"
     SYSTEM = "belongs to the derivative of a linear system or a factorization"
     TABLE = "multiplies constants that the compute dtype cannot hold"
     GRID = "an expectation over a table of constants, or such a table times float32 data"
