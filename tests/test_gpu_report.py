@@ -305,3 +305,19 @@ def test_a_description_that_the_compiler_does_not_take():
 def test_bad_input(call, error, message):
     with pytest.raises(error, match="^" + re.escape(message) + "$"):
         call()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [None, "mixed_float16"])
+def test_products_that_no_tile_of_triton_divides_are_those_of_cublas(policy):
+    """A Vision Transformer has 197 tokens, so that its layers have 1,576 rows."""
+
+    def loss(w, x):
+        q, k, v = ((x @ w[n]).reshape(8, 197, 8, 64) for n in range(3))
+        p = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        return jnp.sum((jnp.einsum("bhqk,bkhd->bqhd", p, v).reshape(8, 197, 512) @ w[3]) ** 2)
+
+    w, x = jax.ShapeDtypeStruct((4, 512, 512), jnp.float32), jax.ShapeDtypeStruct((8, 197, 512), jnp.float32)
+    made = gpu_report(jax.grad(loss), policy=policy)(w, x)
+    assert len(made.products) >= 6 and any("cuBLAS" in note for note in made.notes)
+    assert "cuBLAS" in str(made)

@@ -22,7 +22,9 @@ from ._gpus import get_gpu
 
 _PLUGIN = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 # Autotuning times kernels, for which it needs a GPU.
-COMPILER_OPTIONS: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
+_OPTIONS: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
+# What XLA says where the tile sizes that it takes without autotuning do not divide a product, as one of 8 x 197 rows.
+_NO_TILES = "Couldn't find output tile sizes"
 
 
 def gpu_mesh(devices: int | Mapping[str, int] = 1, gpu: str = "H200") -> Mesh:
@@ -159,7 +161,17 @@ def compile_for_gpu(
     **jit_options: Any,
 ) -> jax.stages.Compiled:
     """Compiles `jax.jit(fn, **jit_options)` for `args`."""
-    return lower_for_gpu(fn, gpu_mesh(devices, gpu), args, {}, **jit_options).compile(compiler_options=COMPILER_OPTIONS)
+    return compile_lowered(lower_for_gpu(fn, gpu_mesh(devices, gpu), args, {}, **jit_options))[0]
+
+
+def compile_lowered(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, bool]:
+    """Compiles for the GPUs that `lowered` is for; and whether XLA could give products to Triton, or to cuBLAS only."""
+    try:
+        return lowered.compile(compiler_options=_OPTIONS), True
+    except jax.errors.JaxRuntimeError as error:
+        if _NO_TILES not in str(error):
+            raise
+    return lowered.compile(compiler_options={**_OPTIONS, "xla_gpu_enable_triton_gemm": False}), False
 
 
 def gpu_module(fn: Callable[..., Any], *args: Any, **options: Any) -> str:

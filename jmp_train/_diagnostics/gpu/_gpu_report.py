@@ -17,7 +17,7 @@ from ..._autocast import autocast
 from ..._explain._emitted import LOOPS, Emitted, emitted_of
 from ..._flops import PRODUCTS
 from ..._policy import Policy, get_policy
-from ._compile import COMPILER_OPTIONS, gpu_mesh, is_jitted, lower_for_gpu, mesh_axes, module_text, traced_program
+from ._compile import compile_lowered, gpu_mesh, is_jitted, lower_for_gpu, mesh_axes, module_text, traced_program
 from ._compiled_products import products
 from ._copies import explained_copies, unused_donors
 from ._gpus import GPU, get_gpu
@@ -26,6 +26,10 @@ from ._kernels import collective_kernels, kernels, narrow_sums, opcode_of, unkno
 from ._report import Collective, GPUReport, Memory, NarrowSum
 
 # The warning of `jax.jit` for donated arguments that fit no result.
+_WITHOUT_TRITON = (
+    "Triton's tile sizes do not divide a product, and only a GPU can try others: all products are counted as cuBLAS's, "
+    "which fuse with less of what is around them."
+)
 _UNUSED = re.compile(r"^Some donated buffers were not usable: (.*)\.$", re.M)
 
 
@@ -103,7 +107,7 @@ def gpu_report(
         with warnings.catch_warnings(record=True) as raised:
             warnings.simplefilter("always")
             lowered = lower_for_gpu(program, mesh, args, kwargs, **options)
-            compiled = lowered.compile(compiler_options=COMPILER_OPTIONS)
+            compiled, with_triton = compile_lowered(lowered)
         text = module_text(compiled)
         unused = _unused_donations(raised)
         with jax.set_mesh(mesh):
@@ -111,6 +115,7 @@ def gpu_report(
         notes = tuple(_notes(emitted, described))
         for note in notes:
             warnings.warn(note, stacklevel=2)
+        notes = notes if with_triton else (*notes, _WITHOUT_TRITON)
         return GPUReport(
             gpu=described.name,
             bandwidth=described.bandwidth,

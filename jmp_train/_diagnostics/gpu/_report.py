@@ -120,7 +120,7 @@ class GPUReport:
       unused_donations: donated arguments that fit no result, by shape: their memory is at most used for a while.
       unknown_loops: how many loops count as one iteration, for the compiler does not know their length.
       memory: what it holds at its peak.
-      notes: what the program asks for that the GPU does not have.
+      notes: what the program asks for that the GPU does not have, and what was compiled in another way than there.
     """
 
     gpu: str
