@@ -108,6 +108,20 @@ def test_what_else_is_computed_from_a_low_copy_is_read_as_it_is(name, read, expe
     assert decided(name, exp_that_a_dot_reads, W, X) == [expected]
 
 
+def test_dots_of_both_sides_read_one_low_copy():
+    def times(x, y):
+        return lax.dot_general(x, y, (((1,), (1,)), ((), ())))
+
+    def fn(w, x):
+        h, y = jnp.exp(x @ w), x @ w
+        return times(h @ w, h), times(y @ w, y)
+
+    program = after("save_or_remat", fn, W, X)
+    uses = [e.uses for e in program.equations if e.name == "dot_general" and e.depth == 2]
+    assert [[use.residual for use in pair] for pair in uses] == [[False, False], [False, True]]
+    assert {use.dtype for pair in uses for use in pair} == {np.dtype(np.float16)}
+
+
 def test_a_difference_of_two_low_copies_is_read_as_it_is():
     def two_that_dots_read(w, x):
         h, k = jnp.exp(x @ w), jnp.exp(x @ A)

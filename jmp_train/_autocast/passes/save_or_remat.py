@@ -14,11 +14,12 @@ al., "Training deep nets with sublinear memory cost", 2016, do so for whole laye
 A value that is read across a dot is, in this order:
 
 1. *saved in the compute dtype*, if a dot reads it in that dtype anyway and no reader minds the rounding
-   (`Fact.has_low_copy`), or if it is in the compute dtype and a dot's result, or computed from one: then 2 bytes a
-   number are written once, behind an `optimization_barrier`, and read by all. Of a convolution it is the sum with the
-   bias: cuDNN adds that in the same kernel, if nothing else reads the convolution. The same holds for a cotangent that
-   a chain with an expensive function makes and that a sum reads beside others, as a norm's backward pass reads the
-   gradient of a GELU: the kernel of the sum ends before the others can start, so XLA stores it, in float32;
+   (`Fact.has_low_copy`; dots of both sides read the same copy), or if it is in the compute dtype and a dot's result, or
+   computed from one: then 2 bytes a number are written once, behind an `optimization_barrier`, and read by all. Of a
+   convolution it is the sum with the bias: cuDNN adds that in the same kernel, if nothing else reads the convolution.
+   The same holds for a cotangent that a chain with an expensive function makes and that a sum reads beside others, as a
+   norm's backward pass reads the gradient of a GELU: the kernel of the sum ends before the others can start, so XLA
+   stores it, in float32;
 2. *rematerialized*, if it is elementwise in values of which the reader finds the very numbers that the equation read,
    and to read those costs fewer bytes than to write and read it (`analysis/residual_costs.py`);
 3. *saved as it is*, if it is a comparison (1 byte, where both operands would be saved otherwise), unless what it
@@ -269,6 +270,10 @@ def _is_residual(
     use, access = equation.uses[position], equation.accesses[position]
     fact, value = program.facts[use.value], values[use.value]
     if not (value.saved or value.remat) or (fact.has_low_copy and access is Access.CARRIED):
+        return False
+    # Dots of both sides read the same numbers in the same memory. Behind a barrier XLA would pad them once more for the
+    # dot of the other side where it pads: attention over 196 tokens would move 1.2 times the bytes.
+    if fact.has_low_copy and equation.is_narrow_dot:
         return False
     shared = fact.has_low_copy or (value.expensive and context.flow.readers[use.value] > 1)
     return equation.depth > fact.depth or (shared and access is not Access.FUSED)
