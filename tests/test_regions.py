@@ -136,6 +136,18 @@ def test_a_low_part_is_low_forward_and_backward(name):
     assert {op.dtype for op in found} == {"float16"}
 
 
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_what_a_low_part_transforms_is_low_too(name):
+    """The mark stands around the loop, branch or call whose body is planned."""
+
+    def loss(x):
+        return jnp.mean(low_precision(TRANSFORMS[name](jnp.sin))(x))
+
+    x = jnp.ones((3, 8, 8)) if "vmap" in name else X
+    found = [op for op in operations(jax.grad(loss), x) if op.primitive in ("sin", "cos")]
+    assert found and {op.dtype for op in found} == {"float16"}
+
+
 def test_a_scope_of_two_segments_finds_what_is_computed_again():
     def loss(x):
         with jax.named_scope("Net"):
