@@ -57,8 +57,14 @@ class Constants:
             self.is_constant[number] = not isinstance(value, Tracer)
 
     def add(self, node: Node) -> bool:
-        """Notes whether the results of a node are constants, after the nodes before it; returns that."""
-        constant = all([self.is_constant[number] for number in node.ins]) and makes_constants(node)
+        """Notes whether the results of a node are constants, after the nodes before it; returns that.
+
+        As `Values.add`, this runs for every equation.
+        """
+        constant = True
+        for number in node.ins:
+            constant = constant and self.is_constant[number]
+        constant = constant and makes_constants(node)
         for number in node.outs:
             self.is_constant[number] = constant
         return constant

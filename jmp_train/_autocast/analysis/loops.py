@@ -185,11 +185,11 @@ def is_linear(program: FlatJaxpr, start: int, result: int) -> bool:
 
 def solves(program: FlatJaxpr, start: int, result: int) -> bool:
     """Whether a linear system is solved between a carry and what comes back, as for a Kalman filter's covariance."""
+    systems = [node for node in program.nodes if node.name in _SYSTEMS]
+    if not systems:
+        return False
     dependent, leading = dependents(program, [start]), _leads_to(program, result)
-    return any(
-        node.name in _SYSTEMS and not dependent.isdisjoint(node.ins) and not leading.isdisjoint(node.outs)
-        for node in program.nodes
-    )
+    return any(not (dependent.isdisjoint(node.ins) or leading.isdisjoint(node.outs)) for node in systems)
 
 
 def _leads_to(program: FlatJaxpr, result: int) -> set[int]:
