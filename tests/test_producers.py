@@ -173,11 +173,14 @@ def test_what_is_in_memory_as_float32(name):
 
 
 def test_the_factors_of_a_product():
-    producers, (x, y), (product, moved, scaled, total, square) = produced(
-        lambda x, y: (x * y, (x * y).T, 2 * (x * y), x * y + 1, x * x), X, Y
-    )
-    assert all(producers.factors(number) == (x, y) for number in (product, moved, scaled))
-    assert producers.factors(total) == () and producers.factors(square) == (x, x) and producers.factors(x) == ()
+    def fn(x, y):
+        products = x * y, (x * y).T, 2 * (x * y), jnp.einsum("ij,kj->ikj", x, y)
+        return *products, x / y, x * x, x * y + 1, x.T @ y, x
+
+    producers, (x, y), (*products, quotient, square, total, dot, same) = produced(fn, X, Y)
+    assert all({*producers.factors(number)} == {x, y} for number in products)
+    assert producers.factors(square) == (x, x) and producers.factors(quotient) == (x,)
+    assert producers.factors(total) == producers.factors(dot) == producers.factors(same) == ()
 
 
 def test_what_a_dot_multiplies_by_is_a_weight():

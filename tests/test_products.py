@@ -86,6 +86,8 @@ WIDE = {
         lambda w, x: jax.nn.softmax(x @ w) @ jnp.arange(64.0), W, X, Cause.GRID),
     "a matrix of data times a vector": (lambda w, x: x @ (x[0] * w[0]), W, X, Cause.INNER),
     "a weighted Gram matrix": (lambda w, x: (x * w[0]).T @ (x * w[0] * jnp.exp(x[:, :1])), W, X, Cause.SQUARE),
+    "weighted by an einsum": (
+        lambda w, x: jnp.einsum("ni,n,nj->ij", x * w[0], jnp.exp(x[:, 0]), x * w[0]), W, X, Cause.SQUARE),
     "weighted on the left": (lambda w, x: (x * w[0] * jnp.exp(x[:, :1])).T @ (x * w[0]) / 2, W, X, Cause.SQUARE),
     "a matrix of data times a part of a vector": (
         lambda w, x: jnp.sinh(w[:32, :60] * x[:32, :60]) @ jnp.concatenate([x[0]])[2:62], W, X, Cause.INNER),

@@ -60,9 +60,13 @@ class Producers:
         return self._tokens.get(number, number)
 
     def factors(self, number: int) -> tuple[int, ...]:
-        """The factors of a value that is a product of two arrays, moved and scaled; none of any other value."""
+        """The factors of a product or quotient of two arrays, moved and scaled; none of any other value."""
         node = self._producers.get(self.source(number))
-        return node.ins if node is not None and node.name == "mul" else ()
+        if node is None or node.name not in ("mul", "div", "dot_general"):
+            return ()
+        # An einsum multiplies by a dot that contracts no axis.
+        contracts = node.name == "dot_general" and node.params["dimension_numbers"][0][0]
+        return () if contracts else node.ins[:1] if node.name == "div" else node.ins
 
     def is_stored(self, number: int) -> bool:
         """Whether a value is, or is part of, an argument or a captured array: it is in memory, as float32."""
