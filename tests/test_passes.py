@@ -137,20 +137,6 @@ def test_save_or_remat_saves_in_16_bits_what_a_norms_sums_share_of_an_expensive_
     assert program.precision(number).value == "full"
 
 
-@pytest.mark.parametrize(("batch", "access"), [(2**12, "fused"), (2**11, "stored")])
-def test_accesses_fuses_the_sum_of_a_large_heads_bias_with_its_logits(batch, access):
-    def head(params, x):
-        w, b = params
-        return -jnp.mean(jax.nn.log_softmax(x @ w + b)[:, 0])
-
-    shapes = (8, 256), (256,), (batch, 8)
-    w, b, x = (np.zeros(shape, np.float32) for shape in shapes)
-    program = after("assign_dtypes", jax.grad(head), (w, b), x)
-    sums = [e for e in program.equations if e.name == "reduce_sum" and e.node.params["axes"] == (0,)]
-    (bias,) = (e for e in sums if program.avals[e.operands[0]].shape == (batch, 256))
-    assert bias.accesses[0].value == access
-
-
 def test_insert_casts_writes_saved_copies_and_rematerialized_equations():
     assert format_program(after("insert_casts", jax.grad(tanh_between_dots), W, X)) == lines("""
         { lambda  ; a:f32[8,4] b:f32[2,8] . let
