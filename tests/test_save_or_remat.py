@@ -356,3 +356,59 @@ def test_float32_residuals_are_read_as_they_are(name):
     fn, primitive, *expected = WITH_AND_WITHOUT[name]
     rules = DEFAULT_RULES, DEFAULT_RULES.with_residuals("float32")
     assert [decided(primitive, fn, W, X, rules=each)[-1] for each in rules] == expected
+
+
+def centred(h):
+    return h - jnp.mean(h, -1, keepdims=True)
+
+
+def rms_norm(h):
+    return h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True))
+
+
+def behind_norm(activation, norm):
+    """The gradient of an activation behind a norm; of three factors, the norm's are rows of the weight."""
+    return jax.grad(lambda w, x: jnp.sum(activation(norm(x @ w, w)) @ w.T))
+
+
+# Whether the cotangent that a chain with an expensive function makes is saved for the sums that read it.
+CHAINS = {
+    "a gelu behind a norm": (behind_norm(jax.nn.gelu, lambda h, w: centred(h) * w[0] + w[1]), True),
+    "a tanh": (behind_norm(jnp.tanh, lambda h, w: centred(h) * w[0] + w[1]), True),
+    "a root": (behind_norm(lambda h: jnp.sqrt(1 + h * h), lambda h, w: centred(h) * w[0] + w[1]), True),
+    "behind another norm": (behind_norm(jax.nn.gelu, lambda h, w: rms_norm(h) * w[0] + w[1]), True),
+    "a norm without a scale": (behind_norm(jax.nn.gelu, lambda h, w: centred(h) + w[1]), True),
+    "a relu": (behind_norm(jax.nn.relu, lambda h, w: centred(h) * w[0] + w[1]), False),
+    "a square": (behind_norm(lambda h: h * h, lambda h, w: centred(h) * w[0] + w[1]), False),
+    "a square behind an expensive statistic": (
+        behind_norm(lambda h: h * h, lambda h, w: rms_norm(h) * w[0] + w[1]), False),
+    "what a norm reads on its way forward": (lambda w, x: jnp.sum(centred(jax.nn.gelu(x @ w)) @ w.T), False),
+    "a cotangent whose logarithm is taken": (
+        lambda w, x: jnp.sum(centred(jnp.log(jax.grad(lambda n: jnp.sum(jax.nn.gelu(n) @ w.T))(x @ w)))), False),
+    "an exponential, which minds a rounding": (
+        behind_norm(jnp.exp, lambda h, w: centred(h) * w[0] + w[1]), False),
+    "no sum but that of a weight": (behind_norm(jax.nn.gelu, lambda h, w: h * w[0] + w[1]), False),
+    "one reader": (behind_norm(jax.nn.gelu, lambda h, w: centred(h) * w[0]), False),
+    "no gradient": (lambda w, x: jnp.sum(jax.nn.gelu(centred(x @ w) * w[0] + w[1]) @ w.T), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_which_cotangents_in_float32_are_saved_for_sums(name):
+    fn, expected = CHAINS[name]
+    program = after("save_or_remat", fn, W, A)
+    made = {number for equation in program.equations for number in equation.results}
+    facts = {number: program.facts[number] for number in program.residuals.saved & made}
+    found = [number for number, fact in facts.items() if fact.precision.value == "full" and not fact.has_low_copy]
+    assert len(found) == expected
+    uses = [use for equation in program.equations for use in equation.uses if use.value in found]
+    assert all(use.residual for use in uses)
+
+
+def test_a_cotangent_that_is_returned_is_not_saved_for_sums():
+    def fn(w, x):
+        gradient = jax.grad(lambda n: jnp.sum(jax.nn.gelu(n) @ w.T))(centred(x @ w) * w[0] + w[1])
+        return gradient, jnp.sum(gradient, 0), jax.vjp(lambda h: centred(h) * w[0], x @ w)[1](gradient)
+
+    program = after("save_or_remat", fn, W, A)
+    assert program.outputs[0] not in program.residuals.saved

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -226,9 +226,8 @@ def _shared_with_sums(program: Program, equations: Sequence[Equation]) -> set[in
                 after_sum.update(equation.results)
                 meets.update(near if elementwise else ())
         if elementwise:
-            # A statistic that is broadcast is computed once a row.
-            chained = equation.node.name != "broadcast_in_dim" and not expensive.isdisjoint(equation.operands)
-            if chained or is_expensive(equation):
+            chain = expensive.intersection(equation.operands)
+            if is_expensive(equation) or (chain and _is_large(program, chain, equation.results[0])):
                 expensive.update(equation.results)
     if not (meets and expensive):
         return set()
@@ -249,6 +248,12 @@ def _shared_with_sums(program: Program, equations: Sequence[Equation]) -> set[in
         for number, found in readers.items()
         if len(found) > 1 and any([equation.entry.has_own_kernel for equation in found])
     }
+
+
+def _is_large(program: Program, numbers: Iterable[int], result: int) -> bool:
+    """Whether one of some operands is as large as a result: a statistic that is broadcast is computed once a row."""
+    size = math.prod(program.avals[result].shape)
+    return any([math.prod(program.avals[number].shape) == size for number in numbers])
 
 
 def _may_be_saved_low(fact: Fact) -> bool:
