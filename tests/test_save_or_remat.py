@@ -374,7 +374,6 @@ def behind_norm(activation, norm):
 # Whether the cotangent that a chain with an expensive function makes is saved for the sums that read it.
 CHAINS = {
     "a gelu behind a norm": (behind_norm(jax.nn.gelu, lambda h, w: centred(h) * w[0] + w[1]), True),
-    "a tanh": (behind_norm(jnp.tanh, lambda h, w: centred(h) * w[0] + w[1]), True),
     "a root": (behind_norm(lambda h: jnp.sqrt(1 + h * h), lambda h, w: centred(h) * w[0] + w[1]), True),
     "behind another norm": (behind_norm(jax.nn.gelu, lambda h, w: rms_norm(h) * w[0] + w[1]), True),
     "a norm without a scale": (behind_norm(jax.nn.gelu, lambda h, w: centred(h) + w[1]), True),
