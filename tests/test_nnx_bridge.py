@@ -311,6 +311,17 @@ class TestErrors:
         (_, sown), _, _ = grad_fn(Scaled(), True)
         assert leaf_paths(sown) == ["h/0"]
 
+    def test_an_added_parameter(self):
+        def loss_fn(model):
+            model.extra = nnx.Param(jnp.ones(2))
+            return model(1.0)
+
+        message = (
+            "`loss_fn` added the variables ['extra'] to the module; take them out before it returns, as in "
+            "nnx.pop(model, nnx.Intermediate), and return them as aux."
+        )
+        self.check(ValueError, message, flax_bridge.value_and_grad(loss_fn, "float32"), Scaled())
+
     def test_no_loss_scale(self):
         model = Scaled()
         optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)

@@ -123,12 +123,10 @@ class Rules:
 
 
 def _pairs(argument: str, value: Any, example: str) -> list[tuple[str, Any]]:
-    pairs: list[Any] = list(
-        value.items() if isinstance(value, Mapping) else value if isinstance(value, tuple) else [None]
-    )
-    if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
-        raise TypeError(f"`{argument}` must be a dictionary from names, such as {example}; got {value!r}.")
-    return pairs
+    pairs = tuple(value.items()) if isinstance(value, Mapping) else value
+    if isinstance(pairs, tuple) and all(isinstance(p, tuple) and len(p) == 2 and isinstance(p[0], str) for p in pairs):
+        return list(pairs)
+    raise TypeError(f"`{argument}` must be a dictionary from names, such as {example}; got {value!r}.")
 
 
 def _to_scope_dtype(glob: str, dtype: DTypeLike) -> np.dtype:

@@ -5,7 +5,7 @@ step is skipped (`with_loss_scale`).
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -83,8 +83,8 @@ def value_and_grad(
 
         result, after, model_state = run(params)
         loss, aux = split_result(result, has_aux)
+        _check_added((params, rest), (after, model_state))
         _check_assigned(params, after, lambda params: run(params)[1])
-        _check_added(rest, model_state)
         return loss, (aux, _agreed(model_state, rest, axes))
 
     grad_fn = _grad.value_and_grad(functional, policy, has_aux=True, **options)
@@ -264,8 +264,9 @@ def _check_assigned(params: Any, after: Any, run: Callable[[Any], Any]) -> None:
             )
 
 
-def _check_added(rest: Any, model_state: Any) -> None:
-    if extra := sorted(set(leaf_paths(model_state)) - set(leaf_paths(rest))):
+def _check_added(before: Sequence[Any], after: Sequence[Any]) -> None:
+    known, found = ({path for tree in trees for path in leaf_paths(tree)} for trees in (before, after))
+    if extra := sorted(found - known):
         raise ValueError(
             f"`loss_fn` added the variables {extra} to the module; take them out before it returns, as in "
             f"nnx.pop(model, nnx.Intermediate), and return them as aux."

@@ -49,6 +49,7 @@ class Constants:
 
     def __init__(self, program: FlatJaxpr, given: Mapping[int, Callable[[], np.ndarray | None]]):
         self._program, self._given = program, given
+        self._leaves = program.known.keys() | given.keys()
         self._numbers: dict[int, np.ndarray | None] = {}
         self.is_constant = [False] * len(program.avals)
         for number in given:
@@ -78,11 +79,16 @@ class Constants:
 
     def _nodes_of(self, number: int) -> list[Node] | None:
         """The nodes that make a constant, in order; `None` if they are many, or some of their values large."""
-        nodes, values = [], {number}
+        nodes, values, pending = [], {number}, {number}
         for node in reversed(self._program.nodes):
-            if not values.isdisjoint(node.outs):
+            pending -= self._leaves
+            if not pending or len(nodes) > _MOST_EQUATIONS:
+                break
+            if not pending.isdisjoint(node.outs):
                 nodes.append(node)
                 values.update(node.ins)
+                pending.difference_update(node.outs)
+                pending.update(node.ins)
         sizes = [static_size(self._program.avals[each].shape) for each in values]
         small = all(size is not None and size <= _MOST_NUMBERS for size in sizes)
         return nodes[::-1] if small and len(nodes) <= _MOST_EQUATIONS else None
@@ -148,5 +154,5 @@ def table_of(value: np.ndarray, contracted: tuple[int, ...], low: np.dtype) -> T
         exact=exact,
         averages=exact and bool(np.all(np.abs(wide) <= 1)),
         ordered=is_row and bool(np.all(steps > 0) or np.all(steps < 0)),
-        uniform=len(np.unique(wide)) <= 1,
+        uniform=not wide.size or bool(np.all(wide == wide.flat[0])),
     )

@@ -69,7 +69,7 @@ class ProductCauses:
         # Times a parameter, a solution or Gram matrix is what a layer is given.
         if Provenance.SOLUTION in provenances and Provenance.PARAMETER not in provenances:
             return Cause.SOLUTION
-        if Provenance.STATE in provenances and all(each in UNROUNDED_PROVENANCES for each in provenances):
+        if Provenance.STATE in provenances and _are_data(provenances):
             return Cause.STATE
         return Cause.GRID if self._is_expectation(node, tables, sizes) else None
 
@@ -106,7 +106,7 @@ class ProductCauses:
         left, right = node.ins
         if self._producers.are_one(left, right):
             return self._contracts_one_axis(node)
-        if not all(provenance in UNROUNDED_PROVENANCES for provenance in provenances):
+        if not _are_data(provenances):
             return False
         pairs = [(each, right) for each in self._producers.factors(left)]
         pairs += [(left, each) for each in self._producers.factors(right)]
@@ -122,8 +122,7 @@ class ProductCauses:
         """Whether a product of float32 data reads some of it from where it is float32 anyway."""
         # Zeros and ones stand beside data where a solver starts, and as the weights of a sum.
         found = [provenance for provenance in provenances if provenance is not Provenance.EXACT]
-        data = bool(found) and all(provenance in UNROUNDED_PROVENANCES for provenance in found)
-        return data and any(self._producers.is_stored(number) for number in node.ins)
+        return bool(found) and _are_data(found) and any(self._producers.is_stored(number) for number in node.ins)
 
     def _is_data(self, node: Node, provenances: Sequence[Provenance], sizes: DotSizes) -> bool:
         """Whether a short contraction reads float32 data, which it keeps as a multiplication does."""
@@ -175,3 +174,8 @@ class ProductCauses:
             return False
         rows = np.moveaxis(values, numbers.rhs_spec[0], 0).reshape(filters, -1)
         return len(np.unique(rows, axis=0)) <= _FEW_FILTERS
+
+
+def _are_data(provenances: Sequence[Provenance]) -> bool:
+    """Whether all is float32 that no product has rounded."""
+    return all(provenance in UNROUNDED_PROVENANCES for provenance in provenances)
