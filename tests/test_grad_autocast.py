@@ -178,3 +178,10 @@ def test_arrays_that_jax_has_not_reach_the_loss_as_they_are(array):
 def test_zeros_of_both_signs_are_two_numbers():
     grad_fn = grad(lambda w, sign: w * jnp.copysign(1.0, sign), "mixed_bfloat16")
     assert [float(grad_fn(jnp.float32(1), sign)) for sign in (0.0, -0.0, 0.0)] == [1, -1, 1]
+
+
+def test_aux_of_numpy_stays_in_numpy():
+    """A program would hold 2^40 + 1 in an int32, as 1."""
+    steps = np.int64(2**40 + 1)
+    (_, aux), _ = jmp.value_and_grad(lambda w: (w**2, {"steps": steps}), "mixed_bfloat16", has_aux=True)(jnp.float32(3))
+    assert aux["steps"] is steps

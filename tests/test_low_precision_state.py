@@ -552,3 +552,19 @@ def test_a_transformation_survives_pickle():
     state = tx.init(params)
     again = cloudpickle.loads(cloudpickle.dumps(tx))
     assert_same_bits(again.update(params, state, params), tx.update(params, state, params))
+
+
+def test_what_the_inner_transformation_makes_is_found_out_once():
+    calls = []
+
+    def init(params):
+        calls.append(params)
+        return optax.adam(1e-2).init(params)
+
+    tx = with_low_precision_state(optax.GradientTransformation(init, optax.adam(1e-2).update))
+    params = {"w": jnp.ones((4, 2))}
+    state = tx.init(params)
+    made = len(calls)
+    for _ in range(2):
+        _, state = tx.update(params, state, params)
+    assert len(calls) == made

@@ -135,6 +135,7 @@ NARROW = {
     "a head of ten classes": (lambda w, x: jax.nn.log_softmax(x @ w[:, :10]), W, X),
     "two towers": (lambda w, x: (x @ w) @ (x @ (w + 1)).T, W, X),
     "a power of a matrix": (lambda w, x: w @ w, W, X),
+    "activations times gated ones": (lambda w, x: (x @ w) @ (jnp.tanh(x @ w.T) * (x @ w)).T, W, X),
     "attention": (lambda w, x: jax.nn.softmax((x @ w) @ (x @ w.T).T) @ (x @ w), W, X),
     "a frozen network": (lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ jnp.asarray(FROZEN)) @ jnp.asarray(FROZEN), W, X),
     "one-hot numbers": (lambda w, x: jax.nn.one_hot(jnp.arange(10) % 3, 10) @ w[:10], W, X),
