@@ -1,5 +1,8 @@
 """Which sums over a batch read what is computed in their own kernel, in heads of a line or two."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +21,7 @@ def standardized(x):
 
 
 # A loss of the parameters (w, b, g, v) and of the inputs, how many, and how the gradient of `b` reads its operand.
-HEADS = {
+HEADS: dict[str, tuple[Callable[..., Any], int, str]] = {
     "of a softmax": (lambda w, b, g, v, x: cross_entropy(x @ w + b), LARGE, "fused"),
     "of a softmax of fewer logits": (lambda w, b, g, v, x: cross_entropy(x @ w + b), SMALL, "stored"),
     "of a softmax of scaled logits": (lambda w, b, g, v, x: cross_entropy(jnp.tanh(x @ w + b) / 3), LARGE, "fused"),
