@@ -78,14 +78,13 @@ class Case:
     """One program.
 
     name: unique.
-    group: the class of product, 1 to 7: 1 an explicit precision, 2 outer products and short contractions, 3 a value
-        times itself, 4 small results, 5 constants of the program, 6 fixed filters, 7 sums as trees; or `NARROW`: all of
-        its products are layers.
+    group: the class of product, 1 to 8: 1 an explicit precision, 2 outer products and short contractions, 3 a value
+        times itself, or added to squares, 4 small results, 5 constants of the program, 6 fixed filters, 7 sums as
+        trees, 8 angles, divisors and logarithms of data; or `NARROW`: all of its products are layers.
     loss: `(net, params, batch) -> scalar`.
     data: `rng -> (params, batch)`, NumPy arrays in float32 and integers.
     scale: the loss scale, for both sides.
     low_share: of `NARROW`, the share of FLOP on 16-bit operands, which must not fall.
-    fine: whether autocast was right, by the benchmark's bounds, when it narrowed every product.
     note: what is particular.
     """
 
@@ -95,7 +94,6 @@ class Case:
     data: Callable[[np.random.Generator], tuple[Tree, Tree]]
     scale: float = 2.0**10
     low_share: float | None = None
-    fine: bool = False
     note: str = ""
 
     def __str__(self) -> str:

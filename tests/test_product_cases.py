@@ -12,7 +12,7 @@ from product_cases import BY_NAME, CASES, errors, faults, forget, low_shares
 def test_names_are_unique_and_every_class_has_cases():
     groups = collections.Counter(case.group for case in CASES)
     assert len(BY_NAME) == len(CASES)
-    assert set(groups) == {*range(1, 8), NARROW} and min(groups.values()) >= 3
+    assert set(groups) == {*range(1, 9), NARROW} and min(groups.values()) >= 3
 
 
 @pytest.mark.parametrize("name", ["raw_records", "fourier_features_data", "orthogonality", "trajectories", "edges"])

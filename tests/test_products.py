@@ -47,6 +47,11 @@ X, W, SMALL = normal(32, 64), normal(64, 64), normal(4, 4)
 POSITIONS, FREQUENCIES = np.arange(512, dtype=np.float32), normal(8)
 POINTS = normal(256, 3)
 
+
+def squares(x):
+    return jnp.sum(x**2, -1)
+
+
 # name: (function of (parameters, data), parameters, data, cause)
 WIDE = {
     "precision of an einsum": (
@@ -103,6 +108,12 @@ WIDE = {
     "a centred Gram matrix": (
         lambda w, x: (w.T @ w) @ (jnp.eye(64) - jnp.full((64, 64), 1 / 64)), W, X, Cause.SOLUTION),
     "running sums of data": (lambda w, x: (x * w[0]) @ jnp.tril(jnp.ones((64, 64))), W, X, Cause.GRID),
+    "distances between two sets": (
+        lambda w, x: squares(x * w[0])[:, None] + squares(x + 1) - 2 * (x * w[0]) @ (x + 1).T, W, X, Cause.DISTANCE),
+    "an angle": (lambda w, x: jnp.cos(7 + (x * w[0]) @ (x + 1).T / 3), W, X, Cause.DELICATE),
+    "under a logarithm": (
+        lambda w, x: jnp.log(jnp.maximum((x * w[0]) ** 2 @ jnp.exp(x.T), 1e-6)), W, X, Cause.DELICATE),
+    "a divisor": (lambda w, x: x[:, :32] / (jnp.exp(x * w[0] / 8) @ jnp.exp(x.T)), W, X, Cause.DELICATE),
     "a blur": (
         lambda w, x: lax.conv_general_dilated(
             x.reshape(1, 8, 16, 16) * w[0, 0], jnp.ones((8, 1, 3, 3)) / 9, (1, 1), "SAME", feature_group_count=8),
@@ -138,6 +149,9 @@ NARROW = {
     "activations times gated ones": (lambda w, x: (x @ w) @ (jnp.tanh(x @ w.T) * (x @ w)).T, W, X),
     "attention": (lambda w, x: jax.nn.softmax((x @ w) @ (x @ w.T).T) @ (x @ w), W, X),
     "a frozen network": (lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ jnp.asarray(FROZEN)) @ jnp.asarray(FROZEN), W, X),
+    "a frozen layer of data": (lambda w, x: jnp.tanh(x @ jnp.asarray(FROZEN)) @ w, W, X),
+    "activations under a logarithm": (lambda w, x: jnp.log(jnp.exp(x @ w) @ jnp.asarray(FROZEN) ** 2), W, X),
+    "squares of other values": (lambda w, x: squares(x)[:, None] + squares(w) - 2 * (x @ w) @ jnp.tanh(w), W, X),
     "one-hot numbers": (lambda w, x: jax.nn.one_hot(jnp.arange(10) % 3, 10) @ w[:10], W, X),
     "exact interpolation": (
         lambda w, x: jnp.einsum("ij,jk->ik", jnp.repeat(jnp.eye(8), 2, 0), (x @ w)[:8], precision="highest"), W, X),

@@ -23,6 +23,11 @@ def moved(f):
     return lengths(f) - g @ g.T
 
 
+def to_data(f):
+    x = jnp.asarray(X)
+    return lengths(f) + lengths(x).T - f @ x.T
+
+
 def in_a_scan(f):
     return lengths(f) - lax.scan(lambda c, _: (c + f @ f.T, None), jnp.zeros((8, 8)), None, length=3)[0]
 
@@ -48,7 +53,9 @@ CASES = {
     "of data": (lambda f: lengths(X) - X @ X.T, 0),
     "of data in bfloat16": (lambda f: lengths(B) - B @ B.T, 0),
     "an exponential of bfloat16": (lambda f: jnp.exp(B) * (X @ W @ jnp.exp(B).T).sum(), 0),
-    "no square": (lambda f: lengths(f) - f @ X.T, 0),
+    "distances to data": (to_data, 1),
+    "half of a distance": (lambda f: lengths(f) - f @ X.T, 0),
+    "no square": (lambda f: lengths(jnp.sin(f)) - f @ X.T, 0),
     "an exponential": (lambda f: jnp.exp(f) * (X @ W @ jnp.exp(f).T).sum(), 1),
     "a sine": (lambda f: jnp.sin(f) * (X @ W @ jnp.sin(f).T).sum(), 0),
     "an exponential that a dot reads": (lambda f: jnp.exp(f) @ W, 0),

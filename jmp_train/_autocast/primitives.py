@@ -46,6 +46,7 @@ class Trait(enum.Flag):
     COMPARES = enum.auto()  # an order of two numbers, which few roundings change; equality is another matter
     BITWISE = enum.auto()  # what JAX writes functions such as erfc's derivative with
     EXPONENTIAL = enum.auto()  # an absolute error of the operand is a relative one of the result
+    PERIODIC = enum.auto()  # an absolute error of the operand is one of the result, however large the operand is
     POOL = enum.auto()  # an extreme of each window, in a kernel of its own
     DOT = enum.auto()  # a matrix product or convolution
     ATTENTION = enum.auto()  # two of them and more, with a softmax between
@@ -200,6 +201,7 @@ TRAITS = {
     Trait.COMPARES: "lt le gt ge",
     Trait.BITWISE: "and or bitcast_convert_type polynomial",
     Trait.EXPONENTIAL: "exp exp2 expm1 sinh cosh",
+    Trait.PERIODIC: "sin cos tan",
     Trait.POOL: "reduce_window_max reduce_window_min",
     Trait.DOT: "dot_general ragged_dot_general conv_general_dilated",
     Trait.ATTENTION: "jmp_attention jmp_attention_backward",

@@ -41,6 +41,11 @@ class Producers:
         """What a value is but for moves and factors: the number of another value, or the token of an input."""
         return self._follow(number, _MOVES, scales=True)
 
+    def maker(self, number: int) -> Node | None:
+        """The equation that computes the source of a value; `None` of an argument or a constant."""
+        source = self.source(number)
+        return self._producers.get(source) if isinstance(source, int) else None
+
     def whole(self, number: int) -> Any:
         """The value that a value is a part of, rearranged but not scaled; `None` if it is all of a value."""
         source = self._follow(number, _MOVES | _PARTS, scales=False)
@@ -61,7 +66,7 @@ class Producers:
 
     def factors(self, number: int) -> tuple[int, ...]:
         """The factors of a product or quotient of two arrays, moved and scaled; none of any other value."""
-        node = self._producers.get(self.source(number))
+        node = self.maker(number)
         if node is None or node.name not in ("mul", "div", "dot_general"):
             return ()
         # An einsum multiplies by a dot that contracts no axis.

@@ -18,6 +18,7 @@ import numpy as np
 from ..._jaxpr import Node
 from ..._sizes import static_size
 from .constants import Table, table_of
+from .consumers import Consumers
 from .dot_sizes import DotSizes
 from .provenance import FLOAT32_PROVENANCES, ROUNDED_PROVENANCES, UNROUNDED_PROVENANCES, Provenance, Values
 from .wide_product import Cause
@@ -46,6 +47,7 @@ class ProductCauses:
     def __init__(self, values: Values, low: np.dtype):
         self._values, self._low = values, low
         self._program, self._producers = values.program, values.producers
+        self._consumers = Consumers(values.program, values.producers)
 
     def of(self, node: Node) -> Cause | None:
         """The cause of a dot or convolution; `None` for a layer's."""
@@ -66,12 +68,17 @@ class ProductCauses:
             return Cause.INNER
         if sizes.contracted < TENSOR_CORE_DEPTH and self._is_data(node, provenances, sizes):
             return Cause.SHORT
+        if self._is_cross_term(node, provenances):
+            return Cause.DISTANCE
         # Times a parameter, a solution or Gram matrix is what a layer is given.
         if Provenance.SOLUTION in provenances and Provenance.PARAMETER not in provenances:
             return Cause.SOLUTION
         if Provenance.STATE in provenances and _are_data(provenances):
             return Cause.STATE
-        return Cause.GRID if self._is_expectation(node, tables, sizes) else None
+        if self._is_expectation(node, tables, sizes):
+            return Cause.GRID
+        delicate = _are_data(provenances) and Provenance.FACTOR not in provenances and self._consumers.is_delicate(node)
+        return Cause.DELICATE if delicate else None
 
     def scales(self, node: Node) -> bool:
         """Whether an operand is one number that the program knows, as a loss's own cotangent is."""
@@ -111,6 +118,11 @@ class ProductCauses:
         pairs = [(each, right) for each in self._producers.factors(left)]
         pairs += [(left, each) for each in self._producers.factors(right)]
         return any(self._producers.are_one(*pair) for pair in pairs)
+
+    def _is_cross_term(self, node: Node, provenances: Sequence[Provenance]) -> bool:
+        """Whether a product is a cross term of distances, or would round what is squared beside it unrounded."""
+        squared = self._consumers.squared_beside(node)
+        return len(squared) == 2 or any(provenances[i] not in ROUNDED_PROVENANCES for i in squared)
 
     def _contracts_one_axis(self, node: Node) -> bool:
         """Whether a product of a value with itself sums squares: a power of a matrix contracts two axes of it."""

@@ -18,6 +18,8 @@ class Cause(enum.Enum):
     SHORT = "contracts too few numbers for a Tensor Core, and follows its float32 data"
     INNER = "inner products of float32 data, or only one: no Tensor Core computes them"
     SQUARE = "a value times itself, a square"
+    DISTANCE = "added to squares of its operands, as in a distance: their digits cancel"
+    DELICATE = "an angle, a divisor or under a logarithm, and computed from float32 data"
     SOLUTION = "multiplies a Gram matrix, or a solution or factor of a linear system: their digits cancel"
     STATE = "multiplies the state of a linear recurrence by data: the roundings of its steps add up"
     SYSTEM = "belongs to the derivative of a linear system or a factorization"
@@ -39,6 +41,11 @@ class WideProduct(Entry):
     cause: Cause = Cause.PRECISION
     of_derivative: bool = False
     as_sums: bool = False
+
+    @property
+    def is_subtracted_from_squares(self) -> bool:
+        """Whether squares of its operands meet it, so that all of them have to read the same numbers."""
+        return self.cause in (Cause.SQUARE, Cause.DISTANCE)
 
 
 def wide_product(cause: Cause, of_derivative: bool = False, as_sums: bool = False) -> WideProduct:

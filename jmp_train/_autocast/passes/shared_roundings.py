@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ..analysis.wide_product import Cause, WideProduct
+from ..analysis.wide_product import WideProduct
 from ..ir import Precision, Program
 from ..primitives import Rule, Trait, having
 
@@ -60,7 +60,7 @@ def _squared(program: Program) -> set[int]:
     """The values that a product, here or in a body, multiplies with themselves."""
     found: set[int] = set()
     for equation in program.equations:
-        if isinstance(equation.entry, WideProduct) and equation.entry.cause is Cause.SQUARE:
+        if isinstance(equation.entry, WideProduct) and equation.entry.is_subtracted_from_squares:
             found.update(equation.operands)
         # The last operands of an equation are its bodies' arguments; a `while` and a `cond` have others before them.
         for body in equation.bodies if equation.node.name != "while" else equation.bodies[:1]:

@@ -1,0 +1,97 @@
+"""What becomes of a product: squares that are added to it, and functions that read it, in programs of a line."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jmp_train._autocast.analysis.consumers import Consumers
+from jmp_train._autocast.analysis.producers import Producers
+from jmp_train._jaxpr import flatten
+
+X, Y = np.ones((4, 6), np.float32), np.full((5, 6), 2, np.float32)
+
+
+def consumers_of(fn, *args):
+    """The consumers of a program, and its first product of two matrices."""
+    program = flatten(jax.make_jaxpr(fn)(*args))
+    dots = (node for node in program.nodes if node.name == "dot_general" and len(program.avals[node.outs[0]].shape) > 1)
+    return Consumers(program, Producers(program)), next(dots)
+
+
+def squares(x):
+    return jnp.sum(x**2, -1)
+
+
+BOTH, LEFT, RIGHT, NEITHER = {0, 1}, {0}, {1}, set()
+# The operands of `x @ y.T` whose squares are added to it.
+CROSS_TERMS = {
+    "distances": (lambda x, y: squares(x)[:, None] + squares(y) - 2 * x @ y.T, BOTH),
+    "the product scaled": (lambda x, y: squares(x)[:, None] + squares(y) - 2 * (x @ y.T), BOTH),
+    "the product first": (lambda x, y: -2 * x @ y.T + squares(x)[:, None] + squares(y), BOTH),
+    "the product between": (lambda x, y: squares(x)[:, None] - 2 * x @ y.T + squares(y), BOTH),
+    "with another term": (lambda x, y: squares(x)[:, None] - 2 * x @ y.T + 1e-6 + squares(y), BOTH),
+    "means": (lambda x, y: jnp.mean(x**2, -1)[:, None] + jnp.mean(y**2, -1) - x @ y.T / 3, BOTH),
+    "products": (lambda x, y: jnp.sum(x * x, -1)[:, None] + jnp.sum(y * y, -1) - 2 * x @ y.T, BOTH),
+    "square": (lambda x, y: jnp.sum(lax.square(x), -1)[:, None] + jnp.sum(lax.square(y), -1) - x @ y.T, BOTH),
+    "norms": (
+        lambda x, y: jnp.linalg.norm(x, axis=-1)[:, None] ** 2 + jnp.linalg.norm(y, axis=-1) ** 2 - 2 * x @ y.T, BOTH),
+    "einsum": (
+        lambda x, y: jnp.einsum("id,id->i", x, x)[:, None]
+        + jnp.einsum("jd,jd->j", y, y) - 2 * jnp.einsum("id,jd->ij", x, y), BOTH),
+    "vmap": (lambda x, y: jax.vmap(lambda a: jax.vmap(lambda b: a @ a + b @ b - 2 * a @ b)(y))(x), BOTH),
+    "clipped, then a term": (lambda x, y: jnp.maximum(2 * x @ y.T, 0) - squares(x)[:, None] - squares(y), BOTH),
+    "of computed values": (
+        lambda x, y: squares(jnp.sin(x))[:, None] + squares(y) - 2 * jnp.sin(x) @ y.T, BOTH),
+    "one side": (lambda x, y: squares(x)[:, None] - 2 * x @ y.T, LEFT),
+    "the other side": (lambda x, y: x @ y.T - squares(y) / 2, RIGHT),
+    "sums": (lambda x, y: jnp.sum(x, -1)[:, None] + jnp.sum(y, -1) - 2 * x @ y.T, NEITHER),
+    "cubes": (lambda x, y: jnp.sum(x**3, -1)[:, None] + jnp.sum(y**3, -1) - 2 * x @ y.T, NEITHER),
+    "sums of products": (lambda x, y: jnp.sum(x * (x + 1), -1)[:, None] - 2 * x @ y.T, NEITHER),
+    "an inner product of two": (lambda x, y: jnp.einsum("id,id->i", x, x + 1)[:, None] - 2 * x @ y.T, NEITHER),
+    "a Gram matrix": (lambda x, y: x @ y[:4].T + x @ x.T, NEITHER),
+    "squares of other values": (lambda x, y: squares(x + 1)[:, None] + squares(y + 1) - 2 * x @ y.T, NEITHER),
+    "a factor of the squares": (lambda x, y: squares(x)[:, None] * (x @ y.T), NEITHER),
+    "a function of the squares": (lambda x, y: jnp.sin(squares(x))[:, None] - 2 * x @ y.T, NEITHER),
+    "a function of the product": (lambda x, y: squares(x)[:, None] + squares(y) - jnp.sin(x @ y.T), NEITHER),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CROSS_TERMS)
+def test_which_squares_are_added_to_a_product(name):
+    fn, expected = CROSS_TERMS[name]
+    consumers, product = consumers_of(fn, X, Y)
+    assert consumers.squared_beside(product) == expected
+
+
+DELICATE = {
+    "an angle": (jnp.sin, True),
+    "an angle, scaled": (lambda p: jnp.cos(2 * jnp.pi * p + 1), True),
+    "a logarithm": (jnp.log, True),
+    "a logarithm of what is bounded": (lambda p: jnp.log(jnp.maximum(p, 1e-6)), True),
+    "a divisor": (lambda p: 2 / (p + 1), True),
+    "a root": (jnp.sqrt, True),
+    "a numerator": (lambda p: p / 2, False),
+    "a numerator of an array": (lambda p: p / np.arange(1.0, 6, dtype=np.float32), False),
+    "an activation": (jnp.tanh, False),
+    "clipped": (lambda p: lax.clamp(np.float32(0), p, np.float32(6)), False),
+    "a softmax": (jax.nn.softmax, False),
+    "a logarithm of a function": (lambda p: jnp.log(jnp.exp(p)), False),
+}
+
+
+@pytest.mark.parametrize("name", DELICATE)
+def test_what_reads_a_product(name):
+    fn, expected = DELICATE[name]
+    consumers, product = consumers_of(lambda x, y: fn(x @ y.T), X, Y)
+    assert consumers.is_delicate(product) == expected
+
+
+@pytest.mark.parametrize("terms, expected", [(4, True), (32, False)])
+def test_how_far_a_sum_is_followed(terms, expected):
+    def fn(x, y):
+        return jnp.sin(sum((jnp.tanh(i * x) for i in range(1, terms)), x @ y.T))
+
+    consumers, product = consumers_of(fn, np.ones((4, 4), np.float32), np.ones((4, 4), np.float32))
+    assert consumers.is_delicate(product) == expected
