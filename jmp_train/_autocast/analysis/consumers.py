@@ -22,7 +22,8 @@ from .producers import Producers
 
 _ADDS = having(Trait.ADDS)
 _BOUNDS = having(Trait.BOUNDS)
-_KEEPS_SQUARES = _ADDS | {"sqrt", "square", "integer_pow"}  # a norm is a root of squares, and squared again
+_SQUARES = frozenset({"square", "integer_pow", "mul", "dot_general"})
+_KEEPS_SUMS = _ADDS | {"sqrt", "square", "integer_pow"}  # a norm is a root of squares, and squared again
 # Operands of which an absolute error counts, or a rounding to zero. Not those of bounds: a layer's result has some.
 _DELICATE = {name: position for name, position in DELICATE_OPERAND.items() if name not in _BOUNDS and position >= 0}
 _DELICATE |= dict.fromkeys(having(Trait.PERIODIC), 0)
@@ -53,7 +54,7 @@ class Consumers:
     @functools.cached_property
     def _cross_terms(self) -> dict[int, frozenset[int]]:
         found: dict[int, frozenset[int]] = {}
-        for number, values in self._squared().items():
+        for number, values in self._sums_of_squares().items():
             for dot in self._products_in(number):
                 positions = [i for i, operand in enumerate(dot.ins) if self._is_one_of(operand, values)]
                 found[dot.outs[0]] = found.get(dot.outs[0], frozenset()).union(positions)
@@ -62,30 +63,35 @@ class Consumers:
     def _is_one_of(self, number: int, values: frozenset[int]) -> bool:
         return any(self._producers.are_one(number, value) for value in values)
 
-    def _squared(self) -> dict[int, frozenset[int]]:
-        """The values whose squares are summed, by these sums and by what is added up of them and others."""
-        found: dict[int, frozenset[int]] = {}
+    def _sums_of_squares(self) -> dict[int, frozenset[int]]:
+        """The values whose squares are in a sum, by the sum, and by what adds it to others."""
+        squares: dict[int, frozenset[int]] = {}
+        sums: dict[int, frozenset[int]] = {}
         for node in self._program.nodes:
-            if node.name in ("reduce_sum", "dot_general"):
-                value = self._squared_by(node)
-                if value is not None:
-                    found[node.outs[0]] = frozenset([value])
-            elif found and not found.keys().isdisjoint(node.ins):
-                if node.name in _KEEPS_SQUARES or self._producers.source(node.outs[0]) != node.outs[0]:
-                    found[node.outs[0]] = frozenset().union(*(found.get(number, ()) for number in node.ins))
-        return found
+            name, found, kept = node.name, sums, ()
+            for number in node.ins:
+                if number in sums and (name in _KEEPS_SUMS or self._moves(node)):
+                    kept = sums[number].union(kept)
+                elif number in squares and (name == "reduce_sum" or self._moves(node)):
+                    found, kept = sums if name == "reduce_sum" else squares, squares[number]
+            if not kept and name in _SQUARES and self._is_square(node):
+                found, kept = sums if name == "dot_general" else squares, frozenset(node.ins[:1])
+            if kept:
+                found[node.outs[0]] = kept
+        return sums
 
-    def _squared_by(self, node: Node) -> int | None:
-        """The value whose squares a node sums; `None` if it sums others."""
-        if node.name == "dot_general":
-            sizes = DotSizes.of(self._program, node)
-            inner = sizes is not None and sizes.left == sizes.right == 1
-            return node.ins[0] if inner and self._producers.are_one(*node.ins) else None
-        maker = self._producers.maker(node.ins[0])
-        if maker is None:
-            return None
-        is_square = maker.name == "square" or (maker.name == "integer_pow" and maker.params["y"] == 2)
-        return maker.ins[0] if is_square or (maker.name == "mul" and maker.ins[0] == maker.ins[1]) else None
+    def _moves(self, node: Node) -> bool:
+        return self._producers.source(node.outs[0]) != node.outs[0]
+
+    def _is_square(self, node: Node) -> bool:
+        """Whether a node multiplies the numbers of a value by themselves; a dot adds these up."""
+        if len(node.ins) == 1:
+            return node.params.get("y", 2) == 2
+        if node.name == "mul":
+            return node.ins[0] == node.ins[1]
+        one, other = (self._program.avals[number].shape for number in node.ins)
+        sizes = DotSizes.of(self._program, node) if one == other else None
+        return sizes is not None and sizes.left == sizes.right == 1 and self._producers.are_one(*node.ins)
 
     def _products_in(self, number: int) -> Iterator[Node]:
         """The products that are terms of a value, moved, scaled or bounded."""
