@@ -111,7 +111,7 @@ def divides_by_terms(sums: Numbers, divisor: Numbers) -> bool:
 
 
 def overflows_through(node: Node, operands: Sequence[Numbers], dtype: np.dtype) -> bool:
-    """Whether a node's results, given what is known of its floating operands, hold overflows numbers beside others.
+    """Whether a node's results hold numbers beyond `dtype` beside others, given what is known of its operands.
 
     A bound is no number of the result: `max(x, -1e9)` is `x`. The largest of masked numbers is one that is not masked.
     A factor is none either: that of a small number is small, and losses are scaled so.
