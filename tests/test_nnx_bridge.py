@@ -261,41 +261,6 @@ class TestErrors:
             jmp.grad(lambda w: w * teacher(1.0), "float32")(jnp.float32(1))
         assert jmp.grad(lambda w: jnp.sum(linear(w)), "mixed_bfloat16")(jnp.ones((1, 2))).shape == (1, 2)
 
-    def test_an_assignment_to_a_parameter(self):
-        def loss_fn(model):
-            model.w[...] = model.w[...] + 1
-            return model(1.0)
-
-        message = (
-            "`loss_fn` assigned to 'w', which is differentiated, and the assignment would be lost; keep what a step "
-            "computes in a variable of another kind, such as nnx.BatchStat."
-        )
-        self.check(ValueError, message, flax_bridge.value_and_grad(loss_fn, "float32"), Scaled())
-
-    @pytest.mark.parametrize("call", [nnx.jit, nnx.remat, lambda fn: nnx.remat(nnx.jit(fn))])
-    def test_a_call_that_gives_back_every_variable_assigns_none(self, call):
-        model, x = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jnp.ones((3, 2))
-
-        def loss_fn(model):
-            return jnp.mean(call(lambda model, x: model(x))(model, x) ** 2)
-
-        loss, grads, _ = flax_bridge.value_and_grad(loss_fn, "mixed_bfloat16")(model)
-        want, _, _ = flax_bridge.value_and_grad(lambda model: jnp.mean(model(x) ** 2), "mixed_bfloat16")(model)
-        assert loss == want and grads["kernel"].shape == (2, 2)
-
-    @pytest.mark.parametrize("call", [nnx.jit, nnx.remat])
-    def test_an_assignment_inside_such_a_call(self, call):
-        @call
-        def assign(model):
-            model.w[...] = model.w[...] + 1
-
-        def loss_fn(model):
-            assign(model)
-            return model(1.0)
-
-        with pytest.raises(ValueError, match=r"^`loss_fn` assigned to 'w', which is differentiated"):
-            flax_bridge.value_and_grad(loss_fn, "float32")(Scaled())
-
     def test_sown_values(self):
         def loss_fn(model, pop):
             model.h = nnx.Intermediate((jnp.ones(2),))

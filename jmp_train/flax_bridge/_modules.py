@@ -4,7 +4,6 @@ Decides how a module is taken apart for `jmp_train.value_and_grad` and when its 
 step is skipped (`with_loss_scale`).
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -15,11 +14,11 @@ from flax import nnx, struct
 from .. import _grad
 from .._autocast import full_precision
 from .._grad_inputs import split_result
-from .._jaxpr import flatten, trace
 from .._paths import leaf_paths
-from .._policy import Policy
+from .._policy import Policy, get_policy
 from .._scale_state import step_metrics
 from .._sharding import axes_of, mean_values
+from ._assigned import check_precise, split_assigned, with_assigned
 from ._skip import keep_unless, optimizer_step
 from ._train_state import BaseState, initial_fields
 
@@ -47,15 +46,16 @@ def value_and_grad(
       `(loss, grads, model_state)` or `((loss, aux), grads, model_state)`:
       loss, aux: as in `jmp_train.value_and_grad`.
       grads: an `nnx.State` of the variables `wrt`, unscaled, float32: what `nnx.Optimizer.update` takes.
-      model_state: an `nnx.State` of all the module's other variables, after the call. With `axis_name`, what the call
-        changed is averaged over the devices in float32, so that they keep equal modules: a variance is then the mean of
-        the devices' own; `nnx.BatchNorm(..., axis_name=...)` takes that of the whole batch. Counters and keys are not
-        averaged: devices with the same keys drop the same units of their parts.
+      model_state: an `nnx.State` of all the module's other variables, after the call, and of those variables `wrt`
+        that `loss_fn` assigned to, as `nnx.WeightNorm` does: a step that is applied starts from these. With
+        `axis_name`, what the call changed is averaged over the devices in float32, so that they keep equal modules: a
+        variance is then the mean of the devices' own; `nnx.BatchNorm(..., axis_name=...)` takes that of the whole
+        batch. Counters and keys are not averaged: devices with the same keys drop the same units of their parts.
 
     Raises:
       TypeError: the first argument is no module, or another one holds a module; and as `jmp_train.value_and_grad`.
-      ValueError: `loss_fn` assigns to a variable `wrt`, or adds variables and leaves them in the module; `wrt` chooses
-        no variable.
+      ValueError: `loss_fn` adds variables and leaves them in the module, or assigns to a variable `wrt` of which it
+        was given a rounded copy (`autocast=False`); `wrt` chooses no variable.
 
     Example:
       >>> import jax.numpy as jnp
@@ -84,7 +84,7 @@ def value_and_grad(
         result, after, model_state = run(params)
         loss, aux = split_result(result, has_aux)
         _check_added((params, rest), (after, model_state))
-        _check_assigned(params, after, lambda params: run(params)[1])
+        model_state = with_assigned(model_state, params, after, lambda params: run(params)[1])
         return loss, (aux, _agreed(model_state, rest, axes))
 
     grad_fn = _grad.value_and_grad(functional, policy, has_aux=True, **options)
@@ -97,6 +97,10 @@ def value_and_grad(
             )
         graphdef, params, rest = _split(module, wrt)
         (loss, (aux, model_state)), grads = grad_fn(params, rest, graphdef, args, kwargs, loss_scale=loss_scale)
+        if not options.get("autocast", True):
+            check_precise(model_state, params, jax.eval_shape(get_policy(policy).cast_to_compute, params))
+        # Here and not inside, where each device has parameters of its own.
+        model_state = _agreed(model_state, params, axes)
         return ((loss, aux) if has_aux else loss), grads, model_state
 
     return with_policy
@@ -136,9 +140,10 @@ def update_module(module: Any, optimizer: nnx.Optimizer, grads: Any, model_state
       1 16384.0
     """
     step_metrics(optimizer)  # says what is missing before anything has changed
-    others = nnx.state(module, nnx.Not(optimizer.wrt))
+    others, params = nnx.state(module, nnx.Not(optimizer.wrt)), nnx.state(module, optimizer.wrt)
+    start, model_state = split_assigned(model_state, params)
     # As plain arrays, which is what an nnx.Optimizer gives its transformation.
-    trees = (grads, optimizer.opt_state, nnx.state(module, optimizer.wrt))
+    trees = (grads, optimizer.opt_state, params, start)
     extra: Any = nnx.as_pure(extra_args)
     finite, params, opt_state = optimizer_step(optimizer.tx, *map(nnx.as_pure, trees), **extra)
     kept = keep_unless(finite, model_state, others, "model_state")
@@ -196,6 +201,10 @@ class NNXTrainState(BaseState):
         graphdef, params, rest = _split(model, wrt)
         return cls(**initial_fields(_frozen(params), tx, _frozen(rest), ema_decay), graphdef=graphdef, **fields)
 
+    def _start(self, changes: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        start, model_state = split_assigned(changes.get("model_state"), self.params)
+        return start, changes | {"model_state": model_state} if "model_state" in changes else changes
+
     @property
     def model(self) -> Any:
         """A module with this state's variables; changing it leaves the state alone."""
@@ -230,38 +239,19 @@ def _frozen(state: Any) -> Any:
     return jax.tree.map(lambda x: x, state)
 
 
-def _agreed(model_state: Any, rest: Any, axes: Any) -> Any:
-    """The state with the values that differ from those in `rest` averaged over the devices; the others cost nothing."""
+def _agreed(model_state: Any, old: Any, axes: Any) -> Any:
+    """The state, what differs from its value in `old` averaged over the devices; the rest costs nothing."""
     if not axes:
         return model_state
-    before = dict(zip(leaf_paths(rest), jax.tree.leaves(rest), strict=True))
+    before = dict(zip(leaf_paths(old), jax.tree.leaves(old), strict=True))
     leaves, treedef = jax.tree.flatten(model_state)
-    old = [before[path] for path in leaf_paths(model_state)]
-    changed = [i for i, leaf in enumerate(leaves) if leaf is not old[i]]
+    pairs = enumerate(zip(leaf_paths(model_state), leaves, strict=True))
+    changed = {i: before[path] for i, (path, leaf) in pairs if leaf is not before.get(path, leaf)}
     # Outside of autocast, whose policy may reduce gradients in 16 bits.
-    means = full_precision(mean_values)([leaves[i] for i in changed], [old[i] for i in changed], axes)
+    means = full_precision(mean_values)([leaves[i] for i in changed], list(changed.values()), axes)
     for i, mean in zip(changed, means, strict=True):
         leaves[i] = mean
     return jax.tree.unflatten(treedef, leaves)
-
-
-def _check_assigned(params: Any, after: Any, run: Callable[[Any], Any]) -> None:
-    """Raises if `run`, which returns the variables of `params` as they are afterwards, assigned to one of them.
-
-    `nnx.jit` and `nnx.remat` give back every variable of the modules that they are given, as a result of the call. The
-    program shows whether that is the variable itself.
-    """
-    paths, leaves, structure = leaf_paths(params), jax.tree.leaves(params), jax.tree.structure(params)
-    if all(map(operator.is_, jax.tree.leaves(after), leaves)):
-        return
-    jaxpr, _ = trace(lambda *leaves: jax.tree.leaves(run(jax.tree.unflatten(structure, leaves))), *leaves)
-    program = flatten(jaxpr, also=("remat2",))
-    for path, before, now in zip(paths, program.inputs, program.outputs, strict=True):
-        if now != before:
-            raise ValueError(
-                f"`loss_fn` assigned to {path!r}, which is differentiated, and the assignment would be lost; "
-                f"keep what a step computes in a variable of another kind, such as nnx.BatchStat."
-            )
 
 
 def _check_added(before: Sequence[Any], after: Sequence[Any]) -> None:

@@ -46,13 +46,20 @@ def init_optimizer(tx: optax.GradientTransformation, params: Any) -> Any:
     return opt_state
 
 
-def optimizer_step(tx: Any, grads: Any, opt_state: Any, params: Any, **extra_args: Any) -> tuple[jax.Array, Any, Any]:
+def optimizer_step(
+    tx: Any, grads: Any, opt_state: Any, params: Any, start: Any, **extra_args: Any
+) -> tuple[jax.Array, Any, Any]:
     """Whether the step was applied, the parameters, and the optimizer's state: both the old ones if it was not.
+
+    Args:
+      tx, grads, opt_state, params: the optimizer and what it is given.
+      start: the parameters that the step moves, where the loss function assigned to some.
+      **extra_args: keywords for `tx.update`.
 
     Raises:
       ValueError: JAX can tell that devices with the same state would take different steps.
     """
-    updates, new_state = tx.update(trainable(grads), opt_state, trainable(params), **extra_args)
+    updates, new_state = tx.update(trainable(grads), opt_state, trainable(start), **extra_args)
     finite = step_metrics(new_state)["grads_finite"]
     for new, old in ((finite, step_metrics(opt_state)["grads_finite"]), *_pairs(updates, trainable(params))):
         for axis in _drifting(new, old):
@@ -61,7 +68,7 @@ def optimizer_step(tx: Any, grads: Any, opt_state: Any, params: Any, **extra_arg
                 f"average them with value_and_grad(..., axis_name={axis!r}), and let all devices skip together with "
                 f"with_loss_scale(..., axis_name={axis!r})."
             )
-    moved = optax.apply_updates(trainable(params), updates)
+    moved = optax.apply_updates(trainable(start), updates)
     if _has_statistics(params):
         # Flax replaces these by their "gradient", and so does a step that is applied.
         statistics = grads[OVERWRITE_WITH_GRADIENT]

@@ -57,7 +57,8 @@ class BaseState(struct.PyTreeNode):
         if unknown := sorted(set(changes) - set(allowed)):
             raise TypeError(f"`apply_gradients` cannot change {unknown}; it changes {allowed}, and the rest by itself.")
         extra = dict(extra_args or {}) | ({} if value is None else {"value": value})
-        finite, params, opt_state = optimizer_step(self.tx, grads, self.opt_state, self.params, **extra)
+        start, changes = self._start(changes)
+        finite, params, opt_state = optimizer_step(self.tx, grads, self.opt_state, self.params, start, **extra)
         kept = {name: keep_unless(finite, new, getattr(self, name), name) for name, new in changes.items()}
         return self.replace(
             step=self.step + finite,
@@ -66,6 +67,10 @@ class BaseState(struct.PyTreeNode):
             ema_params=self._averaged(finite, params),
             **kept,
         )
+
+    def _start(self, changes: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The parameters that a step moves, and the changes of other fields."""
+        return self.params, changes
 
     def _averaged(self, finite: jax.Array, params: Any) -> Any:
         if self.ema_decay is None:

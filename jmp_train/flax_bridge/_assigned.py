@@ -1,0 +1,114 @@
+"""The parameters that a module assigned to while its loss was computed, as `nnx.WeightNorm` does.
+
+    model_state                               the variables that are no parameters, after the call
+    model_state of a loss that assigns        and the parameters that it assigned, with their new values
+
+Decides which these are, and that a step starts from what was assigned. Does not decide whether the step is applied; if
+it is not, the assignments are dropped with it (`_skip.py`).
+"""
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+
+from .._jaxpr import FlatJaxpr, Node, flatten, scan_counts, trace
+
+
+def with_assigned(model_state: Any, params: Any, after: Any, run: Callable[[Any], Any]) -> Any:
+    """`model_state` with the variables of `params` that `run` assigned to.
+
+    Args:
+      model_state: all other variables, after the call.
+      params: the `nnx.State` of the variables that are differentiated, before the call.
+      after: the same after it.
+      run: computes `after` from `params`.
+    """
+    leaves, structure = jax.tree.leaves(params), jax.tree.structure(params)
+    if all(map(operator.is_, jax.tree.leaves(after), leaves)):
+        return model_state
+    # `nnx.jit` and `nnx.remat` give back every variable of the modules that they are given, as a result of the call.
+    # The program shows which are those that came in.
+    jaxpr, _ = trace(lambda *leaves: jax.tree.leaves(run(jax.tree.unflatten(structure, leaves))), *leaves)
+    sources = handed_on(flatten(jaxpr, also=("remat2",)))
+    unchanged = dict(nnx.to_flat_state(jax.tree.unflatten(structure, [i == at for i, at in enumerate(sources)])))
+    found = [each for each in nnx.to_flat_state(after) if not all(jax.tree.leaves(unchanged[each[0]]))]
+    return nnx.merge_state(model_state, nnx.from_flat_state(found)) if found else model_state
+
+
+def split_assigned(model_state: Any, params: Any) -> tuple[Any, Any]:
+    """The parameters that a step starts from, and the variables that are none.
+
+    Args:
+      model_state: as `with_assigned` returns it.
+      params: the parameters before the call.
+    """
+    if not isinstance(model_state, nnx.State):
+        return params, model_state
+    known, flat = {path for path, _ in nnx.to_flat_state(params)}, nnx.to_flat_state(model_state)
+    found = [(path, variable) for path, variable in flat if path in known]
+    if not found:
+        return params, model_state
+    others = nnx.from_flat_state([(path, variable) for path, variable in flat if path not in known])
+    return nnx.merge_state(params, nnx.from_flat_state(found)), others
+
+
+def check_precise(model_state: Any, params: Any, given: Any) -> None:
+    """Raises if a parameter was assigned although `loss_fn` was given a rounded copy, in which updates would be lost.
+
+    Args:
+      model_state: as `with_assigned` returns it.
+      params: the parameters before the call.
+      given: what `loss_fn` was given of them; shapes and dtypes suffice.
+    """
+    copies = {path: jax.tree.leaves(variable) for path, variable in nnx.to_flat_state(given)}
+    before = {path: jax.tree.leaves(variable) for path, variable in nnx.to_flat_state(params)}
+    for path, _ in nnx.to_flat_state(model_state):
+        for old, copy in zip(before.get(path, ()), copies.get(path, ()), strict=True):
+            if copy.dtype.itemsize < old.dtype.itemsize:
+                raise ValueError(
+                    f"`loss_fn` assigned to {'/'.join(map(str, path))!r}, of which autocast=False gives it a copy in "
+                    f"{copy.dtype.name}, and updates would be lost in the rounding. Use autocast=True, or keep what a "
+                    f"step computes in a variable of another kind, such as nnx.BatchStat."
+                )
+
+
+def handed_on(program: FlatJaxpr) -> list[int | None]:
+    """For each result of a program the position of the argument that it is, through calls, branches and loops.
+
+    >>> program = flatten(jax.make_jaxpr(lambda x, y: (y, x + 1, jax.checkpoint(lambda x: x)(x)))(1.0, 2.0))
+    >>> handed_on(program)
+    [1, None, 0]
+    """
+    arguments = {number: i for i, number in enumerate(program.inputs)}
+    for node in program.nodes:
+        for result, operand in _handed_on_by(node):
+            if node.ins[operand] in arguments:
+                arguments[node.outs[result]] = arguments[node.ins[operand]]
+    return [arguments.get(number) for number in program.outputs]
+
+
+def _handed_on_by(node: Node) -> Iterator[tuple[int, int]]:
+    """The results of a node with a program inside that are operands, both by position."""
+    params = node.params
+    if node.name == "scan":
+        # What is stacked of the rows of an operand is that operand.
+        consts, carry = scan_counts(node.eqn)
+        for result, inside in enumerate(handed_on(flatten(params["jaxpr"]))):
+            if inside is not None and (inside == consts + result if result < carry else inside >= consts + carry):
+                yield result, inside
+    elif node.name == "while":
+        skip, consts = params["cond_nconsts"], params["body_nconsts"]
+        inside = handed_on(flatten(params["body_jaxpr"]))
+        yield from ((result, skip + i) for result, i in enumerate(inside) if i == consts + result)
+    elif node.name == "cond":
+        each = [handed_on(flatten(branch)) for branch in params["branches"]]
+        for result, inside in enumerate(zip(*each, strict=True)):
+            if inside[0] is not None and len(set(inside)) == 1:
+                yield result, 1 + inside[0]
+    else:
+        body = next((params[key] for key in ("jaxpr", "call_jaxpr") if key in params), None)
+        inside = [] if body is None or node.name == "shard_map" else handed_on(flatten(body))
+        yield from ((result, i) for result, i in enumerate(inside) if i is not None)

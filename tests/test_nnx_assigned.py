@@ -1,0 +1,270 @@
+"""NNX modules that assign to what is differentiated: a step starts from there, or leaves everything as it was."""
+
+# Optax types trees and states as one union, of which no attribute or index is known.
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from comparisons import assert_same_bits
+from flax import nnx
+
+import jmp_train as jmp
+from jmp_train import flax_bridge, with_loss_scale
+from jmp_train._jaxpr import flatten
+from jmp_train._paths import leaf_paths
+from jmp_train.flax_bridge import NNXTrainState, update_module
+from jmp_train.flax_bridge._assigned import handed_on
+
+X = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
+BAD = np.where(np.arange(8)[:, None] == 3, np.inf, X)
+ADAM = optax.adam(1e-2)
+
+
+def linear():
+    return nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+
+
+def weight_norm():
+    return nnx.WeightNorm(linear(), rngs=nnx.Rngs(1))
+
+
+class Spectral(nnx.Module):
+    def __init__(self):
+        self.norm = nnx.SpectralNorm(linear(), rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.norm(x, update_stats=True)
+
+
+def loss_fn(model, x):
+    return jnp.mean((model(x) - 1) ** 2)
+
+
+def arrays(module):
+    state = nnx.state(module)
+    return dict(zip(leaf_paths(state), map(np.asarray, jax.tree.leaves(state)), strict=True))
+
+
+def in_place(model, policy, batches):
+    """The module after one step for each batch, in place."""
+    optimizer = nnx.Optimizer(model, with_loss_scale(ADAM, jmp.StaticLossScale(8.0)), wrt=nnx.Param)
+    grad_fn = flax_bridge.value_and_grad(loss_fn, policy)
+
+    @nnx.jit
+    def train_step(model, optimizer, x):
+        loss, grads, model_state = grad_fn(model, x, loss_scale=jmp.get_loss_scale(optimizer))
+        update_module(model, optimizer, grads, model_state)
+        return loss
+
+    for x in batches:
+        train_step(model, optimizer, x)
+    return model
+
+
+def as_state(model, policy, batches):
+    """The same with an immutable state."""
+    state = NNXTrainState.create(model=model, tx=with_loss_scale(ADAM, jmp.StaticLossScale(8.0)))
+    grad_fn = flax_bridge.value_and_grad(loss_fn, policy)
+
+    @jax.jit
+    def train_step(state, x):
+        _, grads, model_state = grad_fn(state.model, x, loss_scale=jmp.get_loss_scale(state))
+        return state.apply_gradients(grads=grads, model_state=model_state)
+
+    for x in batches:
+        state = train_step(state, x)
+    return state.model
+
+
+def by_flax(model, batches):
+    """The module as Flax's own `nnx.value_and_grad` and `nnx.Optimizer` train it."""
+    optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
+
+    @nnx.jit
+    def train_step(model, optimizer, x):
+        _, grads = nnx.value_and_grad(loss_fn)(model, x)
+        optimizer.update(model, grads)
+
+    for x in batches:
+        train_step(model, optimizer, x)
+    return model
+
+
+@pytest.mark.parametrize("train", [in_place, as_state])
+@pytest.mark.parametrize("make", [weight_norm, Spectral])
+def test_steps_are_those_of_flax(make, train):
+    want = arrays(by_flax(make(), [X, X + 1, X - 1]))
+    for policy, tolerance in (("float32", 1e-6), ("mixed_float16", 3e-3)):
+        got = arrays(train(make(), policy, [X, X + 1, X - 1]))
+        assert got.keys() == want.keys()
+        for path in want:
+            np.testing.assert_allclose(got[path], want[path], rtol=tolerance, atol=tolerance, err_msg=path)
+
+
+@pytest.mark.parametrize("train", [in_place, as_state])
+@pytest.mark.parametrize("make", [weight_norm, Spectral])
+def test_a_skipped_step_keeps_nothing_that_was_assigned(make, train):
+    kernel = "kernel"
+    good, skipped = (train(make(), "mixed_float16", batches) for batches in ([X], [X, BAD]))
+    assert_same_bits(arrays(good), arrays(skipped))
+    assert_same_bits(arrays(make()), arrays(train(make(), "mixed_float16", [BAD])))
+    changed = arrays(train(make(), "mixed_float16", [X]))
+    assert any(kernel in path and not np.array_equal(leaf, arrays(make())[path]) for path, leaf in changed.items())
+
+
+def test_what_was_assigned_is_returned_with_the_other_variables():
+    loss, grads, model_state = flax_bridge.value_and_grad(loss_fn, "mixed_bfloat16")(weight_norm(), X)
+    found = leaf_paths(model_state)
+    assert "layer_instance/kernel" in found and "layer_instance/bias" not in found
+    assert leaf_paths(grads) == ["layer_instance/bias", "layer_instance/kernel"] and jnp.isfinite(loss)
+    assert model_state["layer_instance"]["kernel"][...].dtype == jnp.float32
+
+
+def test_of_two_that_are_one_value_one_was_assigned():
+    class Two(nnx.Module):
+        def __init__(self):
+            self.a, self.b = nnx.Param(jnp.ones(2)), nnx.Param(jnp.full(2, 2.0))
+
+    def tie(model):
+        model.a[...] = model.b[...]
+        return jnp.sum(model.a[...] * model.b[...])
+
+    _, _, model_state = flax_bridge.value_and_grad(tie, "float32")(Two())
+    assert leaf_paths(model_state) == ["a"]
+
+
+def test_rounded_values_are_refused():
+    grad_fn = flax_bridge.value_and_grad(loss_fn, "mixed_float16", autocast=False)
+    message = (
+        "`loss_fn` assigned to 'layer_instance/kernel', of which autocast=False gives it a copy in float16, and "
+        "updates would be lost in the rounding. Use autocast=True, or keep what a step computes in a variable of "
+        "another kind, such as nnx.BatchStat."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        grad_fn(weight_norm(), X, loss_scale=jmp.NoOpLossScale())
+    wide = jmp.get_policy("mixed_float16").replace(overrides={"kernel": "float32"})
+    grad_fn = flax_bridge.value_and_grad(loss_fn, wide, autocast=False)
+    assert "layer_instance/kernel" in leaf_paths(grad_fn(weight_norm(), X, loss_scale=jmp.NoOpLossScale())[2])
+
+
+def test_on_several_devices_it_is_one_value():
+    model = weight_norm()
+    graphdef, state = nnx.split(model)
+    grad_fn = flax_bridge.value_and_grad(loss_fn, "mixed_bfloat16", axis_name="data")
+
+    def fn(state, x):
+        return grad_fn(nnx.merge(graphdef, state), x)[2]
+
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    spec = jax.P()
+    got = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=(spec, jax.P("data")), out_specs=spec))(state, X)
+    want = flax_bridge.value_and_grad(loss_fn, "mixed_bfloat16")(model, X)[2]
+    np.testing.assert_allclose(*(each["layer_instance"]["kernel"][...] for each in (got, want)), rtol=1e-6)
+
+
+def scanned(model, x):
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    @nnx.remat
+    def forward(layer, x):
+        return nnx.relu(layer(x))
+
+    return forward(model, x)
+
+
+def called(call):
+    return lambda model, x: call(lambda model, x: model(x))(model, x)
+
+
+def by_custom_vjp(model, x):
+    @nnx.custom_vjp
+    def apply(model, x):
+        return model(x)
+
+    def forward(model, x):
+        return apply(model, x), (model, x)
+
+    def backward(residuals, cotangents):
+        model, x = residuals
+        _, cotangent = cotangents
+        grads, dx = nnx.grad(lambda model, x: jnp.sum(model(x) * cotangent), argnums=(0, 1))(model, x)
+        return grads, dx
+
+    apply.defvjp(forward, backward)
+    return apply(model, x)
+
+
+def layers():
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs):
+        return nnx.Linear(4, 4, rngs=rngs)
+
+    return make(nnx.Rngs(0))
+
+
+NOT_ASSIGNED = {
+    "jit": (linear, called(nnx.jit)),
+    "remat": (linear, called(nnx.remat)),
+    "remat of jit": (linear, called(lambda fn: nnx.remat(nnx.jit(fn)))),
+    "remat inside a scan": (layers, scanned),
+    "custom_vjp": (linear, by_custom_vjp),
+    "cond": (linear, lambda model, x: nnx.cond(x[0, 0] > 0, lambda m, x: m(x), lambda m, x: -m(x), model, x)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_ASSIGNED)
+def test_calls_that_give_back_every_variable_assign_none(name):
+    make, apply = NOT_ASSIGNED[name]
+    for autocast in (True, False):
+        grad_fn = flax_bridge.value_and_grad(
+            lambda model, x: jnp.mean(apply(model, x) ** 2), "mixed_bfloat16", autocast=autocast
+        )
+        _, grads, model_state = grad_fn(make(), X)
+        assert not leaf_paths(model_state)
+        want = nnx.grad(lambda model, x: jnp.mean(apply(model, x) ** 2))(make(), X)
+        for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(one, other, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("call", [nnx.jit, nnx.remat])
+def test_an_assignment_inside_such_a_call(call):
+    @call
+    def double(model):
+        model.kernel[...] = 2 * model.kernel[...]
+
+    def doubled(model, x):
+        double(model)
+        return loss_fn(model, x)
+
+    model = linear()
+    _, _, model_state = flax_bridge.value_and_grad(doubled, "mixed_bfloat16")(model, X)
+    assert leaf_paths(model_state) == ["kernel"]
+    np.testing.assert_array_equal(model_state["kernel"][...], 2 * model.kernel[...])
+
+
+HANDED_ON = {
+    "a carry": (lambda x, y: jax.lax.scan(lambda c, _: ((c[0], c[1] + c[0]), None), (x, y), None, 3)[0], [0, None]),
+    "carries that change places": (
+        lambda x, y: jax.lax.scan(lambda c, _: ((c[1], c[0]), None), (x, y), None, 3)[0], [None, None]),
+    "rows": (lambda x, y: jax.lax.scan(lambda c, row: (c + row, row), y[0], x), [None, 0]),
+    "rows of another": (lambda x, y: jax.lax.scan(lambda c, rows: (c, rows[1]), y[0], (x, y))[1], [1]),
+    "a constant stacked": (lambda x, y: jax.lax.scan(lambda c, _: (c, y), x, None, 3)[1], [None]),
+    "a while": (
+        lambda x, y: jax.lax.while_loop(lambda c: c[0][0] < 3, lambda c: (c[0] + 1, c[1]), (x, y)), [None, 1]),
+    "branches": (lambda x, y: jax.lax.cond(x[0] > 0, lambda a, b: (b, a), lambda a, b: (b, b), x, y), [1, None]),
+    "a remat": (lambda x, y: jax.checkpoint(lambda a, b: (b, a + b))(x, y), [1, None]),
+    "a custom_jvp": (lambda x, y: (jax.nn.relu(x), y), [None, 1]),
+    "nothing": (lambda x, y: (x + y, jnp.ones(3)), [None, None]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HANDED_ON)
+def test_which_arguments_a_program_hands_on(name):
+    fn, expected = HANDED_ON[name]
+    assert handed_on(flatten(jax.make_jaxpr(fn)(np.ones(3, np.float32), np.ones(3, np.float32)))) == expected
