@@ -89,7 +89,7 @@ def with_loss_scale(
         inner_state = jax.tree.map(_strongly_typed, inner_tx.init(params))
         if find_states(inner_state):
             raise ValueError("`inner` already has a loss scale. Apply with_loss_scale once, outermost.")
-        leaves = len(jax.tree.leaves(params))
+        leaves = len(jax.tree.leaves(_differentiated(params)))
         return LossScaleState(
             inner_state=inner_state,
             loss_scale=jax.tree.map(lambda x: jnp.array(x, copy=True), start),  # donating these leaves `start` alone
@@ -104,7 +104,7 @@ def with_loss_scale(
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         _check_structure(updates, state, params)
         check_axes(axes)
-        given = updates
+        given, given_leaves = updates, jax.tree.leaves(updates)
         flags, loss_finite = _finite_on_all_devices(updates, extra_args.get("value"), axes)
         finite = jnp.all(flags)
         skipped = (~finite).astype(np.int32)
@@ -115,7 +115,7 @@ def with_loss_scale(
         updates, inner_state = inner_tx.update(grads, state.inner_state, params, **extra_args)
         updates = jax.tree.map(lambda u: _update_or_zero(finite, u), updates)
         return _integers_stay(updates, given), LossScaleState(
-            inner_state=_new_or_old_state(finite, inner_state, state.inner_state),
+            inner_state=_new_or_old_state(finite, inner_state, state.inner_state, any(map(is_float0, given_leaves))),
             loss_scale=state.loss_scale.adjust(finite),
             grads_finite=finite,
             skipped_steps=state.skipped_steps + skipped,
@@ -173,21 +173,33 @@ def _update_or_zero(finite: jax.Array, update: Any) -> jax.Array:
     return jnp.where(finite, update, -jnp.zeros_like(update))
 
 
-def _new_or_old_state(finite: jax.Array, new: Any, old: Any) -> Any:
-    """Selects the inner state; what only an update makes, as `optax.monitor` its measurements, was zero before."""
+def _new_or_old_state(finite: jax.Array, new: Any, old: Any, of_integers: bool) -> Any:
+    """Selects the inner state; what only an update makes, as `optax.monitor` its measurements, was zero before.
+
+    Args:
+      finite: whether the new one is taken.
+      new, old: both states.
+      of_integers: whether some parameters are integers, whose moments are zeros that a product makes floats.
+    """
     if jax.tree.structure(new) != jax.tree.structure(old):
         known, paths = dict(zip(leaf_paths(old), jax.tree.leaves(old), strict=True)), leaf_paths(new)
         if lost := sorted(known.keys() - set(paths)):
             raise ValueError(f"`inner` made {lost} in its state, which its update left out: a skip has to restore it.")
         leaves = [known.get(path, jnp.zeros_like(x)) for path, x in zip(paths, jax.tree.leaves(new), strict=True)]
         old = jax.tree.unflatten(jax.tree.structure(new), leaves)
-    return jax.tree.map(functools.partial(_new_or_old, finite), new, old)
+    return jax.tree.map(functools.partial(_new_or_old, finite, of_integers), new, old)
 
 
-def _new_or_old(finite: jax.Array, new: Any, old: Any) -> Any:
-    """Selects one leaf of the inner state; the dtype stays, also where float32 gradients meet 16-bit moments."""
-    same = jnp.result_type(new) == jnp.result_type(old)
-    return jnp.where(finite, new if same else jnp.asarray(new).astype(jnp.result_type(old)), old)
+def _new_or_old(finite: jax.Array, of_integers: bool, new: Any, old: Any) -> Any:
+    """Selects one leaf of the inner state; the dtype stays, also where float32 gradients meet 16-bit moments.
+
+    A count that `inner` itself turns into a fraction becomes one.
+    """
+    to, old_type = jnp.result_type(new), jnp.result_type(old)
+    grows = jnp.issubdtype(to, jnp.inexact) and not (jnp.issubdtype(old_type, jnp.inexact) or of_integers)
+    if to == old_type or grows:
+        return jnp.where(finite, new, old)
+    return jnp.where(finite, jnp.asarray(new).astype(old_type), old)
 
 
 def _check_loss_scale(loss_scale: Any) -> LossScale:
@@ -199,9 +211,15 @@ def _check_loss_scale(loss_scale: Any) -> LossScale:
     return loss_scale
 
 
+def _differentiated(params: Any) -> Any:
+    """The parameters that have gradients: of `optax.lookahead`'s two sets the fast one."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
 def _check_structure(grads: Any, state: Any, params: Any) -> None:
     check_state(state, LossScaleState)
-    found, expected = leaf_paths(grads), None if params is None else leaf_paths(params)
+    _check_loss_scale(state.loss_scale)
+    found, expected = leaf_paths(grads), None if params is None else leaf_paths(_differentiated(params))
     if expected is not None and found != expected:
         missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
         raise ValueError(

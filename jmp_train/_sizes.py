@@ -32,6 +32,26 @@ def static_size(shape: Sequence[Any]) -> int | None:
     return math.prod(shape) if is_static(shape) else None
 
 
+def is_single(aval: Any) -> bool:
+    """Whether a value is one number. Flax's mutable variables are values without a shape."""
+    shape = getattr(aval, "shape", None)
+    return shape is not None and math.prod(shape) == 1
+
+
+def itemsize(dtype: Any) -> int:
+    """The bytes of a number; zero of an extended dtype that does not say, as those of Flax's fp8 scales."""
+    return getattr(dtype, "itemsize", 0)
+
+
+def size_in_bytes(aval: Any, dtype: Any = None) -> Any:
+    """The bytes of a value, in `dtype` if that is given.
+
+    >>> size_in_bytes(jax.ShapeDtypeStruct((2, 3), "float32")), size_in_bytes(jax.ShapeDtypeStruct((2,), "int8"))
+    (24, 2)
+    """
+    return math.prod(aval.shape) * itemsize(dtype or aval.dtype)
+
+
 def is_less(left: Any, right: Any) -> bool:
     """Whether `left < right` for all values of the symbolic dimensions.
 

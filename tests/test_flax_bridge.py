@@ -16,6 +16,7 @@ import pytest
 from comparisons import assert_same_bits, same_bits
 from flax import linen as nn
 from flax import serialization, struct
+from flax.linen import fp8_ops
 from flax.training import train_state
 from flax_models import CNN, NO_SCALE, digits, linen_training, run, spoiled, trained
 
@@ -226,6 +227,20 @@ class TestFloat8:
         (history,) = (v for k, v in statistics["Fp8DirectDotGeneralOp_0"].items() if k == "input_amax_history")
         assert np.isclose(np.max(history), np.max(np.abs(2 * x)), rtol=1e-2)
         assert same_bits(clean.ema_params["_overwrite_with_gradient"], statistics)  # which are not averaged
+
+    @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+    def test_scales_that_a_scan_shares(self, policy):
+        """Their dtype in Flax says how they accumulate, and knows no size."""
+
+        def loss(x, history, scale):
+            history, scale = (jax.lax.convert_element_type(v, fp8_ops.fp32_max_grad) for v in (history, scale))
+            body = lambda c, _: (fp8_ops.in_qdq(jnp.float32, jnp.float8_e4m3fn, c, scale, history), None)  # noqa: E731
+            return jax.lax.scan(body, jnp.array([x]), None, length=3)[0][0]
+
+        args = jnp.float32(2), jnp.zeros(3), jnp.ones(1)
+        want = jax.grad(loss, (0, 1, 2))(*args)
+        assert_same_bits(jmp.autocast(jax.grad(loss, (0, 1, 2)), policy)(*args), want)
+        assert jmp.explain(jax.grad(loss, (0, 1, 2)), policy)(*args).operations
 
     def test_the_optimizer_does_not_see_them(self):
         state, _, _ = self.training()

@@ -208,13 +208,33 @@ def layers():
     return make(nnx.Rngs(0))
 
 
+def on_a_mesh(model, x):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    specs = (jax.P(), jax.P("d"))
+    return nnx.shard_map(lambda model, x: model(x), mesh=mesh, in_specs=specs, out_specs=jax.P("d"))(model, x)
+
+
+def repeated(model, x):
+    def step(i, carry):
+        model, x = carry
+        return model, called(nnx.remat)(model, x) @ jnp.ones((3, 4))
+
+    return nnx.fori_loop(0, 3, step, (model, x))[1]
+
+
+def chosen(model, x):
+    return nnx.cond(x[0, 0] > 0, called(nnx.remat), lambda model, x: -called(nnx.jit)(model, x), model, x)
+
+
 NOT_ASSIGNED = {
     "jit": (linear, called(nnx.jit)),
     "remat": (linear, called(nnx.remat)),
     "remat of jit": (linear, called(lambda fn: nnx.remat(nnx.jit(fn)))),
     "remat inside a scan": (layers, scanned),
     "custom_vjp": (linear, by_custom_vjp),
-    "cond": (linear, lambda model, x: nnx.cond(x[0, 0] > 0, lambda m, x: m(x), lambda m, x: -m(x), model, x)),
+    "branches": (linear, chosen),
+    "remat inside a loop": (linear, repeated),
+    "shard_map": (linear, on_a_mesh),
 }
 
 
@@ -248,6 +268,12 @@ def test_an_assignment_inside_such_a_call(call):
     np.testing.assert_array_equal(model_state["kernel"][...], 2 * model.kernel[...])
 
 
+def split(taken, put):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    specs = {"in_specs": (taken, jax.P()), "out_specs": (put, jax.P())}
+    return jax.shard_map(lambda x, y: (x, y), mesh=mesh, check_vma=False, **specs)
+
+
 HANDED_ON = {
     "a carry": (lambda x, y: jax.lax.scan(lambda c, _: ((c[0], c[1] + c[0]), None), (x, y), None, 3)[0], [0, None]),
     "carries that change places": (
@@ -260,6 +286,8 @@ HANDED_ON = {
     "branches": (lambda x, y: jax.lax.cond(x[0] > 0, lambda a, b: (b, a), lambda a, b: (b, b), x, y), [1, None]),
     "a remat": (lambda x, y: jax.checkpoint(lambda a, b: (b, a + b))(x, y), [1, None]),
     "a custom_jvp": (lambda x, y: (jax.nn.relu(x), y), [None, 1]),
+    "a shard_map": (lambda x, y: split(jax.P(), jax.P())(x, y), [0, 1]),
+    "a shard_map that gathers": (lambda x, y: split(jax.P("d"), jax.P())(x, y), [None, 1]),
     "nothing": (lambda x, y: (x + y, jnp.ones(3)), [None, None]),
 }  # fmt: skip
 

@@ -208,3 +208,30 @@ def test_a_state_of_which_an_update_leaves_something_out():
     message = r"^`inner` made \['a'\] in its state, which its update left out: a skip has to restore it\.$"
     with pytest.raises(ValueError, match=message):
         tx.update(gradients(0), tx.init(PARAMS), PARAMS)
+
+
+def test_a_count_that_becomes_a_fraction_is_not_cut_off():
+    bare = optax.GradientTransformation(
+        lambda params: jnp.zeros((), jnp.int32), lambda u, s, params=None: (u, s + 0.25)
+    )
+    tx = with_loss_scale(bare)
+    state = tx.init(PARAMS)
+    for grads in (gradients(0), gradients(1), gradients(2, np.inf), gradients(3)):
+        _, state = tx.update(grads, state, PARAMS)
+    assert state.inner_state == 0.75
+
+
+def test_lookahead_has_gradients_of_its_fast_parameters():
+    bare = optax.lookahead(optax.adam(0.1), sync_period=3, slow_step_size=0.5)
+    tx, params = with_loss_scale(bare), optax.LookaheadParams.init_synced(PARAMS)
+    state, bare_state, bare_params = tx.init(params), bare.init(params), params
+    for seed in range(7):
+        updates, bare_state = bare.update(gradients(seed), bare_state, bare_params)
+        bare_params = optax.apply_updates(bare_params, updates)
+        for grads in (gradients(seed, np.inf), gradients(seed)):  # a step is skipped before each
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+    assert_same_bits((params, state.inner_state), (bare_params, bare_state))
+    message = r"^`grads` must have the structure of `params`: missing \[.*\], not in `params` \[.*\]\."
+    with pytest.raises(ValueError, match=message):
+        tx.update(jax.tree.map(jnp.ones_like, params), state, params)

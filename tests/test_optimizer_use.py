@@ -214,6 +214,14 @@ class TestErrors:
         tx = scaled()
         self.check(ValueError, message, tx.update, {"a": GOOD["a"]}, tx.init(PARAMS))
 
+    def test_a_number_for_the_loss_scale_of_a_state(self):
+        message = (
+            "`loss_scale` must be a DynamicLossScale, StaticLossScale or NoOpLossScale, got 8.0. Wrap a number, as in "
+            "StaticLossScale(2.0**15); a policy goes to value_and_grad."
+        )
+        tx = scaled()
+        self.check(TypeError, message, tx.update, GOOD, tx.init(PARAMS)._replace(loss_scale=8.0), PARAMS)
+
     def test_part_of_the_state(self):
         message = (
             "`state` must be the LossScaleState that `init` or `update` returned, got tuple. "

@@ -12,7 +12,7 @@ import numpy as np
 
 from .._autocast.ir import Equation, Op, Program
 from .._autocast.primitives import Trait, having
-from .._sizes import static_size
+from .._sizes import itemsize, static_size
 from ._operations import dtype_name
 
 _MOVES = having(Trait.MOVES)  # what these return is their operand, saved once
@@ -34,10 +34,10 @@ def saved_values(program: Program) -> Iterator[tuple[str, int | None]]:
             continue
         for number in equation.operands:
             for source, dtype in _sources(program, makers, number):
-                saved[source] = max(saved.get(source, dtype), dtype, key=lambda dtype: dtype.itemsize)
+                saved[source] = max(saved.get(source, dtype), dtype, key=itemsize)
     for number, dtype in saved.items():
         size = static_size(getattr(program.avals[number], "shape", ()))
-        yield dtype_name(dtype) or "", None if size is None else size * dtype.itemsize
+        yield dtype_name(dtype) or "", None if size is None else size * itemsize(dtype)
 
 
 def _is_backward(program: Program, equation: Equation) -> bool:
@@ -60,6 +60,6 @@ def _sources(program: Program, makers: dict[int, Equation], number: int) -> Iter
             pending.extend((operand, program.avals[operand].dtype) for operand in equation.operands)
         elif added or equation.node.name in _MOVES:
             own = program.avals[equation.operands[0]].dtype
-            pending.append((equation.operands[0], min(dtype, own, key=lambda dtype: dtype.itemsize)))
+            pending.append((equation.operands[0], min(dtype, own, key=itemsize)))
         else:
             yield number, dtype

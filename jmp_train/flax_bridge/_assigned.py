@@ -110,5 +110,10 @@ def _handed_on_by(node: Node) -> Iterator[tuple[int, int]]:
                 yield result, 1 + inside[0]
     else:
         body = next((params[key] for key in ("jaxpr", "call_jaxpr") if key in params), None)
-        inside = [] if body is None or node.name == "shard_map" else handed_on(flatten(body))
-        yield from ((result, i) for result, i in enumerate(inside) if i is not None)
+        for result, inside in enumerate([] if body is None else handed_on(flatten(body))):
+            # What a `shard_map` puts together as it took it apart is the same.
+            same = node.name != "shard_map" or (
+                inside is not None and params["in_specs"][inside] == params["out_specs"][result]
+            )
+            if inside is not None and same:
+                yield result, inside

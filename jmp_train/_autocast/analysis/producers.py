@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from jax.core import Tracer
 
+from ..._dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ..._jaxpr import FlatJaxpr, Node
-from ..._sizes import is_static
+from ..._sizes import is_single, is_static
 from ..primitives import Trait, having
 
 _MOVES = having(Trait.MOVES) | {"neg"}
@@ -125,7 +126,7 @@ class Producers:
 
     def _widens(self, node: Node) -> bool:
         source, target = (self.program.avals[number].dtype for number in (node.ins[0], node.outs[0]))
-        return source == target or (source.itemsize == 2 and target == np.float32)
+        return source == target or (source in (FLOAT16, BFLOAT16) and target == FLOAT32)
 
     def _is_zero(self, number: int) -> bool:
         value = self.program.known.get(self._follow(number, _MOVES, scales=False))
@@ -140,8 +141,9 @@ class Producers:
 
     def _is_number(self, number: int) -> bool:
         source = self._follow(number, _MOVES, scales=False)
-        value = self.program.known.get(source) if isinstance(source, int) else None
-        return value is not None and np.size(value) == 1
+        if not isinstance(source, int) or source not in self.program.known:
+            return False
+        return source not in self.program.captured or is_single(self.program.avals[source])
 
     def are_one(self, left: int, right: int) -> bool:
         """Whether two values are one but for moves and factors, as `x` and `2 * x.T`, or were computed alike."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._jaxpr import ClosedJaxpr, Jaxpr, Node, in_jvp, scan_counts, source_line
 from ..._sizes import static_size
-from ..ir import Place, Precision, is_float32
+from ..ir import Place, Precision, is_float32, is_sixteen_bit
 from ..primitives import TABLE, Entry, Rule, Trait, having
 from .dot_sizes import DotSizes, asks_for_float32
 from .loops import is_linear, solves
@@ -182,7 +182,7 @@ class _Visit:
     def product(self, node: Node, position: int) -> WideProduct | None:
         """The entry of a product that has to run in float32; `None` for a layer's."""
         avals = [self.values.program.avals[number] for number in (*node.ins[:2], *node.outs)]
-        if not is_float32(avals[-1]) or any(aval.dtype.itemsize == 2 for aval in avals):
+        if not is_float32(avals[-1]) or any(map(is_sixteen_bit, avals)):
             return None  # cast by hand; integers times float32 numbers are a product as any other
         sources = {self.values.producers.source(number) for number in node.ins[:2]}
         registry = self._products.registry

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..._dtypes import BFLOAT16, FLOAT16
 from ..._jaxpr import FlatJaxpr, Node
+from ..._sizes import is_single
 from ..primitives import DATA_OPERANDS, Entry, Rule, Trait, having
 from .constants import Constants
 from .producers import Producers
@@ -108,8 +110,9 @@ class Values:
         self.provenances = [Provenance.DATA] * len(program.avals)
         for number, fact in zip(program.inputs, facts, strict=True):
             self.provenances[number] = fact.provenance
-        for number, value in program.known.items():
-            self.provenances[number] = Provenance.EXACT if np.size(value) == 1 else Provenance.DATA
+        for number in program.known:
+            single = number not in program.captured or is_single(program.avals[number])  # literals are
+            self.provenances[number] = Provenance.EXACT if single else Provenance.DATA
 
     def fact(self, number: int) -> Fact:
         """What is known of a value where it enters or leaves another program."""
@@ -142,7 +145,7 @@ class Values:
                 dtype = self.program.avals[number].dtype
             except AttributeError:  # a token
                 continue
-            rounded = rule is Rule.LOW or dtype.itemsize == 2
+            rounded = rule is Rule.LOW or dtype == FLOAT16 or dtype == BFLOAT16
             provenances[number] = Provenance.EXACT if dtype == _BOOL else Provenance.NARROW if rounded else provenance
 
     def _solution(self, node: Node, provenance: Provenance) -> Provenance:

@@ -17,12 +17,12 @@ dtype: the equations that run again are those of the forward body, so that both 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..._dtypes import FLOAT32
 from ..._jaxpr import scan_counts
+from ..._sizes import size_in_bytes
 from ..analysis.residual_costs import ResidualCosts, Storage, Values, fuses
 from ..ir import Equation, Op, Program, Use
 from ..primitives import Trait, having
@@ -157,8 +157,7 @@ class _Link:
         self.passed = {inner: operand for inner, operand in pairs if operand[0] != _CARRY}
 
     def size_of(self, number: int) -> Any:
-        aval = self.body.avals[number]
-        return math.prod(aval.shape) * aval.dtype.itemsize
+        return size_in_bytes(self.body.avals[number])
 
     def costs(self) -> tuple[ResidualCosts, dict[int, Values]]:
         """What the values of the source's body cost the reader, and what each could be computed from."""

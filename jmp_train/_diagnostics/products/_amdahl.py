@@ -23,6 +23,7 @@ from typing import Any
 from ..._explain._operations import Visit, bodies_of, is_floating_dtype
 from ..._flops import ATTENTION, PRODUCTS
 from ..._jaxpr import FlatJaxpr
+from ..._sizes import itemsize
 from ..gpu import GPU, NARROW_UNITS
 from ._products import Product
 
@@ -114,6 +115,4 @@ def _nbytes(aval: Any) -> int:
     dtype = getattr(aval, "dtype", None)
     if dtype is None:
         return 0
-    itemsize = getattr(dtype, "itemsize", 0)
-    itemsize = max(itemsize, 4) if is_floating_dtype(dtype) else itemsize
-    return math.prod(aval.shape) * itemsize
+    return math.prod(aval.shape) * (max(itemsize(dtype), 4) if is_floating_dtype(dtype) else itemsize(dtype))

@@ -19,6 +19,7 @@ from jax import lax
 from ..._explain._operations import Visit, dtype_name
 from ..._flops import ATTENTION, PRODUCTS, attention_flops, product_flops
 from ..._jaxpr import Node, source_line
+from ..._sizes import size_in_bytes
 from ..._values import as_count
 from ..gpu import GPU, NARROW_UNITS, UNITS
 
@@ -217,7 +218,7 @@ def _describe(visit: Visit, gpu: GPU, matrix: Matrix, flops: int, strict: bool) 
     dtypes = tuple(str(dtype_name(aval.dtype)) for aval in avals)
     unit = gpu.unit(dtypes[:2], strict)
     padding = _padding(matrix, unit)
-    moved = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+    moved = sum(map(size_in_bytes, avals))
     reason = _why_not(matrix, dtypes[:2], unit, padding)
     fast = reason is None
     if reason is None:
