@@ -1,9 +1,10 @@
-"""Cases of class 3 that solve linear systems: a solution has digits that the next product cancels."""
+"""Cases of classes 3 and 8 that solve linear systems: a solution has digits that the next product cancels."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.scipy.linalg import cho_solve
 from product_case import NARROW, Case, dense_params, mean_square, normal
 from product_squares import distances, ridge_data
@@ -84,6 +85,74 @@ def orthonormal(net, params, batch):
     return mean_square(net.dot(x, jnp.linalg.qr(params["free"])[0]) - batch["y"])
 
 
+def filtered(transition, emission, noise, z):
+    """The means `[t, n]` and covariances `[t, n, n]` that a Kalman filter computes from measurements `[t, m]`."""
+    n = len(transition)
+    process, spread = 0.1 * jnp.eye(n), jnp.exp(noise) * jnp.eye(z.shape[1])
+
+    def step(carry, z):
+        mean, cov = carry
+        mean, cov = transition @ mean, transition @ cov @ transition.T + process
+        seen = emission @ cov @ emission.T + spread
+        gain = jnp.linalg.solve(seen, emission @ cov).T
+        mean, cov = mean + gain @ (z - emission @ mean), cov - gain @ seen @ gain.T
+        return (mean, cov), (mean, cov)
+
+    return jax.lax.scan(step, (jnp.zeros(n), jnp.eye(n)), z)[1]
+
+
+def learned_filter(net, params, batch):
+    """A Kalman filter of 24 states whose transition and emission are learned; layers read its means."""
+    means, _ = filtered(params["transition"], params["emission"], params["noise"], batch["z"])
+    return mean_square(net.mlp(params, means) - batch["y"])
+
+
+def learned_smoother(net, params, batch):
+    """Means and covariances smoothed backward in time (Rauch, Tung and Striebel 1965), transition and all learned."""
+    transition, z = params["transition"], batch["z"] + 0.1 * net.mlp(params, batch["x"])
+    means, covs = filtered(transition, params["emission"], params["noise"], z)
+
+    def step(carry, row):
+        (mean, cov), (later, later_cov) = row, carry
+        ahead = transition @ cov @ transition.T + 0.1 * jnp.eye(len(transition))
+        gain = jnp.linalg.solve(ahead, transition @ cov).T
+        mean, cov = mean + gain @ (later - transition @ mean), cov + gain @ (later_cov - ahead) @ gain.T
+        return (mean, cov), (mean, cov)
+
+    last, rows = (means[-1], covs[-1]), (means[:-1], covs[:-1])
+    means, covs = jax.lax.scan(step, last, rows, reverse=True)[1]
+    return mean_square(means) + mean_square(covs)
+
+
+def filter_data(rng):
+    transition = 0.95 * np.linalg.qr(rng.standard_normal((24, 24)))[0].astype(np.float32)
+    params = {"transition": transition, "emission": normal(rng, 20, 24), "noise": np.float32(-3)}
+    return params, {"z": normal(rng, 60, 20, scale=3)}
+
+
+def learned_filter_data(rng):
+    params, batch = filter_data(rng)
+    return params | dense_params(rng, 24, 32, 4), batch | {"y": normal(rng, 60, 4)}
+
+
+def learned_smoother_data(rng):
+    params, batch = filter_data(rng)
+    return params | dense_params(rng, 32, 32, 20), batch | {"x": normal(rng, 60, 32)}
+
+
+def regression_targets(net, params, batch):
+    """Layers on the weights of a ridge regression of several targets, of records of very different sizes."""
+    x, y = batch["x"], batch["y"]
+    weights = jnp.linalg.solve(x.T @ x + 1e-4 * jnp.eye(x.shape[1]), x.T @ y)
+    return mean_square(net.mlp(params, weights.T) - batch["z"])
+
+
+def regression_targets_data(rng):
+    x = normal(rng, 200, 24) * np.logspace(0, -2, 24).astype(np.float32)
+    y = x @ normal(rng, 24, 32) + normal(rng, 200, 32, scale=1e-3)
+    return dense_params(rng, 24, 32, 4), {"x": x, "y": y, "z": normal(rng, 32, 4)}
+
+
 def weight_data(rng):
     params = dense_params(rng, 32, 64, 32) | {"free": normal(rng, 32, 32, scale=0.3)}
     return params, {"x": normal(rng, 128, 32), "y": normal(rng, 128, 32)}
@@ -95,6 +164,9 @@ CASES = (
     Case("zca", 3, zca, zca_data),
     Case("mahalanobis", 3, mahalanobis, mahalanobis_data),
     Case("independence", 3, independence, independence_data),
+    Case("learned_filter", 3, learned_filter, learned_filter_data),
+    Case("learned_smoother", 3, learned_smoother, learned_smoother_data),
+    Case("regression_targets", 8, regression_targets, regression_targets_data),
     Case("cayley", NARROW, cayley, weight_data, low_share=1.0),
     Case("orthonormal", NARROW, orthonormal, weight_data, low_share=1.0),
 )

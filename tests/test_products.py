@@ -105,6 +105,20 @@ WIDE = {
         lambda w, x: (x * w[0]) @ jnp.linalg.solve(jnp.eye(64) + jnp.outer(x[0], x[0]), x.T), W, X, Cause.SOLUTION),
     "a Cholesky factor": (
         lambda w, x: (x * w[0]) @ (2 * jnp.linalg.cholesky(jnp.diag(1 + x[1] ** 2))).T, W, X, Cause.SOLUTION),
+    "covariances of a learned filter": (
+        lambda w, x: lax.scan(
+            lambda p, _: (w @ jnp.linalg.solve(jnp.eye(64) + p, p) @ w.T, None), jnp.eye(64), None, 2)[0],
+        W / 8, X, Cause.SOLUTION),
+    "means of a learned filter": (
+        lambda w, x: lax.scan(
+            lambda c, _: ((jnp.linalg.solve(jnp.eye(64) + c[0], c[0]),
+                           jnp.linalg.solve(jnp.eye(64) + c[0], x.T) + w @ c[1]), None),
+            (jnp.eye(64), x.T), None, 2)[0][1],
+        W / 8, X, Cause.SOLUTION),
+    "the matrix of a system": (
+        lambda w, x: jnp.linalg.cholesky(100 * jnp.eye(32) + (x * w[0]) @ (x + 1).T), W / 8, X, Cause.DELICATE),
+    "a correlation with itself": (
+        lambda w, x: jnp.correlate(10 * w[0], 10 * w[0], mode="full"), W, X, Cause.SQUARE),
     "a centred Gram matrix": (
         lambda w, x: (w.T @ w) @ (jnp.eye(64) - jnp.full((64, 64), 1 / 64)), W, X, Cause.SOLUTION),
     "running sums of data": (lambda w, x: (x * w[0]) @ jnp.tril(jnp.ones((64, 64))), W, X, Cause.GRID),
@@ -152,6 +166,9 @@ NARROW = {
     "a frozen layer of data": (lambda w, x: jnp.tanh(x @ jnp.asarray(FROZEN)) @ w, W, X),
     "activations under a logarithm": (lambda w, x: jnp.log(jnp.exp(x @ w) @ jnp.asarray(FROZEN) ** 2), W, X),
     "squares of other values": (lambda w, x: squares(x)[:, None] + squares(w) - 2 * (x @ w) @ jnp.tanh(w), W, X),
+    "layers on what a filter returns": (
+        lambda w, x: jnp.tanh(lax.scan(
+            lambda p, _: (jnp.linalg.solve(9 * jnp.eye(32) + p, p), None), x[:, :32], None, 2)[0] @ w[:32]) @ w, W, X),
     "one-hot numbers": (lambda w, x: jax.nn.one_hot(jnp.arange(10) % 3, 10) @ w[:10], W, X),
     "exact interpolation": (
         lambda w, x: jnp.einsum("ij,jk->ik", jnp.repeat(jnp.eye(8), 2, 0), (x @ w)[:8], precision="highest"), W, X),

@@ -16,7 +16,7 @@ from jmp_train._autocast.planner import Planner
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(16, 16)).astype(np.float32)
 X, Y = (jnp.asarray(RNG.normal(size=(16, 16)).astype(np.float32)) for _ in range(2))
-EXACT, TABLE, PARAMETER, NARROW, DATA, ACTIVATION, STATE, FACTOR, SOLUTION = Provenance
+EXACT, TABLE, PARAMETER, NARROW, DATA, ACTIVATION, STATE, FACTOR, SOLUTION, ESTIMATE = Provenance
 
 
 def states(step):
@@ -105,6 +105,8 @@ CASES = {
         lambda w, x: lax.scan(lambda p, _: (jnp.linalg.solve(p + x, p), p), jnp.eye(16), None, 3)[1], SOLUTION),
     "what they are solved for, of results": (
         lambda w, x: lax.scan(lambda p, _: (jnp.linalg.solve(p + x, p), p), x @ w, None, 3)[1], SOLUTION),
+    "what they are solved for, in the loop": (
+        lambda w, x: lax.scan(lambda p, _: (jnp.linalg.solve(p + x, p), p), x, None, 3)[0], SOLUTION),
     "beside what they are solved for": (
         lambda w, x: lax.scan(lambda s, _: ((s[0] + 1, jnp.linalg.solve(x, s[1])), s[0]), (x, x), None, 3)[1], DATA),
     "the states of a nonlinear system": (states(lambda s, w, x: jnp.tanh(s @ w)), DATA),

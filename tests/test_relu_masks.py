@@ -131,3 +131,15 @@ def test_masks_keep_their_shape_and_their_operand():
 
     cast = autocast(fn, "mixed_float16")(W, X)
     assert [each.shape for each in cast] == [(1,), (), (1,), (1,)] and not cast[3]
+
+
+@pytest.mark.parametrize("number", [0.0, 0.1])
+def test_a_bound_that_is_an_array_of_the_device(number):
+    """Under `jit` an operation on it would be traced, and have no value while the program is planned."""
+    bound = jnp.float32(number)
+
+    def loss(w, x):
+        return jnp.sum(jnp.maximum(x @ w, bound) @ w) + jnp.sum(jnp.pad(x @ w, 1, constant_values=bound))
+
+    got = jax.jit(autocast(jax.grad(loss), "mixed_float16"))(W, X)
+    np.testing.assert_allclose(got, jax.grad(loss)(W, X), rtol=0.02, atol=0.05)

@@ -36,6 +36,14 @@ def makes_constants(node: Node) -> bool:
     return node.name in _CONSTANT or node.name in _ENTERED or rule in _ARITHMETIC
 
 
+def is_zero(value: Any) -> bool:
+    """Whether a literal or captured array is known to hold zeros only.
+
+    On the host: under `jit`, an operation on an array of the device would be traced.
+    """
+    return not isinstance(value, Tracer) and not np.asarray(value).any()
+
+
 class Constants:
     """The values of one program that no argument decides, and their numbers: evaluated once, and only if asked for.
 

@@ -6,8 +6,8 @@
 Distances between two sets are written so. Where points lie close together beside their norm, all digits cancel that 16
 bits hold, and more if a product rounds what its square beside it does not.
 
-Decides which products are such terms, and which are read by a function that magnifies their error. Does not decide what
-follows from it; see `product_causes.py`.
+Decides which products are such terms, and which are read by a function or a linear system that magnifies their error.
+Does not decide what follows from it; see `product_causes.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .producers import Producers
 
 _ADDS = having(Trait.ADDS)
 _BOUNDS = having(Trait.BOUNDS)
+_SYSTEMS = having(Trait.SYSTEM)
 _SQUARES = frozenset({"square", "integer_pow", "mul", "dot_general"})
 _KEEPS_SUMS = _ADDS | {"sqrt", "square", "integer_pow"}  # a norm is a root of squares, and squared again
 # Operands of which an absolute error counts, or a rounding to zero. Not those of bounds: a layer's result has some.
@@ -44,12 +45,21 @@ class Consumers:
 
     def is_delicate(self, node: Node) -> bool:
         """Whether a product, perhaps with others added, is an angle, a divisor or the operand of a logarithm."""
-        return node.outs[0] in self._operands
+        return node.outs[0] in self._delicate
+
+    def enters_system(self, node: Node) -> bool:
+        """Whether a linear system or a factorization reads a product, perhaps with others added."""
+        return node.outs[0] in self._in_systems
 
     @functools.cached_property
-    def _operands(self) -> set[int]:
-        delicate = [(node, _DELICATE[node.name]) for node in self._program.nodes if node.name in _DELICATE]
-        return {dot.outs[0] for node, position in delicate for dot in self._products_in(node.ins[position])}
+    def _delicate(self) -> set[int]:
+        readers = [node for node in self._program.nodes if node.name in _DELICATE]
+        return {dot.outs[0] for node in readers for dot in self._products_in(node.ins[_DELICATE[node.name]])}
+
+    @functools.cached_property
+    def _in_systems(self) -> set[int]:
+        systems = [node for node in self._program.nodes if node.name in _SYSTEMS]
+        return {dot.outs[0] for node in systems for number in node.ins for dot in self._products_in(number)}
 
     @functools.cached_property
     def _cross_terms(self) -> dict[int, frozenset[int]]:

@@ -192,6 +192,11 @@ def solves(program: FlatJaxpr, start: int, result: int) -> bool:
     return any(not (dependent.isdisjoint(node.ins) or leading.isdisjoint(node.outs)) for node in systems)
 
 
+def has_system(program: FlatJaxpr) -> bool:
+    """Whether a linear system is solved or factorized in a program, the programs inside it left out."""
+    return any(node.name in _SYSTEMS for node in program.nodes)
+
+
 def _leads_to(program: FlatJaxpr, result: int) -> set[int]:
     found = {result}
     for node in reversed(program.nodes):

@@ -16,6 +16,7 @@ from ..._dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ..._jaxpr import FlatJaxpr, Node
 from ..._sizes import is_single, is_static
 from ..primitives import Trait, having
+from .constants import is_zero
 
 _MOVES = having(Trait.MOVES) | {"neg"}
 _PARTS = having(Trait.PICKS) | {"pad"}  # some of the numbers, or all of them beside zeros
@@ -130,7 +131,7 @@ class Producers:
 
     def _is_zero(self, number: int) -> bool:
         value = self.program.known.get(self._follow(number, _MOVES, scales=False))
-        return value is not None and not isinstance(value, Tracer) and not np.any(value)
+        return value is not None and is_zero(value)
 
     def _scaled(self, node: Node) -> int | None:
         """The operand that a product or quotient multiplies by one number that no argument decides."""

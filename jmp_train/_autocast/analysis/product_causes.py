@@ -55,7 +55,8 @@ class ProductCauses:
         if any(table is not None and table.exceeds for table in tables):
             return Cause.TABLE
         if node.name == "conv_general_dilated":
-            return Cause.FILTER if self._is_fixed_filter(node) else None
+            square = Cause.SQUARE if self._producers.are_one(*node.ins) else None
+            return Cause.FILTER if self._is_fixed_filter(node) else square
         if node.name != "dot_general":
             return None
         sizes, provenances = DotSizes.of(self._program, node), self._provenances(node)
@@ -71,14 +72,14 @@ class ProductCauses:
         if self._is_cross_term(node, provenances):
             return Cause.DISTANCE
         # Times a parameter, a solution or Gram matrix is what a layer is given.
-        if Provenance.SOLUTION in provenances and Provenance.PARAMETER not in provenances:
+        solution = Provenance.SOLUTION in provenances and Provenance.PARAMETER not in provenances
+        if solution or Provenance.ESTIMATE in provenances:
             return Cause.SOLUTION
         if Provenance.STATE in provenances and _are_data(provenances):
             return Cause.STATE
         if self._is_expectation(node, tables, sizes):
             return Cause.GRID
-        delicate = _are_data(provenances) and Provenance.FACTOR not in provenances and self._consumers.is_delicate(node)
-        return Cause.DELICATE if delicate else None
+        return Cause.DELICATE if self._is_delicate(node, provenances) else None
 
     def scales(self, node: Node) -> bool:
         """Whether an operand is one number that the program knows, as a loss's own cotangent is."""
@@ -112,7 +113,7 @@ class ProductCauses:
         """Whether a product sums squares of one value or, where all is float32 data, weighted ones: `x.T @ (w * x)`."""
         left, right = node.ins
         if self._producers.are_one(left, right):
-            return self._contracts_one_axis(node)
+            return _are_data(provenances) or self._contracts_one_axis(node)
         if not _are_data(provenances):
             return False
         pairs = [(each, right) for each in self._producers.factors(left)]
@@ -148,7 +149,8 @@ class ProductCauses:
             return not (grows and self._producers.becomes_weight(node.outs[0]))
         if fills and all(provenance in ROUNDED_PROVENANCES for provenance in provenances):
             return False  # activations times activations, as in attention
-        if not all(wide) and Provenance.STATE not in provenances and (grows or fills):
+        carried = Provenance.STATE in provenances or Provenance.ESTIMATE in provenances
+        if not (all(wide) or carried) and (grows or fills):
             return sizes.contracted < _HALF_DEPTH
         return not self.interpolates(node)
 
@@ -167,6 +169,12 @@ class ProductCauses:
                 # Weights of an average that are rounded already, times numbers that 16 bits hold, lose nothing more.
                 return not table.exact or not (other is Provenance.NARROW or table.averages)
         return False
+
+    def _is_delicate(self, node: Node, provenances: Sequence[Provenance]) -> bool:
+        """Whether what reads a product of numbers that nothing has rounded yet magnifies its error."""
+        if Provenance.FACTOR in provenances or any(each in ROUNDED_PROVENANCES for each in provenances):
+            return False
+        return self._consumers.enters_system(node) or (_are_data(provenances) and self._consumers.is_delicate(node))
 
     def _is_fixed_filter(self, node: Node) -> bool:
         """Whether a convolution blurs, differentiates or interpolates each channel by itself, with known weights."""

@@ -38,6 +38,7 @@ class Provenance(enum.Enum):
     STATE = "state"  # float32 data that a loop which is linear in it carries
     FACTOR = "factor"  # float32 solutions and factors of linear systems that parameters alone decide
     SOLUTION = "solution"  # the same where more than parameters decide; and sums of squares, such as Gram matrices
+    ESTIMATE = "estimate"  # what a loop that solves linear systems for it carries, as the covariance of a Kalman filter
 
 
 UNROUNDED_PROVENANCES = (
@@ -46,11 +47,13 @@ UNROUNDED_PROVENANCES = (
     Provenance.STATE,
     Provenance.FACTOR,
     Provenance.SOLUTION,
+    Provenance.ESTIMATE,
 )
 FLOAT32_PROVENANCES = (*UNROUNDED_PROVENANCES, Provenance.ACTIVATION)
 PARAMETER_PROVENANCES = (Provenance.EXACT, Provenance.PARAMETER, Provenance.FACTOR)
 ROUNDED_PROVENANCES = (Provenance.NARROW, Provenance.ACTIVATION)
-_STAY = (Provenance.EXACT, Provenance.FACTOR, Provenance.SOLUTION)  # what an operation that runs in float32 leaves them
+_SOLVED = (Provenance.FACTOR, Provenance.SOLUTION, Provenance.ESTIMATE)
+_STAY = (Provenance.EXACT, *_SOLVED)  # what an operation that runs in float32 leaves them
 
 
 def joined(provenances: Iterable[Provenance]) -> Provenance:
@@ -60,6 +63,8 @@ def joined(provenances: Iterable[Provenance]) -> Provenance:
         return found[0] if found else Provenance.EXACT
     if not any([each in FLOAT32_PROVENANCES for each in found]):
         return Provenance.NARROW
+    if Provenance.ESTIMATE in found:
+        return Provenance.ESTIMATE
     if all([each in UNROUNDED_PROVENANCES for each in found]):
         # What is computed from a solution or state and data is one, as the covariance of a Kalman filter.
         return next((each for each in (Provenance.SOLUTION, Provenance.STATE) if each in found), Provenance.DATA)
@@ -82,16 +87,26 @@ class Fact(NamedTuple):
     numbers: Any = None
 
 
-def carried_provenance(provenance: Provenance, is_state: bool, is_solution: bool) -> Provenance:
+def carried_provenance(provenance: Provenance, is_state: bool, is_estimate: bool) -> Provenance:
     """What a loop carries, which is float32 data if the roundings of its steps add up.
 
     They do in the state of a linear recurrence (`loops.is_linear`), and in what linear systems are solved for
     (`loops.solves`).
     """
-    adds_up = provenance in (Provenance.DATA, Provenance.STATE, Provenance.SOLUTION, *ROUNDED_PROVENANCES)
-    if not adds_up or not (is_state or is_solution):
-        return provenance
-    return Provenance.SOLUTION if is_solution else Provenance.STATE
+    starts = (Provenance.EXACT, Provenance.TABLE, Provenance.PARAMETER, Provenance.FACTOR)
+    if is_estimate:
+        return Provenance.ESTIMATE
+    return Provenance.STATE if is_state and provenance not in starts else provenance
+
+
+def within(provenance: Provenance, filters: bool) -> Provenance:
+    """What a row is in a loop, which may carry estimates."""
+    return Provenance.ESTIMATE if filters and provenance is Provenance.SOLUTION else provenance
+
+
+def outside(provenance: Provenance) -> Provenance:
+    """What a loop carried or stacked is outside of it."""
+    return Provenance.SOLUTION if provenance is Provenance.ESTIMATE else provenance
 
 
 class Values:
@@ -151,6 +166,8 @@ class Values:
     def _solution(self, node: Node, provenance: Provenance) -> Provenance:
         """The provenance of what a linear system makes: as it is, where an iteration solves it to a tolerance."""
         found = {self.provenances[number] for number in node.ins}
-        if node.name == "custom_linear_solve" and found.isdisjoint((Provenance.FACTOR, Provenance.SOLUTION)):
+        if node.name == "custom_linear_solve" and found.isdisjoint(_SOLVED):
             return provenance
+        if Provenance.ESTIMATE in found:
+            return Provenance.ESTIMATE
         return Provenance.FACTOR if found.issubset(PARAMETER_PROVENANCES) else Provenance.SOLUTION

@@ -19,7 +19,7 @@ class Cause(enum.Enum):
     INNER = "inner products of float32 data, or only one: no Tensor Core computes them"
     SQUARE = "a value times itself, a square"
     DISTANCE = "added to squares of its operands, as in a distance: their digits cancel"
-    DELICATE = "an angle, a divisor or under a logarithm, and computed from float32 data"
+    DELICATE = "an angle, a divisor, under a logarithm or in a linear system, and computed from float32 data"
     SOLUTION = "multiplies a Gram matrix, or a solution or factor of a linear system: their digits cancel"
     STATE = "multiplies the state of a linear recurrence by data: the roundings of its steps add up"
     SYSTEM = "belongs to the derivative of a linear system or a factorization"

@@ -18,9 +18,9 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from jax.core import Tracer
 
 from ...._jaxpr import FlatJaxpr, Node, flatten
+from ...analysis.constants import is_zero
 from .rewrite import Rewrite
 
 
@@ -57,4 +57,4 @@ def relu_operand(node: Node, program: FlatJaxpr) -> int | None:
 
 
 def _is_zero(value: Any) -> bool:
-    return value is not None and not isinstance(value, Tracer) and np.size(value) == 1 and not np.any(value)
+    return value is not None and np.size(value) == 1 and is_zero(value)
