@@ -88,6 +88,23 @@ def test_what_reads_a_product(name):
     assert consumers.is_delicate(product) == expected
 
 
+SYSTEMS = {
+    "a right-hand side": (lambda p: jnp.linalg.solve(jnp.eye(4), p), True),
+    "a matrix": (lambda p: jnp.linalg.solve(jnp.eye(4) + p[:, :4], jnp.ones((4, 5))), False),
+    "a matrix with others": (lambda p: jnp.linalg.cholesky(jnp.eye(5) + p.T @ p), False),
+    "a factor": (lambda p: jnp.linalg.qr(2 * p)[0], True),
+    "a function of it": (lambda p: jnp.linalg.solve(jnp.eye(4), jnp.tanh(p)), False),
+    "an angle": (jnp.sin, False),
+}
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_which_products_a_linear_system_reads(name):
+    fn, expected = SYSTEMS[name]
+    consumers, product = consumers_of(lambda x, y: fn(x @ y.T), X, Y)
+    assert consumers.enters_system(product) == expected
+
+
 @pytest.mark.parametrize("terms, expected", [(4, True), (32, False)])
 def test_how_far_a_sum_is_followed(terms, expected):
     def fn(x, y):

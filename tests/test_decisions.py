@@ -393,7 +393,7 @@ def skipped_updates(w, x):
 
     def update(w, row):
         new = w - 0.1 * jnp.outer(row, row @ w)
-        return lax.cond(jnp.all(jnp.isfinite(new @ new)), lambda: new, lambda: w), None
+        return lax.cond(jnp.all(jnp.isfinite(new @ jnp.tanh(new))), lambda: new, lambda: w), None
 
     return lax.scan(update, w, x)[0], jnp.int32(len(x))
 

@@ -102,6 +102,7 @@ def test_which_precisions_ask_for_float32(precision, policys, asks):
 
 EXACT, TABLE, PARAMETER, NARROW = Provenance.EXACT, Provenance.TABLE, Provenance.PARAMETER, Provenance.NARROW
 DATA, ACTIVATION, STATE, SOLUTION = Provenance.DATA, Provenance.ACTIVATION, Provenance.STATE, Provenance.SOLUTION
+ESTIMATE = Provenance.ESTIMATE
 FACTOR = Provenance.FACTOR
 
 
@@ -128,6 +129,9 @@ FACTOR = Provenance.FACTOR
         ([SOLUTION, NARROW], DATA),
         ([SOLUTION, PARAMETER], DATA),
         ([FACTOR, DATA], DATA),
+        ([ESTIMATE, SOLUTION], ESTIMATE),
+        ([ESTIMATE, PARAMETER], ESTIMATE),
+        ([ESTIMATE, NARROW], ESTIMATE),
     ],
 )
 def test_what_an_operation_makes_of_several_provenances(provenances, expected):
@@ -136,8 +140,8 @@ def test_what_an_operation_makes_of_several_provenances(provenances, expected):
 
 @pytest.mark.parametrize("provenance", Provenance)
 def test_what_a_loop_carries(provenance):
-    adds_up = provenance in (DATA, STATE, SOLUTION, NARROW, ACTIVATION)
-    assert carried_provenance(provenance, is_state=True, is_solution=False) is (STATE if adds_up else provenance)
+    adds_up = provenance in (DATA, STATE, SOLUTION, ESTIMATE, NARROW, ACTIVATION)
+    assert carried_provenance(provenance, is_state=True, is_estimate=False) is (STATE if adds_up else provenance)
     for is_state in (True, False):
-        assert carried_provenance(provenance, is_state, is_solution=True) is (SOLUTION if adds_up else provenance)
-    assert carried_provenance(provenance, is_state=False, is_solution=False) is provenance
+        assert carried_provenance(provenance, is_state, is_estimate=True) is ESTIMATE
+    assert carried_provenance(provenance, is_state=False, is_estimate=False) is provenance

@@ -117,8 +117,7 @@ WIDE = {
         W / 8, X, Cause.SOLUTION),
     "the matrix of a system": (
         lambda w, x: jnp.linalg.cholesky(100 * jnp.eye(32) + (x * w[0]) @ (x + 1).T), W / 8, X, Cause.DELICATE),
-    "a correlation with itself": (
-        lambda w, x: jnp.correlate(10 * w[0], 10 * w[0], mode="full"), W, X, Cause.SQUARE),
+    "a power of a matrix of data": (lambda w, x: (x * w[0])[:, :32] @ (x * w[0])[:, :32], W, X, Cause.SQUARE),
     "a centred Gram matrix": (
         lambda w, x: (w.T @ w) @ (jnp.eye(64) - jnp.full((64, 64), 1 / 64)), W, X, Cause.SOLUTION),
     "running sums of data": (lambda w, x: (x * w[0]) @ jnp.tril(jnp.ones((64, 64))), W, X, Cause.GRID),

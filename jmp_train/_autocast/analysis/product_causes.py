@@ -55,8 +55,7 @@ class ProductCauses:
         if any(table is not None and table.exceeds for table in tables):
             return Cause.TABLE
         if node.name == "conv_general_dilated":
-            square = Cause.SQUARE if self._producers.are_one(*node.ins) else None
-            return Cause.FILTER if self._is_fixed_filter(node) else square
+            return Cause.FILTER if self._is_fixed_filter(node) else None
         if node.name != "dot_general":
             return None
         sizes, provenances = DotSizes.of(self._program, node), self._provenances(node)

@@ -93,10 +93,10 @@ def carried_provenance(provenance: Provenance, is_state: bool, is_estimate: bool
     They do in the state of a linear recurrence (`loops.is_linear`), and in what linear systems are solved for
     (`loops.solves`).
     """
-    starts = (Provenance.EXACT, Provenance.TABLE, Provenance.PARAMETER, Provenance.FACTOR)
     if is_estimate:
         return Provenance.ESTIMATE
-    return Provenance.STATE if is_state and provenance not in starts else provenance
+    exact = (Provenance.EXACT, Provenance.TABLE, Provenance.PARAMETER, Provenance.FACTOR)
+    return Provenance.STATE if is_state and provenance not in exact else provenance
 
 
 def within(provenance: Provenance, filters: bool) -> Provenance:
