@@ -52,6 +52,12 @@ def squares(x):
     return jnp.sum(x**2, -1)
 
 
+def covariances_of(x):
+    """Covariances `[2, 64, 64]` that a loop carries."""
+    step = lambda p, _: (jnp.linalg.solve(jnp.eye(64) + p, p),) * 2  # noqa: E731
+    return lax.scan(step, jnp.eye(64) + x[0], None, 2)[1]
+
+
 # name: (function of (parameters, data), parameters, data, cause)
 WIDE = {
     "precision of an einsum": (
@@ -115,6 +121,14 @@ WIDE = {
                            jnp.linalg.solve(jnp.eye(64) + c[0], x.T) + w @ c[1]), None),
             (jnp.eye(64), x.T), None, 2)[0][1],
         W / 8, X, Cause.SOLUTION),
+    "means of a learned smoother": (
+        lambda w, x: lax.scan(
+            lambda m, p: (jnp.linalg.solve(jnp.diag(2 + p), x.T) + w @ m, None), x.T, x[:2])[0],
+        W / 8, X, Cause.SOLUTION),
+    "covariances that a learned smoother is given": (
+        lambda w, x: lax.scan(
+            lambda p, row: (jnp.linalg.solve(jnp.eye(64) + p, p), w @ row), jnp.eye(64), covariances_of(x))[1],
+        W / 8, X, Cause.SOLUTION),
     "the matrix of a system": (
         lambda w, x: jnp.linalg.cholesky(100 * jnp.eye(32) + (x * w[0]) @ (x + 1).T), W / 8, X, Cause.DELICATE),
     "a power of a matrix of data": (lambda w, x: (x * w[0])[:, :32] @ (x * w[0])[:, :32], W, X, Cause.SQUARE),
@@ -165,6 +179,8 @@ NARROW = {
     "a frozen layer of data": (lambda w, x: jnp.tanh(x @ jnp.asarray(FROZEN)) @ w, W, X),
     "activations under a logarithm": (lambda w, x: jnp.log(jnp.exp(x @ w) @ jnp.asarray(FROZEN) ** 2), W, X),
     "squares of other values": (lambda w, x: squares(x)[:, None] + squares(w) - 2 * (x @ w) @ jnp.tanh(w), W, X),
+    "a layer that a system reads": (
+        lambda w, x: jnp.linalg.solve(jnp.diag(2 + x[0, :32]), jnp.tanh(x @ w) @ w), W, X),
     "layers on what a filter returns": (
         lambda w, x: jnp.tanh(lax.scan(
             lambda p, _: (jnp.linalg.solve(9 * jnp.eye(32) + p, p), None), x[:, :32], None, 2)[0] @ w[:32]) @ w, W, X),

@@ -148,8 +148,7 @@ class ProductCauses:
             return not (grows and self._producers.becomes_weight(node.outs[0]))
         if fills and all(provenance in ROUNDED_PROVENANCES for provenance in provenances):
             return False  # activations times activations, as in attention
-        carried = Provenance.STATE in provenances or Provenance.ESTIMATE in provenances
-        if not (all(wide) or carried) and (grows or fills):
+        if not all(wide) and Provenance.STATE not in provenances and (grows or fills):
             return sizes.contracted < _HALF_DEPTH
         return not self.interpolates(node)
 
