@@ -70,6 +70,9 @@ def with_master_weights(
     chain, since what follows would change the difference, and inside `with_loss_scale`:
     `with_loss_scale(with_master_weights(optax.chain(clip, adam)))`.
 
+    A leaf without a master is `None` in the state, so `optax.tree_map_params`, as for shardings, needs
+    `is_leaf=lambda x: x is None` where only some parameters have 16 bits.
+
     Args:
       inner: any optax transformation. It sees the masters as parameters.
       dtype: the masters' dtype, float32 or float64.
