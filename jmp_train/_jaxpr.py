@@ -21,6 +21,7 @@ import jax
 from jax.extend import linear_util, source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.extend.core import Primitive as Primitive
+from jax.extend.core.primitives import convert_element_type_p
 from jax.extend.random import threefry2x32_p as threefry2x32_p
 
 FULL_PRECISION_MARK = "jmp_train_full_precision"
@@ -231,6 +232,15 @@ def _combiner(eqn: JaxprEqn, args: Sequence[Any]) -> dict[str, Any]:
         return {}
     scalar = jax.ShapeDtypeStruct((), args[0].dtype)
     return {"update_jaxpr": open_jaxpr(trace(combine, scalar, scalar)[0]), "update_consts": ()}
+
+
+def weakly_typed(x: Any) -> Any:
+    """`x` with a weak type, which the casts that JAX exports do not give.
+
+    >>> weakly_typed(jax.numpy.ones(2)).weak_type
+    True
+    """
+    return convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
 
 
 def bind_with_rules(eqn: JaxprEqn, args: Sequence[Any], wrap: Callable[..., tuple[Callable, ...]]) -> list[Any]:

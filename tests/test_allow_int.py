@@ -131,7 +131,7 @@ def test_a_step_leaves_integers_as_they_are(inner):
         params = optax.apply_updates(TRAINED, updates)
         assert params["ids"].tolist() == [0, 1, LARGE] and params["ids"].dtype == jnp.int32
         assert jnp.all(params["w"] < TRAINED["w"]) and state.grads_finite
-        assert jax.tree.structure(state) == jax.tree.structure(tx.init(TRAINED))
+        assert described(state) == described(tx.init(TRAINED))
     updates, state = tx.update({**grads, "w": jnp.full(3, jnp.nan)}, state, TRAINED)
     assert not jnp.any(updates["ids"]) and not state.grads_finite
     assert state.last_overflow.tolist() == [False, True]  # ids, w

@@ -123,3 +123,21 @@ def test_a_constant_loss_is_its_own_mean_over_devices(autocast, check_vma):
     )
     loss, grads = jax.jit(step)(MATRIX)
     assert loss == 2 and grads.shape == MATRIX.shape and not jnp.any(grads)
+
+
+WEAK = {
+    "a product": lambda x: x @ x,
+    "a function of one": lambda x: jax.nn.relu(x @ x) * 2,
+    "a gradient": jax.grad(lambda x: jnp.mean(jax.lax.reduce_window(x, 0.0, jax.lax.add, (2, 2), (1, 1), "VALID"))),
+    "with strong ones": lambda x: (x @ x, x + MATRIX, jnp.float16(1) * x),
+}
+
+
+@pytest.mark.parametrize("name", WEAK)
+def test_results_of_weakly_typed_arrays_are_weakly_typed(name):
+    x = jnp.full(MATRIX.shape, 0.5)
+    want = jax.tree.leaves(jax.jit(WEAK[name])(x))
+    for run in (jmp.autocast(WEAK[name], "mixed_float16"), jax.jit(jmp.autocast(WEAK[name], "mixed_float16"))):
+        got = jax.tree.leaves(run(x))
+        assert [(leaf.dtype, leaf.weak_type) for leaf in got] == [(leaf.dtype, leaf.weak_type) for leaf in want]
+    assert want[0].weak_type

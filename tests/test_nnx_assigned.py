@@ -283,6 +283,8 @@ HANDED_ON = {
     "a constant stacked": (lambda x, y: jax.lax.scan(lambda c, _: (c, y), x, None, 3)[1], [None]),
     "a while": (
         lambda x, y: jax.lax.while_loop(lambda c: c[0][0] < 3, lambda c: (c[0] + 1, c[1]), (x, y)), [None, 1]),
+    "a while whose carries change places": (
+        lambda x, y: jax.lax.while_loop(lambda c: c[0][0] < 3, lambda c: (c[1], c[0]), (x, y)), [None, None]),
     "branches": (lambda x, y: jax.lax.cond(x[0] > 0, lambda a, b: (b, a), lambda a, b: (b, b), x, y), [1, None]),
     "a remat": (lambda x, y: jax.checkpoint(lambda a, b: (b, a + b))(x, y), [1, None]),
     "a custom_jvp": (lambda x, y: (jax.nn.relu(x), y), [None, 1]),

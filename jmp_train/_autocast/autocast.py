@@ -17,7 +17,7 @@ import jax
 
 from .._dtypes import FLOAT32, facts
 from .._finite import is_float0
-from .._jaxpr import open_jaxpr, trace
+from .._jaxpr import open_jaxpr, trace, weakly_typed
 from .._policy import Policy, get_policy
 from .analysis.uses import Flags
 from .emit import emit
@@ -84,7 +84,8 @@ def autocast(
                 return fn(*args, **kwargs)
             plan, tree = planned(*args, **kwargs)
             results = emit(plan.lowered, list(map(as_array, jax.tree.leaves((args, kwargs)))))
-            return jax.tree.unflatten(tree, map(as_result, results))
+            recorded = plan.program.recorded
+            return jax.tree.unflatten(tree, map(as_result, results, map(recorded.avals.__getitem__, recorded.outputs)))
 
     return run
 
@@ -165,9 +166,15 @@ def as_array(leaf: Any) -> Any:
     return leaf if hasattr(leaf, "dtype") else jax.numpy.asarray(leaf)
 
 
-def as_result(value: Any) -> Any:
-    """A result as `jax.jit` returns it: a literal of the program is a number with JAX's dtype, and no array yet."""
-    return value if isinstance(value, jax.Array) or is_float0(value) else jax.numpy.asarray(value)
+def as_result(value: Any, aval: Any) -> Any:
+    """A result as `jax.jit` returns it, given how it was recorded.
+
+    A literal of the program is a number with JAX's dtype, and no array yet; and what was cast is not weakly typed.
+    """
+    if is_float0(value):
+        return value
+    array = value if isinstance(value, jax.Array) else jax.numpy.asarray(value)
+    return weakly_typed(array) if aval.weak_type and not jax.typeof(array).weak_type else array
 
 
 def _argument_precisions(
