@@ -117,7 +117,9 @@ def with_loss_scale(
         updates, inner_state = inner_tx.update(grads, state.inner_state, params, **extra_args)
         updates = jax.tree.map(lambda u: _update_or_zero(finite, u), updates)
         return _integers_stay(updates, given), LossScaleState(
-            inner_state=_new_or_old_state(finite, inner_state, state.inner_state, any(map(is_float0, given_leaves))),
+            inner_state=_new_or_old_state(
+                finite, inner_state, state.inner_state, any(map(_is_of_integer, given_leaves))
+            ),
             loss_scale=state.loss_scale.adjust(finite),
             grads_finite=finite,
             skipped_steps=state.skipped_steps + skipped,
@@ -156,6 +158,10 @@ def _finite_elements(leaf: Any) -> jax.Array:
     return jnp.where(jnp.isfinite(wide), wide, jnp.zeros_like(wide))
 
 
+def _is_of_integer(grad: Any) -> bool:
+    return is_float0(grad) or not jnp.issubdtype(jnp.result_type(grad), jnp.inexact)
+
+
 def _zero_for_float0(leaf: Any) -> Any:
     """An integer parameter's gradient as a zero that optax can compute with, which it cannot with float0."""
     return jnp.zeros(leaf.shape, np.int32) if is_float0(leaf) else leaf
@@ -168,6 +174,8 @@ def _integers_stay(updates: Any, grads: Any) -> Any:
     """
     if not any(map(is_float0, jax.tree.leaves(grads))):
         return updates
+    if isinstance(updates, optax.LookaheadParams):
+        return optax.LookaheadParams(*(_integers_stay(each, grads) for each in updates))
     return jax.tree.map(lambda u, g: _zero_for_float0(g) if is_float0(g) else u, updates, grads)
 
 

@@ -17,20 +17,24 @@ from collections.abc import Iterator
 
 from ..._jaxpr import FlatJaxpr, Node
 from ..primitives import DELICATE_OPERAND, Trait, having
-from .dot_sizes import DotSizes
+from .dot_sizes import DotSizes, size_of
 from .producers import Producers
+from .ranges import Range, range_of
 
 _ADDS = having(Trait.ADDS)
 _BOUNDS = having(Trait.BOUNDS)
 _SYSTEMS = having(Trait.SYSTEM)
-_SQUARES = frozenset({"square", "integer_pow", "mul", "dot_general"})
-_KEEPS_SUMS = _ADDS | {"sqrt", "square", "integer_pow"}  # a norm is a root of squares, and squared again
+_SQUARES = frozenset({"square", "integer_pow", "pow", "mul", "dot_general"})
+_KEEPS_SUMS = _ADDS | {"sqrt", "square", "integer_pow", "pow"}  # a norm is a root of squares, and squared again
 # Operands of which an absolute error counts, or a rounding to zero. Not those of bounds: a layer's result has some.
 _DELICATE = {name: position for name, position in DELICATE_OPERAND.items() if name not in _BOUNDS and position >= 0}
 _DELICATE |= dict.fromkeys(having(Trait.PERIODIC), 0)
 
 # A sum is followed back to that many terms.
 _MOST_TERMS = 16
+
+_Sums = frozenset[tuple[int, int]]  # the value whose squares are summed, and how many sums these are
+_NOTHING: _Sums = frozenset()
 
 
 class Consumers:
@@ -64,44 +68,59 @@ class Consumers:
     @functools.cached_property
     def _cross_terms(self) -> dict[int, frozenset[int]]:
         found: dict[int, frozenset[int]] = {}
-        for number, values in self._sums_of_squares().items():
+        for number, sums in self._sums_of_squares().items():
             for dot in self._products_in(number):
-                positions = [i for i, operand in enumerate(dot.ins) if self._is_one_of(operand, values)]
+                sizes = DotSizes.of(self._program, dot)
+                positions = [] if sizes is None else [i for i in (0, 1) if self._is_squared(dot.ins[i], sizes, i, sums)]
                 found[dot.outs[0]] = found.get(dot.outs[0], frozenset()).union(positions)
         return found
 
-    def _is_one_of(self, number: int, values: frozenset[int]) -> bool:
-        return any(self._producers.are_one(number, value) for value in values)
+    def _is_squared(self, number: int, sizes: DotSizes, position: int, sums: _Sums) -> bool:
+        """Whether one of some sums is over the squares of an operand, and over the numbers that the dot contracts."""
+        free = sizes.operands[position] // sizes.contracted
+        return any(size == free and self._producers.are_one(number, value) for value, size in sums)
 
-    def _sums_of_squares(self) -> dict[int, frozenset[int]]:
-        """The values whose squares are in a sum, by the sum, and by what adds it to others."""
-        squares: dict[int, frozenset[int]] = {}
-        sums: dict[int, frozenset[int]] = {}
+    def _sums_of_squares(self) -> dict[int, _Sums]:
+        """Which sums of squares are terms of a value, one of them at least."""
+        squares: dict[int, int] = {}
+        sums: dict[int, _Sums] = {}
         for node in self._program.nodes:
-            name, found, kept = node.name, sums, ()
+            name, result, terms = node.name, node.outs[0] if node.outs else -1, _NOTHING
             for number in node.ins:
                 if number in sums and (name in _KEEPS_SUMS or self._moves(node)):
-                    kept = sums[number].union(kept)
-                elif number in squares and (name == "reduce_sum" or self._moves(node)):
-                    found, kept = sums if name == "reduce_sum" else squares, squares[number]
-            if not kept and name in _SQUARES and self._is_square(node):
-                found, kept = sums if name == "dot_general" else squares, frozenset(node.ins[:1])
-            if kept:
-                found[node.outs[0]] = kept
+                    terms |= sums[number]
+                elif number in squares and name == "reduce_sum":
+                    terms = frozenset([(squares[number], size_of(self._program.avals[result]))])
+                elif number in squares and self._moves(node):
+                    squares[result] = squares[number]
+            if not terms and name in _SQUARES and (value := self._squared_by(node)) is not None:
+                if name == "dot_general":
+                    terms = frozenset([(value, size_of(self._program.avals[result]))])
+                else:
+                    squares[result] = value
+            if terms and len(terms) <= _MOST_TERMS:
+                sums[result] = terms
         return sums
 
     def _moves(self, node: Node) -> bool:
-        return self._producers.source(node.outs[0]) != node.outs[0]
+        return bool(node.outs) and self._producers.source(node.outs[0]) != node.outs[0]
 
-    def _is_square(self, node: Node) -> bool:
-        """Whether a node multiplies the numbers of a value by themselves; a dot adds these up."""
-        if len(node.ins) == 1:
-            return node.params.get("y", 2) == 2
+    def _squared_by(self, node: Node) -> int | None:
+        """The value whose numbers a node multiplies by themselves; a dot adds these up."""
+        value, *others = node.ins
+        if node.name == "dot_general":
+            one, other = (self._program.avals[number].shape for number in node.ins)
+            sizes = DotSizes.of(self._program, node) if one == other else None
+            inner = sizes is not None and sizes.left == sizes.right == 1
+            return value if inner and self._producers.are_one(*node.ins) else None
         if node.name == "mul":
-            return node.ins[0] == node.ins[1]
-        one, other = (self._program.avals[number].shape for number in node.ins)
-        sizes = DotSizes.of(self._program, node) if one == other else None
-        return sizes is not None and sizes.left == sizes.right == 1 and self._producers.are_one(*node.ins)
+            is_square = others == [value]
+        elif node.name == "pow":
+            is_square = range_of(self._program.known.get(others[0], 0)) == Range(2, 2)
+        else:
+            is_square = node.params.get("y", 2) == 2
+        maker = self._producers.maker(value) if is_square else None
+        return maker.ins[0] if maker is not None and maker.name == "abs" else value if is_square else None
 
     def _products_in(self, number: int) -> Iterator[Node]:
         """The products that are terms of a value, moved, scaled or bounded."""

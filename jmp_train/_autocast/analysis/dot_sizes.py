@@ -46,6 +46,11 @@ class DotSizes(NamedTuple):
         return DotSizes(depth, one // shared, other // shared, (one, other), math.prod(result))
 
 
+def size_of(aval: Any) -> int:
+    """How many numbers a value has, a symbolic dimension taken for a large one."""
+    return math.prod(_shape(aval))
+
+
 def _shape(aval: Any) -> list[int]:
     return [size if isinstance(size, int) else _SYMBOLIC for size in aval.shape]
 
