@@ -57,7 +57,8 @@ BODIES = {
     "a product and a quotient": (lambda c, d: d / (c @ d), set()),
     "terms alone": (lambda c, d: d @ d, set()),
     "a solution": (lambda c, d: jnp.linalg.solve(c + d, d), {SOLVES}),
-    "a factor of a function of it": (lambda c, d: jnp.linalg.cholesky(jnp.sin(c)) + d, {SOLVES}),
+    "a factor of products": (lambda c, d: jnp.linalg.cholesky(c @ d @ c.T) + d, {SOLVES}),
+    "a factor of a function of it": (lambda c, d: jnp.linalg.cholesky(jnp.sin(c)) + d, set()),
     "a solution beside": (lambda c, d: (jnp.sin(c), jnp.linalg.solve(c, d))[0], set()),
     "a solution of terms": (lambda c, d: jnp.sin(c) + jnp.linalg.solve(d, d), set()),
 }  # fmt: skip

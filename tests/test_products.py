@@ -181,6 +181,11 @@ NARROW = {
     "squares of other values": (lambda w, x: squares(x)[:, None] + squares(w) - 2 * (x @ w) @ jnp.tanh(w), W, X),
     "a layer that a system reads": (
         lambda w, x: jnp.linalg.solve(jnp.diag(2 + x[0, :32]), jnp.tanh(x @ w) @ w), W, X),
+    "a network inside a filter": (
+        lambda w, x: lax.scan(
+            lambda c, row: ((c[0] + (row - jnp.tanh(jnp.tanh(c[0] @ w) @ w)) * c[1][:32],
+                             jnp.linalg.solve(9 * jnp.eye(64) + c[1], c[1])), None),
+            (x, jnp.eye(64)), jnp.stack([x, x]))[0][0], W / 8, X),
     "layers on what a filter returns": (
         lambda w, x: jnp.tanh(lax.scan(
             lambda p, _: (jnp.linalg.solve(9 * jnp.eye(32) + p, p), None), x[:, :32], None, 2)[0] @ w[:32]) @ w, W, X),

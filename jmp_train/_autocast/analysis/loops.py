@@ -22,6 +22,7 @@ _ADDS_TO_STREAM = having(Trait.ADDS) | _PASSES | {"select_n"}
 _TERMS = having(Trait.ADDS | Trait.JOINS)  # linear in all of their operands together
 _SYSTEMS = having(Trait.SYSTEM)
 _LINEAR = having(Trait.LINEAR | Trait.PICKS) | _PASSES | _TERMS
+KEEPS_ESTIMATES = _LINEAR | _SYSTEMS
 
 
 def dependents(
@@ -184,12 +185,16 @@ def is_linear(program: FlatJaxpr, start: int, result: int) -> bool:
 
 
 def solves(program: FlatJaxpr, start: int, result: int) -> bool:
-    """Whether a linear system is solved between a carry and what comes back, as for a Kalman filter's covariance."""
-    systems = [node for node in program.nodes if node.name in _SYSTEMS]
-    if not systems:
+    """Whether linear systems and products stand between a carry and what comes back, and no other function.
+
+    So it is for a Kalman filter's covariance. A network is other functions.
+    """
+    if not has_system(program):
         return False
     dependent, leading = dependents(program, [start]), _leads_to(program, result)
-    return any(not (dependent.isdisjoint(node.ins) or leading.isdisjoint(node.outs)) for node in systems)
+    between = [n for n in program.nodes if not (dependent.isdisjoint(n.ins) or leading.isdisjoint(n.outs))]
+    floating = [n for n in between if any(jnp.issubdtype(program.avals[out].dtype, jnp.floating) for out in n.outs)]
+    return any(n.name in _SYSTEMS for n in between) and all(n.name in KEEPS_ESTIMATES for n in floating)
 
 
 def has_system(program: FlatJaxpr) -> bool:

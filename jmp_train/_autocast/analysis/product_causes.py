@@ -72,7 +72,8 @@ class ProductCauses:
             return Cause.DISTANCE
         # Times a parameter, a solution or Gram matrix is what a layer is given.
         solution = Provenance.SOLUTION in provenances and Provenance.PARAMETER not in provenances
-        if solution or Provenance.ESTIMATE in provenances:
+        estimate = Provenance.ESTIMATE in provenances and all(each not in ROUNDED_PROVENANCES for each in provenances)
+        if solution or estimate:
             return Cause.SOLUTION
         if Provenance.STATE in provenances and _are_data(provenances):
             return Cause.STATE

@@ -21,7 +21,15 @@ from .dot_sizes import DotSizes, asks_for_float32
 from .loops import has_system, is_linear, solves
 from .producers import row_of
 from .product_causes import TENSOR_CORE_DEPTH, ProductCauses
-from .provenance import Fact, Provenance, Values, carried_provenance, joined, outside, within
+from .provenance import (
+    Fact,
+    Provenance,
+    Values,
+    carried_provenance,
+    joined,
+    provenance_after_loop,
+    row_provenance,
+)
 from .wide_product import Cause, WideProduct, wide_product
 
 if TYPE_CHECKING:
@@ -164,9 +172,9 @@ class _Visit:
         kinds = [(is_linear(program, *end), solves(program, *end)) for end in ends]
         # The mean of a Kalman filter is a linear state, to be as exact as the covariance beside it. A smoother is given
         # both, row by row; layers outside are given features.
-        filters = has_system(program)
-        kinds = [(linear, solved or (filters and linear)) for linear, solved in kinds]
-        rows = [Fact(within(fact.provenance, filters), row_of(fact.token)) for fact in facts[consts + carry :]]
+        system = has_system(program)
+        kinds = [(linear, solved or (system and linear)) for linear, solved in kinds]
+        rows = [Fact(row_provenance(fact.provenance, system), row_of(fact.token)) for fact in facts[consts + carry :]]
         carried = [
             carried_provenance(fact.provenance, *kind) for fact, kind in zip(facts[consts:], kinds, strict=False)
         ]
@@ -176,7 +184,7 @@ class _Visit:
             after = [joined((a, fact.provenance)) for a, fact in zip(carried, results, strict=False)]
             after = [carried_provenance(each, *kind) for each, kind in zip(after, kinds, strict=True)]
             if after == carried:
-                return [Fact(outside(fact.provenance)) for fact in results]
+                return [Fact(provenance_after_loop(fact.provenance)) for fact in results]
             carried = after
 
     def _inside(self, node: Node, body: Any, facts: list[Fact], which: int) -> list[Fact]:

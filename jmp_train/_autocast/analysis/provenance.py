@@ -18,6 +18,7 @@ from ..._jaxpr import FlatJaxpr, Node
 from ..._sizes import is_single
 from ..primitives import DATA_OPERANDS, Entry, Rule, Trait, having
 from .constants import Constants
+from .loops import KEEPS_ESTIMATES
 from .producers import Producers
 from .wide_product import Cause, WideProduct
 
@@ -63,7 +64,7 @@ def joined(provenances: Iterable[Provenance]) -> Provenance:
         return found[0] if found else Provenance.EXACT
     if not any([each in FLOAT32_PROVENANCES for each in found]):
         return Provenance.NARROW
-    if Provenance.ESTIMATE in found:
+    if Provenance.ESTIMATE in found and not any([each in ROUNDED_PROVENANCES for each in found]):
         return Provenance.ESTIMATE
     if all([each in UNROUNDED_PROVENANCES for each in found]):
         # What is computed from a solution or state and data is one, as the covariance of a Kalman filter.
@@ -88,24 +89,24 @@ class Fact(NamedTuple):
 
 
 def carried_provenance(provenance: Provenance, is_state: bool, is_estimate: bool) -> Provenance:
-    """What a loop carries, which is float32 data if the roundings of its steps add up.
+    """What a loop carries, given what it was computed from, here or in the last iteration.
 
-    They do in the state of a linear recurrence (`loops.is_linear`), and in what linear systems are solved for
-    (`loops.solves`).
+    The roundings of its steps add up in the state of a linear recurrence (`loops.is_linear`), and in what linear
+    systems are solved for (`loops.solves`), whatever either starts as or is multiplied by.
     """
     if is_estimate:
         return Provenance.ESTIMATE
-    exact = (Provenance.EXACT, Provenance.TABLE, Provenance.PARAMETER, Provenance.FACTOR)
-    return Provenance.STATE if is_state and provenance not in exact else provenance
+    starts = (Provenance.EXACT, Provenance.TABLE, Provenance.PARAMETER, Provenance.FACTOR)
+    return Provenance.STATE if is_state and provenance not in starts else provenance_after_loop(provenance)
 
 
-def within(provenance: Provenance, filters: bool) -> Provenance:
-    """What a row is in a loop, which may carry estimates."""
-    return Provenance.ESTIMATE if filters and provenance is Provenance.SOLUTION else provenance
+def row_provenance(provenance: Provenance, has_system: bool) -> Provenance:
+    """What a row that a loop is given is inside of it: in a smoother, what a filter estimated."""
+    return Provenance.ESTIMATE if has_system and provenance is Provenance.SOLUTION else provenance
 
 
-def outside(provenance: Provenance) -> Provenance:
-    """What a loop carried or stacked is outside of it."""
+def provenance_after_loop(provenance: Provenance) -> Provenance:
+    """What a loop computed is where nothing estimates: layers may read it."""
     return Provenance.SOLUTION if provenance is Provenance.ESTIMATE else provenance
 
 
@@ -150,6 +151,8 @@ class Values:
                 provenance = joined((provenance, provenances[number]))
         if name in _SYSTEMS:
             provenance = self._solution(node, provenance)
+        elif provenance is Provenance.ESTIMATE and name not in KEEPS_ESTIMATES:
+            provenance = Provenance.DATA
         cause = entry.cause if isinstance(entry, WideProduct) else None
         if not node.ins or (rule in _COMPUTES_FLOAT32 and provenance not in _STAY and cause is not Cause.STATE):
             square = cause is Cause.SQUARE
