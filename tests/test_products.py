@@ -123,7 +123,7 @@ WIDE = {
         W / 8, X, Cause.SOLUTION),
     "means of a learned smoother": (
         lambda w, x: lax.scan(
-            lambda m, p: (jnp.linalg.solve(jnp.diag(2 + p), x.T) + w @ m, None), x.T, x[:2])[0],
+            lambda m, row: (jnp.linalg.solve(jnp.eye(64) + row, x.T) + w @ m, None), x.T, covariances_of(x))[0],
         W / 8, X, Cause.SOLUTION),
     "covariances that a learned smoother is given": (
         lambda w, x: lax.scan(
@@ -131,7 +131,7 @@ WIDE = {
         W / 8, X, Cause.SOLUTION),
     "the matrix of a system": (
         lambda w, x: jnp.linalg.cholesky(100 * jnp.eye(32) + (x * w[0]) @ (x + 1).T), W / 8, X, Cause.DELICATE),
-    "a power of a matrix of data": (lambda w, x: (x * w[0])[:, :32] @ (x * w[0])[:, :32], W, X, Cause.SQUARE),
+    "a power of a matrix of data": (lambda w, x: (x * w[0])[:, :32] @ (x * w[0])[:, :32], W, X, Cause.STATE),
     "a centred Gram matrix": (
         lambda w, x: (w.T @ w) @ (jnp.eye(64) - jnp.full((64, 64), 1 / 64)), W, X, Cause.SOLUTION),
     "running sums of data": (lambda w, x: (x * w[0]) @ jnp.tril(jnp.ones((64, 64))), W, X, Cause.GRID),
@@ -178,6 +178,13 @@ NARROW = {
     "a frozen network": (lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ jnp.asarray(FROZEN)) @ jnp.asarray(FROZEN), W, X),
     "a frozen layer of data": (lambda w, x: jnp.tanh(x @ jnp.asarray(FROZEN)) @ w, W, X),
     "activations under a logarithm": (lambda w, x: jnp.log(jnp.exp(x @ w) @ jnp.asarray(FROZEN) ** 2), W, X),
+    "a layer and a penalty": (lambda w, x: jnp.tanh(x @ w + 1e-4 * jnp.sum(w**2)), W, X),
+    "a layer and a norm": (lambda w, x: jnp.tanh(x @ w + jnp.linalg.norm(x, axis=1, keepdims=True)), W, X),
+    "a layer and an energy": (lambda w, x: jnp.tanh(x @ w + 0.5 * squares(x)[:, None]), W, X),
+    "a recurrence beside a linear system": (
+        lambda w, x: lax.scan(
+            lambda h, row: (jnp.sum(jnp.linalg.solve(9 * jnp.eye(32) + row[:, :32], row)) * 0 + row + h @ w, None),
+            x, jnp.stack([x, x]))[0], W / 8, X),
     "squares of other values": (lambda w, x: squares(x)[:, None] + squares(w) - 2 * (x @ w) @ jnp.tanh(w), W, X),
     "a layer that a system reads": (
         lambda w, x: jnp.linalg.solve(jnp.diag(2 + x[0, :32]), jnp.tanh(x @ w) @ w), W, X),

@@ -25,7 +25,6 @@ _ADDS = having(Trait.ADDS)
 _BOUNDS = having(Trait.BOUNDS)
 _SYSTEMS = having(Trait.SYSTEM)
 _SQUARES = frozenset({"square", "integer_pow", "pow", "mul", "dot_general"})
-_KEEPS_SUMS = _ADDS | {"sqrt", "square", "integer_pow", "pow"}  # a norm is a root of squares, and squared again
 # Operands of which an absolute error counts, or a rounding to zero. Not those of bounds: a layer's result has some.
 _DELICATE = {name: position for name, position in DELICATE_OPERAND.items() if name not in _BOUNDS and position >= 0}
 _DELICATE |= dict.fromkeys(having(Trait.PERIODIC), 0)
@@ -84,11 +83,18 @@ class Consumers:
         """Which sums of squares are terms of a value, one of them at least."""
         squares: dict[int, int] = {}
         sums: dict[int, _Sums] = {}
+        roots: dict[int, _Sums] = {}
         for node in self._program.nodes:
             name, result, terms = node.name, node.outs[0] if node.outs else -1, _NOTHING
             for number in node.ins:
-                if number in sums and (name in _KEEPS_SUMS or self._moves(node)):
+                if number in sums and name == "sqrt":  # a norm, to be squared again
+                    roots[result] = sums[number]
+                elif number in sums and (name in _ADDS or self._moves(node)):
                     terms |= sums[number]
+                elif number in roots and name in _SQUARES:
+                    terms |= roots[number]
+                elif number in roots and self._moves(node):
+                    roots[result] = roots[number]
                 elif number in squares and name == "reduce_sum":
                     terms = frozenset([(squares[number], size_of(self._program.avals[result]))])
                 elif number in squares and self._moves(node):

@@ -202,6 +202,19 @@ def has_system(program: FlatJaxpr) -> bool:
     return any(node.name in _SYSTEMS for node in program.nodes)
 
 
+def systems_of(program: FlatJaxpr, numbers: Iterable[int]) -> set[int]:
+    """What linear systems make of values that depend on any of `numbers`."""
+    found = dependents(program, numbers) if has_system(program) else set()
+    return {
+        out for node in program.nodes if node.name in _SYSTEMS and not found.isdisjoint(node.ins) for out in node.outs
+    }
+
+
+def reaches(program: FlatJaxpr, numbers: set[int], result: int) -> bool:
+    """Whether a result depends on any of `numbers`."""
+    return bool(numbers) and result in dependents(program, numbers)
+
+
 def _leads_to(program: FlatJaxpr, result: int) -> set[int]:
     found = {result}
     for node in reversed(program.nodes):

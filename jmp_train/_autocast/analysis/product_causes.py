@@ -61,6 +61,8 @@ class ProductCauses:
         sizes, provenances = DotSizes.of(self._program, node), self._provenances(node)
         if self._is_square(node, provenances):
             return Cause.SQUARE
+        if _are_data(provenances) and self._producers.are_one(*node.ins):
+            return Cause.STATE  # a power of a matrix
         if sizes is None:
             return None
         free = (sizes.left, sizes.right)
@@ -113,7 +115,7 @@ class ProductCauses:
         """Whether a product sums squares of one value or, where all is float32 data, weighted ones: `x.T @ (w * x)`."""
         left, right = node.ins
         if self._producers.are_one(left, right):
-            return _are_data(provenances) or self._contracts_one_axis(node)
+            return self._contracts_one_axis(node)
         if not _are_data(provenances):
             return False
         pairs = [(each, right) for each in self._producers.factors(left)]
@@ -121,9 +123,10 @@ class ProductCauses:
         return any(self._producers.are_one(*pair) for pair in pairs)
 
     def _is_cross_term(self, node: Node, provenances: Sequence[Provenance]) -> bool:
-        """Whether a product is a cross term of distances, or would round what is squared beside it unrounded."""
+        """Whether a product is a cross term of distances, or would round codes that are squared beside it unrounded."""
         squared = self._consumers.squared_beside(node)
-        return len(squared) == 2 or any(provenances[i] not in ROUNDED_PROVENANCES for i in squared)
+        codes = any(provenances[i] is Provenance.PARAMETER for i in squared)
+        return len(squared) == 2 or codes or (bool(squared) and _are_data(provenances))
 
     def _contracts_one_axis(self, node: Node) -> bool:
         """Whether a product of a value with itself sums squares: a power of a matrix contracts two axes of it."""
@@ -171,9 +174,9 @@ class ProductCauses:
 
     def _is_delicate(self, node: Node, provenances: Sequence[Provenance]) -> bool:
         """Whether what reads a product of numbers that nothing has rounded yet magnifies its error."""
-        if Provenance.FACTOR in provenances or any(each in ROUNDED_PROVENANCES for each in provenances):
+        if Provenance.FACTOR in provenances or not _are_data(provenances):
             return False
-        return self._consumers.enters_system(node) or (_are_data(provenances) and self._consumers.is_delicate(node))
+        return self._consumers.is_delicate(node) or self._consumers.enters_system(node)
 
     def _is_fixed_filter(self, node: Node) -> bool:
         """Whether a convolution blurs, differentiates or interpolates each channel by itself, with known weights."""

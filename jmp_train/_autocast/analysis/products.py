@@ -18,7 +18,7 @@ from ..._sizes import static_size
 from ..ir import Place, Precision, is_float32, is_sixteen_bit
 from ..primitives import TABLE, Entry, Rule, Trait, having
 from .dot_sizes import DotSizes, asks_for_float32
-from .loops import has_system, is_linear, solves
+from .loops import is_linear, reaches, solves, systems_of
 from .producers import row_of
 from .product_causes import TENSOR_CORE_DEPTH, ProductCauses
 from .provenance import (
@@ -168,13 +168,20 @@ class _Visit:
     def _loop(self, node: Node, body: Any, facts: list[Fact], consts: int, carry: int) -> list[Fact]:
         """The results of a loop: its carries start as they are given and come back as the body returns them."""
         program, _ = self._planner.recorded(body, self._place.inside(node))
-        ends = zip(program.inputs[consts:], program.outputs[:carry], strict=False)
+        ends = list(zip(program.inputs[consts:], program.outputs[:carry], strict=False))
         kinds = [(is_linear(program, *end), solves(program, *end)) for end in ends]
         # The mean of a Kalman filter is a linear state, to be as exact as the covariance beside it. A smoother is given
         # both, row by row; layers outside are given features.
-        system = has_system(program)
-        kinds = [(linear, solved or (system and linear)) for linear, solved in kinds]
-        rows = [Fact(row_provenance(fact.provenance, system), row_of(fact.token)) for fact in facts[consts + carry :]]
+        after, provenances = consts + carry, [fact.provenance for fact in facts]
+        solutions = [n for n, each in zip(program.inputs, provenances, strict=True) if each is Provenance.SOLUTION]
+        estimates = [number for (number, _), (_, solved) in zip(ends, kinds, strict=True) if solved]
+        systems = systems_of(program, [*estimates, *(n for n in solutions if n in program.inputs[after:])])
+        kinds = [
+            (linear, solved or (linear and reaches(program, systems, end)))
+            for (linear, solved), (_, end) in zip(kinds, ends, strict=True)
+        ]
+        estimates = any(estimate for _, estimate in kinds)
+        rows = [Fact(row_provenance(fact.provenance, estimates), row_of(fact.token)) for fact in facts[after:]]
         carried = [
             carried_provenance(fact.provenance, *kind) for fact, kind in zip(facts[consts:], kinds, strict=False)
         ]

@@ -100,9 +100,9 @@ def carried_provenance(provenance: Provenance, is_state: bool, is_estimate: bool
     return Provenance.STATE if is_state and provenance not in starts else provenance_after_loop(provenance)
 
 
-def row_provenance(provenance: Provenance, has_system: bool) -> Provenance:
-    """What a row that a loop is given is inside of it: in a smoother, what a filter estimated."""
-    return Provenance.ESTIMATE if has_system and provenance is Provenance.SOLUTION else provenance
+def row_provenance(provenance: Provenance, estimates: bool) -> Provenance:
+    """What a row is inside of a loop that carries estimates: in a smoother, what a filter estimated."""
+    return Provenance.ESTIMATE if estimates and provenance is Provenance.SOLUTION else provenance
 
 
 def provenance_after_loop(provenance: Provenance) -> Provenance:
@@ -158,6 +158,8 @@ class Values:
             square = cause is Cause.SQUARE
             computed = Provenance.ACTIVATION if provenance in ROUNDED_PROVENANCES else Provenance.DATA
             provenance = Provenance.TABLE if constant else Provenance.SOLUTION if square else computed
+        if cause is Cause.DELICATE:  # what follows may be a frozen network, of which this is the first layer
+            provenance = Provenance.ACTIVATION
         for number in node.outs:
             try:
                 dtype = self.program.avals[number].dtype

@@ -43,7 +43,7 @@ class WideProduct(Entry):
     as_sums: bool = False
 
     @property
-    def is_subtracted_from_squares(self) -> bool:
+    def meets_squares(self) -> bool:
         """Whether squares of its operands meet it, so that all of them have to read the same numbers."""
         return self.cause in (Cause.SQUARE, Cause.DISTANCE)
 

@@ -172,7 +172,7 @@ class _Walk:
 
     def _wide_product(self, node: Node, entry: WideProduct, seen: list[Precision]) -> Decided:
         full = self._made(node)
-        if entry.is_subtracted_from_squares and not entry.of_derivative and all(p is Precision.LOW for p in seen):
+        if entry.meets_squares and not entry.of_derivative and all(p is Precision.LOW for p in seen):
             # Products of 16-bit numbers are exact in float32. They are read as stored: a compiler that computes
             # the product in float32 would drop the rounding that other readers see.
             uses = [Use(number, self.low, residual=True) for number in node.ins]

@@ -60,7 +60,7 @@ def _squared(program: Program) -> set[int]:
     """The values that a product, here or in a body, multiplies with themselves."""
     found: set[int] = set()
     for equation in program.equations:
-        if isinstance(equation.entry, WideProduct) and equation.entry.is_subtracted_from_squares:
+        if isinstance(equation.entry, WideProduct) and equation.entry.meets_squares:
             found.update(equation.operands)
         # The last operands of an equation are its bodies' arguments; a `while` and a `cond` have others before them.
         for body in equation.bodies if equation.node.name != "while" else equation.bodies[:1]:

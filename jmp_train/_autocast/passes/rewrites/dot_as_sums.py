@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from ...._jaxpr import Node
+from ...._sizes import is_less
 from ...analysis.wide_product import WideProduct
 from ...ir import Equation, Op, Program
 from .rewrite import Rewrite
@@ -51,7 +52,7 @@ def multiply_and_add(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
     contracted, batch = node.params["dimension_numbers"]
     lefts, rights = left.ndim - len(batch[0]) - len(contracted[0]), right.ndim - len(batch[1]) - len(contracted[1])
     terms, axis = math.prod(left.shape[i] for i in contracted[0]), len(batch[0])
-    if terms <= _MOST_TERMS:
+    if is_less(terms, _MOST_TERMS + 1):
         one = _aligned(left, batch[0], contracted[0], 0, rights, True)
         other = _aligned(right, batch[1], contracted[1], lefts, 0, True)
         places = itertools.product(*(range(left.shape[i]) for i in contracted[0]))
