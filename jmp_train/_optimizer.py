@@ -4,7 +4,6 @@ Decides which steps are skipped, and that a skipped step leaves no trace. Does n
 (`_loss_scale.py`), and does not scale the loss: whoever differentiates reads the scale with `get_loss_scale`.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -37,7 +36,8 @@ def with_loss_scale(
         S      <- S.adjust(finite)
 
     float32(g) widens 16-bit gradients (Adam's epsilon is zero in float16); wider ones keep their dtype, and so does
-    every leaf of s. The zero is -0.0, the one number that leaves every parameter's bits alone when added.
+    every leaf of s, but for integers that `inner` turns into fractions. The zero is -0.0, the one number that leaves
+    every parameter's bits alone when added.
 
     **It goes outermost.** Everything that has state or changes a gradient belongs inside, where a skip covers it:
     `with_loss_scale(optax.chain(clip, adamw))`, `with_loss_scale(optax.MultiSteps(adamw, 4))`. Otherwise
@@ -106,7 +106,7 @@ def with_loss_scale(
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         _check_structure(updates, state, params)
         check_axes(axes)
-        given, given_leaves = updates, jax.tree.leaves(updates)
+        given = updates
         flags, loss_finite = _finite_on_all_devices(updates, extra_args.get("value"), axes)
         finite = jnp.all(flags)
         skipped = (~finite).astype(np.int32)
@@ -117,9 +117,7 @@ def with_loss_scale(
         updates, inner_state = inner_tx.update(grads, state.inner_state, params, **extra_args)
         updates = jax.tree.map(lambda u: _update_or_zero(finite, u), updates)
         return _integers_stay(updates, given), LossScaleState(
-            inner_state=_new_or_old_state(
-                finite, inner_state, state.inner_state, any(map(_is_of_integer, given_leaves))
-            ),
+            inner_state=_new_or_old_state(finite, inner_state, state.inner_state, _integer_paths(given)),
             loss_scale=state.loss_scale.adjust(finite),
             grads_finite=finite,
             skipped_steps=state.skipped_steps + skipped,
@@ -158,8 +156,10 @@ def _finite_elements(leaf: Any) -> jax.Array:
     return jnp.where(jnp.isfinite(wide), wide, jnp.zeros_like(wide))
 
 
-def _is_of_integer(grad: Any) -> bool:
-    return is_float0(grad) or not jnp.issubdtype(jnp.result_type(grad), jnp.inexact)
+def _integer_paths(grads: Any) -> list[str]:
+    """The paths of integer parameters, which have gradients of float0 or of integer zeros."""
+    pairs = zip(leaf_paths(grads), jax.tree.leaves(grads), strict=True)
+    return [path for path, g in pairs if is_float0(g) or not jnp.issubdtype(jnp.result_type(g), jnp.inexact)]
 
 
 def _zero_for_float0(leaf: Any) -> Any:
@@ -183,30 +183,38 @@ def _update_or_zero(finite: jax.Array, update: Any) -> jax.Array:
     return jnp.where(finite, update, -jnp.zeros_like(update))
 
 
-def _new_or_old_state(finite: jax.Array, new: Any, old: Any, of_integers: bool) -> Any:
+def _new_or_old_state(finite: jax.Array, new: Any, old: Any, integers: list[str]) -> Any:
     """Selects the inner state; what only an update makes, as `optax.monitor` its measurements, was zero before.
 
     Args:
       finite: whether the new one is taken.
       new, old: both states.
-      of_integers: whether some parameters are integers, whose moments are zeros that a product makes floats.
+      integers: the paths of integer parameters. Their moments are zeros, of which a product makes floats.
     """
+    paths = leaf_paths(new)
     if jax.tree.structure(new) != jax.tree.structure(old):
-        known, paths = dict(zip(leaf_paths(old), jax.tree.leaves(old), strict=True)), leaf_paths(new)
+        known = dict(zip(leaf_paths(old), jax.tree.leaves(old), strict=True))
         if lost := sorted(known.keys() - set(paths)):
             raise ValueError(f"`inner` made {lost} in its state, which its update left out: a skip has to restore it.")
         leaves = [known.get(path, jnp.zeros_like(x)) for path, x in zip(paths, jax.tree.leaves(new), strict=True)]
         old = jax.tree.unflatten(jax.tree.structure(new), leaves)
-    return jax.tree.map(functools.partial(_new_or_old, finite, of_integers), new, old)
+    moments = [any(_belongs_to(path, each) for each in integers) for path in paths]
+    triples = zip(jax.tree.leaves(new), jax.tree.leaves(old), moments, strict=True)
+    return jax.tree.unflatten(jax.tree.structure(new), [_new_or_old(finite, *each) for each in triples])
 
 
-def _new_or_old(finite: jax.Array, of_integers: bool, new: Any, old: Any) -> Any:
+def _belongs_to(path: str, parameter: str) -> bool:
+    """Whether a leaf of a state is that of a parameter, as `0/mu/w` is of `w`."""
+    return not parameter or path == parameter or path.endswith(f"/{parameter}")
+
+
+def _new_or_old(finite: jax.Array, new: Any, old: Any, of_integer: bool) -> jax.Array:
     """Selects one leaf of the inner state; the dtype stays, also where float32 gradients meet 16-bit moments.
 
-    A count that `inner` itself turns into a fraction becomes one.
+    An integer that `inner` itself turns into a fraction becomes one, but for the moment of an integer parameter.
     """
     to, old_type = jnp.result_type(new), jnp.result_type(old)
-    grows = jnp.issubdtype(to, jnp.inexact) and not (jnp.issubdtype(old_type, jnp.inexact) or of_integers)
+    grows = jnp.issubdtype(to, jnp.inexact) and not (jnp.issubdtype(old_type, jnp.inexact) or of_integer)
     if to == old_type or grows:
         return jnp.where(finite, new, old)
     return jnp.where(finite, jnp.asarray(new).astype(old_type), old)

@@ -137,6 +137,22 @@ def test_a_step_leaves_integers_as_they_are(inner):
     assert state.last_overflow.tolist() == [False, True]  # ids, w
 
 
+@pytest.mark.parametrize("integer", [np.zeros((), jax.dtypes.float0), jnp.int32(0)], ids=["float0", "zero"])
+def test_moments_of_integers_stay_and_counts_become_fractions(integer):
+    count = optax.GradientTransformation(
+        lambda params: jnp.zeros((), jnp.int32), lambda u, s, params=None: (u, s + 0.25)
+    )
+    tx = jmp.with_loss_scale(optax.chain(optax.trace(0.9), count))
+    params, grads = {"a": jnp.ones(3), "n": jnp.int32(3)}, {"a": jnp.ones(3), "n": integer}
+    state = tx.init(params)
+    for _ in range(3):
+        _, state = tx.update(grads, state, params)
+    trace, total = state.inner_state
+    assert total == 0.75 and trace.trace["n"].dtype == jnp.int32
+    moments = jmp.with_loss_scale(optax.adam(0.1))
+    jax.lax.scan(lambda s, _: (moments.update(grads, s, params)[1], None), moments.init(params), None, length=3)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("autocast", [True, False])
 def test_on_many_devices(autocast, check_vma):

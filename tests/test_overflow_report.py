@@ -95,7 +95,7 @@ def test_groups_and_masks():
         overflow_report(state, PARAMS)
     assert str(error.value) == (
         "`params` has 3 leaves, and with_loss_scale saw gradients with 2. Pass the parameters that it was initialised "
-        "with, those frozen by a mask as None."
+        "with, those frozen by a mask as None (of optax.lookahead's, params.fast)."
     )
 
 

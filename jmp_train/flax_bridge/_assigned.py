@@ -82,12 +82,22 @@ def handed_on(program: FlatJaxpr) -> list[int | None]:
     >>> handed_on(program)
     [1, None, 0]
     """
-    arguments = {number: i for i, number in enumerate(program.inputs)}
+    ranks = [len(getattr(program.avals[number], "shape", ())) for number in program.inputs]
+    # Which argument a value is, and the order in which it has the argument's axes: `nnx.scan` over another axis than
+    # the first transposes, and back.
+    arguments = {
+        number: (i, tuple(range(rank))) for i, (number, rank) in enumerate(zip(program.inputs, ranks, strict=True))
+    }
     for node in program.nodes:
+        if node.name == "transpose" and node.ins[0] in arguments:
+            argument, axes = arguments[node.ins[0]]
+            arguments[node.outs[0]] = argument, tuple(axes[axis] for axis in node.params["permutation"])
+            continue
         for result, operand in _handed_on_by(node):
             if node.ins[operand] in arguments:
                 arguments[node.outs[result]] = arguments[node.ins[operand]]
-    return [arguments.get(number) for number in program.outputs]
+    found = [arguments.get(number, (None, ())) for number in program.outputs]
+    return [argument if axes == tuple(range(len(axes))) else None for argument, axes in found]
 
 
 def _handed_on_by(node: Node) -> Iterator[tuple[int, int]]:

@@ -141,7 +141,8 @@ def overflow_report(opt_state: Any, params: Any) -> OverflowReport:
     if len(paths) != len(skips):
         raise ValueError(
             f"`params` has {count(len(paths), 'leaf').replace('leafs', 'leaves')}, and with_loss_scale saw gradients "
-            f"with {len(skips)}. Pass the parameters that it was initialised with, those frozen by a mask as None."
+            f"with {len(skips)}. Pass the parameters that it was initialised with, those frozen by a mask as None (of "
+            f"optax.lookahead's, params.fast)."
         )
     rows = [
         OverflowedParameter(path, tuple(np.shape(leaf)), str(getattr(leaf, "dtype", type(leaf).__name__)), *flags)
