@@ -122,7 +122,7 @@ def test_what_was_assigned_is_returned_with_the_other_variables():
     loss, grads, model_state = flax_bridge.value_and_grad(loss_fn, "mixed_bfloat16")(weight_norm(), X)
     found = leaf_paths(model_state)
     assert "layer_instance/kernel" in found and "layer_instance/bias" not in found
-    assert leaf_paths(grads) == ["layer_instance/bias", "layer_instance/kernel"] and jnp.isfinite(loss)
+    assert {"layer_instance/bias", "layer_instance/kernel"} <= {*leaf_paths(grads)} and jnp.isfinite(loss)
     assert model_state["layer_instance"]["kernel"][...].dtype == jnp.float32
 
 
