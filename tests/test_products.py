@@ -185,6 +185,10 @@ NARROW = {
         lambda w, x: lax.scan(
             lambda h, row: (jnp.sum(jnp.linalg.solve(9 * jnp.eye(32) + row[:, :32], row)) * 0 + row + h @ w, None),
             x, jnp.stack([x, x]))[0], W / 8, X),
+    "layers on solutions, row by row": (
+        lambda w, x: lax.scan(
+            lambda h, row: (jnp.tanh(h @ w), jnp.linalg.solve(9 * jnp.eye(64) + jnp.tanh(row), h.T).T + row[:32] @ w),
+            x, jnp.linalg.inv(jnp.diag(9 + x[0]))[None])[1], W / 8, X),
     "squares of other values": (lambda w, x: squares(x)[:, None] + squares(w) - 2 * (x @ w) @ jnp.tanh(w), W, X),
     "a layer that a system reads": (
         lambda w, x: jnp.linalg.solve(jnp.diag(2 + x[0, :32]), jnp.tanh(x @ w) @ w), W, X),

@@ -105,6 +105,9 @@ CASES = {
         lambda w, x: lax.scan(lambda p, _: (jnp.linalg.solve(p + x, p), p), jnp.eye(16), None, 3)[1], SOLUTION),
     "what they are solved for, of results": (
         lambda w, x: lax.scan(lambda p, _: (jnp.linalg.solve(p + x, p), p), x @ w, None, 3)[1], SOLUTION),
+    "a function of what they are solved for": (
+        lambda w, x: lax.scan(lambda p, _: (jnp.linalg.solve(p + x, p), jnp.tanh(p)), x, None, 3)[1], DATA),
+    "a function of an angle": (lambda w, x: jnp.sin(x @ X), ACTIVATION),
     "what they are solved for, in the loop": (
         lambda w, x: lax.scan(lambda p, _: (jnp.linalg.solve(p + x, p), p), x, None, 3)[0], SOLUTION),
     "beside what they are solved for": (
