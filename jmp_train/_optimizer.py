@@ -158,8 +158,9 @@ def _finite_elements(leaf: Any) -> jax.Array:
 
 def _integer_paths(grads: Any) -> list[str]:
     """The paths of integer parameters, which have gradients of float0 or of integer zeros."""
-    pairs = zip(leaf_paths(grads), jax.tree.leaves(grads), strict=True)
-    return [path for path, g in pairs if is_float0(g) or not jnp.issubdtype(jnp.result_type(g), jnp.inexact)]
+    leaves = jax.tree.leaves(grads)
+    integers = [is_float0(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves]
+    return [path for path, found in zip(leaf_paths(grads), integers, strict=True) if found] if any(integers) else []
 
 
 def _zero_for_float0(leaf: Any) -> Any:
@@ -191,16 +192,18 @@ def _new_or_old_state(finite: jax.Array, new: Any, old: Any, integers: list[str]
       new, old: both states.
       integers: the paths of integer parameters. Their moments are zeros, of which a product makes floats.
     """
-    paths = leaf_paths(new)
-    if jax.tree.structure(new) != jax.tree.structure(old):
-        known = dict(zip(leaf_paths(old), jax.tree.leaves(old), strict=True))
+    leaves, structure = jax.tree.flatten(new)
+    if structure != jax.tree.structure(old):
+        known, paths = dict(zip(leaf_paths(old), jax.tree.leaves(old), strict=True)), leaf_paths(new)
         if lost := sorted(known.keys() - set(paths)):
             raise ValueError(f"`inner` made {lost} in its state, which its update left out: a skip has to restore it.")
-        leaves = [known.get(path, jnp.zeros_like(x)) for path, x in zip(paths, jax.tree.leaves(new), strict=True)]
-        old = jax.tree.unflatten(jax.tree.structure(new), leaves)
-    moments = [any(_belongs_to(path, each) for each in integers) for path in paths]
-    triples = zip(jax.tree.leaves(new), jax.tree.leaves(old), moments, strict=True)
-    return jax.tree.unflatten(jax.tree.structure(new), [_new_or_old(finite, *each) for each in triples])
+        before = [known.get(path, jnp.zeros_like(x)) for path, x in zip(paths, leaves, strict=True)]
+        old = jax.tree.unflatten(structure, before)
+    moments = [False] * len(leaves)  # of integers
+    if integers:
+        moments = [any(_belongs_to(path, each) for each in integers) for path in leaf_paths(new)]
+    triples = zip(leaves, jax.tree.leaves(old), moments, strict=True)
+    return jax.tree.unflatten(structure, [_new_or_old(finite, *each) for each in triples])
 
 
 def _belongs_to(path: str, parameter: str) -> bool:

@@ -19,7 +19,7 @@ from jmp_train import flax_bridge, with_loss_scale
 from jmp_train._jaxpr import flatten
 from jmp_train._paths import leaf_paths
 from jmp_train.flax_bridge import NNXTrainState, update_module
-from jmp_train.flax_bridge._assigned import handed_on
+from jmp_train.flax_bridge._assigned import forwarded_arguments
 
 X = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
 BAD = np.where(np.arange(8)[:, None] == 3, np.inf, X)
@@ -206,9 +206,9 @@ def by_custom_vjp(model, x):
     return apply(model, x)
 
 
-def layers_along_axis_1():
+def layers(axis=0):
     @nnx.split_rngs(splits=3)
-    @nnx.vmap(in_axes=0, out_axes=1)
+    @nnx.vmap(in_axes=0, out_axes=axis)
     def make(rngs):
         return nnx.Linear(4, 4, rngs=rngs)
 
@@ -217,15 +217,6 @@ def layers_along_axis_1():
 
 def scanned_along_axis_1(model, x):
     return nnx.scan(lambda layer, x: layer(x), in_axes=(1, nnx.Carry), out_axes=nnx.Carry)(model, x)
-
-
-def layers():
-    @nnx.split_rngs(splits=3)
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def make(rngs):
-        return nnx.Linear(4, 4, rngs=rngs)
-
-    return make(nnx.Rngs(0))
 
 
 def on_a_mesh(model, x):
@@ -252,7 +243,7 @@ NOT_ASSIGNED = {
     "remat of jit": (linear, called(lambda fn: nnx.remat(nnx.jit(fn)))),
     "remat inside a scan": (layers, scanned),
     "custom_vjp": (linear, by_custom_vjp),
-    "a scan along another axis": (layers_along_axis_1, scanned_along_axis_1),
+    "a scan along another axis": (lambda: layers(axis=1), scanned_along_axis_1),
     "branches": (linear, chosen),
     "remat inside a loop": (linear, repeated),
     "shard_map": (linear, on_a_mesh),
@@ -295,7 +286,7 @@ def split(taken, put):
     return jax.shard_map(lambda x, y: (x, y), mesh=mesh, check_vma=False, **specs)
 
 
-HANDED_ON = {
+FORWARDED = {
     "a carry": (lambda x, y: jax.lax.scan(lambda c, _: ((c[0], c[1] + c[0]), None), (x, y), None, 3)[0], [0, None]),
     "carries that change places": (
         lambda x, y: jax.lax.scan(lambda c, _: ((c[1], c[0]), None), (x, y), None, 3)[0], [None, None]),
@@ -316,7 +307,7 @@ HANDED_ON = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HANDED_ON)
-def test_which_arguments_a_program_hands_on(name):
-    fn, expected = HANDED_ON[name]
-    assert handed_on(flatten(jax.make_jaxpr(fn)(np.ones(3, np.float32), np.ones(3, np.float32)))) == expected
+@pytest.mark.parametrize("name", FORWARDED)
+def test_which_arguments_a_program_forwards(name):
+    fn, expected = FORWARDED[name]
+    assert forwarded_arguments(flatten(jax.make_jaxpr(fn)(np.ones(3, np.float32), np.ones(3, np.float32)))) == expected

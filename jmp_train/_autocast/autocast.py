@@ -174,7 +174,7 @@ def as_result(value: Any, aval: Any) -> Any:
     if is_float0(value):
         return value
     array = value if isinstance(value, jax.Array) else jax.numpy.asarray(value)
-    return weakly_typed(array) if aval.weak_type and not jax.typeof(array).weak_type else array
+    return weakly_typed(array) if getattr(aval, "weak_type", False) and not jax.typeof(array).weak_type else array
 
 
 def _argument_precisions(

@@ -32,7 +32,7 @@ def with_assigned(model_state: Any, params: Any, after: Any, run: Callable[[Any]
     # `nnx.jit` and `nnx.remat` give back every variable of the modules that they are given, as a result of the call.
     # The program shows which are those that came in.
     jaxpr, _ = trace(lambda *leaves: jax.tree.leaves(run(jax.tree.unflatten(structure, leaves))), *leaves)
-    sources = handed_on(flatten(jaxpr, also=("remat2",)))
+    sources = forwarded_arguments(flatten(jaxpr, also=("remat2",)))
     unchanged = dict(nnx.to_flat_state(jax.tree.unflatten(structure, [i == at for i, at in enumerate(sources)])))
     found = [each for each in nnx.to_flat_state(after) if not all(jax.tree.leaves(unchanged[each[0]]))]
     return nnx.merge_state(model_state, nnx.from_flat_state(found)) if found else model_state
@@ -75,11 +75,11 @@ def check_precise(model_state: Any, params: Any, given: Any) -> None:
                 )
 
 
-def handed_on(program: FlatJaxpr) -> list[int | None]:
+def forwarded_arguments(program: FlatJaxpr) -> list[int | None]:
     """For each result of a program the position of the argument that it is, through calls, branches and loops.
 
     >>> program = flatten(jax.make_jaxpr(lambda x, y: (y, x + 1, jax.checkpoint(lambda x: x)(x)))(1.0, 2.0))
-    >>> handed_on(program)
+    >>> forwarded_arguments(program)
     [1, None, 0]
     """
     ranks = [len(getattr(program.avals[number], "shape", ())) for number in program.inputs]
@@ -93,37 +93,35 @@ def handed_on(program: FlatJaxpr) -> list[int | None]:
             argument, axes = arguments[node.ins[0]]
             arguments[node.outs[0]] = argument, tuple(axes[axis] for axis in node.params["permutation"])
             continue
-        for result, operand in _handed_on_by(node):
+        for result, operand in _forwarded_by(node):
             if node.ins[operand] in arguments:
                 arguments[node.outs[result]] = arguments[node.ins[operand]]
     found = [arguments.get(number, (None, ())) for number in program.outputs]
     return [argument if axes == tuple(range(len(axes))) else None for argument, axes in found]
 
 
-def _handed_on_by(node: Node) -> Iterator[tuple[int, int]]:
+def _forwarded_by(node: Node) -> Iterator[tuple[int, int]]:
     """The results of a node with a program inside that are operands, both by position."""
     params = node.params
     if node.name == "scan":
         # What is stacked of the rows of an operand is that operand.
         consts, carry = scan_counts(node.eqn)
-        for result, inside in enumerate(handed_on(flatten(params["jaxpr"]))):
+        for result, inside in enumerate(forwarded_arguments(flatten(params["jaxpr"]))):
             if inside is not None and (inside == consts + result if result < carry else inside >= consts + carry):
                 yield result, inside
     elif node.name == "while":
         skip, consts = params["cond_nconsts"], params["body_nconsts"]
-        inside = handed_on(flatten(params["body_jaxpr"]))
+        inside = forwarded_arguments(flatten(params["body_jaxpr"]))
         yield from ((result, skip + i) for result, i in enumerate(inside) if i == consts + result)
     elif node.name == "cond":
-        each = [handed_on(flatten(branch)) for branch in params["branches"]]
+        each = [forwarded_arguments(flatten(branch)) for branch in params["branches"]]
         for result, inside in enumerate(zip(*each, strict=True)):
             if inside[0] is not None and len(set(inside)) == 1:
                 yield result, 1 + inside[0]
     else:
         body = next((params[key] for key in ("jaxpr", "call_jaxpr") if key in params), None)
-        for result, inside in enumerate([] if body is None else handed_on(flatten(body))):
+        pairs = enumerate([] if body is None else forwarded_arguments(flatten(body)))
+        for result, inside in ((result, inside) for result, inside in pairs if inside is not None):
             # What a `shard_map` puts together as it took it apart is the same.
-            same = node.name != "shard_map" or (
-                inside is not None and params["in_specs"][inside] == params["out_specs"][result]
-            )
-            if inside is not None and same:
+            if node.name != "shard_map" or params["in_specs"][inside] == params["out_specs"][result]:
                 yield result, inside

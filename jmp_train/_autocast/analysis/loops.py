@@ -36,6 +36,11 @@ def dependents(
     return found
 
 
+def reaches(program: FlatJaxpr, numbers: Iterable[int], result: int) -> bool:
+    """Whether a value depends on any of `numbers`."""
+    return result in dependents(program, numbers)
+
+
 def may_be_narrow(
     body: FlatJaxpr, place: Place, weights: Iterable[int], start: int, result: int, wide: Container[int]
 ) -> bool:
@@ -210,11 +215,6 @@ def systems_of(program: FlatJaxpr, numbers: Iterable[int]) -> set[int]:
     }
 
 
-def reaches(program: FlatJaxpr, numbers: set[int], result: int) -> bool:
-    """Whether a result depends on any of `numbers`."""
-    return bool(numbers) and result in dependents(program, numbers)
-
-
 def _leads_to(program: FlatJaxpr, result: int) -> set[int]:
     found = {result}
     for node in reversed(program.nodes):
@@ -229,14 +229,11 @@ def is_counted(params: dict[str, Any]) -> bool:
     skip, consts = params["cond_nconsts"], params["body_nconsts"]
     carried = range(len(body.outputs))
 
-    def depends(program: FlatJaxpr, source: int, target: int) -> bool:
-        return target in dependents(program, [source])
-
-    deciding = {i for i in carried if depends(condition, condition.inputs[skip + i], condition.outputs[0])}
+    deciding = {i for i in carried if reaches(condition, [condition.inputs[skip + i]], condition.outputs[0])}
     pending = list(deciding)
     while pending:
         result = body.outputs[pending.pop()]
-        more = {i for i in carried if depends(body, body.inputs[consts + i], result)} - deciding
+        more = {i for i in carried if reaches(body, [body.inputs[consts + i]], result)} - deciding
         deciding |= more
         pending.extend(more)
     avals = [body.avals[number] for number in body.outputs]

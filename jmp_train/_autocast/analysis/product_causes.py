@@ -59,10 +59,9 @@ class ProductCauses:
         if node.name != "dot_general":
             return None
         sizes, provenances = DotSizes.of(self._program, node), self._provenances(node)
-        if self._is_square(node, provenances):
+        are_data, are_one = _are_data(provenances), self._producers.are_one(*node.ins)
+        if self._contracts_one_axis(node) if are_one else are_data and self._is_weighted_square(node):
             return Cause.SQUARE
-        if _are_data(provenances) and self._producers.are_one(*node.ins):
-            return Cause.STATE  # a power of a matrix
         if sizes is None:
             return None
         free = (sizes.left, sizes.right)
@@ -77,7 +76,7 @@ class ProductCauses:
         estimate = Provenance.ESTIMATE in provenances and all(each not in ROUNDED_PROVENANCES for each in provenances)
         if solution or estimate:
             return Cause.SOLUTION
-        if Provenance.STATE in provenances and _are_data(provenances):
+        if are_data and (are_one or Provenance.STATE in provenances):  # a power of a matrix is a recurrence, too
             return Cause.STATE
         if self._is_expectation(node, tables, sizes):
             return Cause.GRID
@@ -111,13 +110,9 @@ class ProductCauses:
             axes = node.params["dimension_numbers"][0][operand]
         return table_of(numbers, axes, self._low)
 
-    def _is_square(self, node: Node, provenances: Sequence[Provenance]) -> bool:
-        """Whether a product sums squares of one value or, where all is float32 data, weighted ones: `x.T @ (w * x)`."""
+    def _is_weighted_square(self, node: Node) -> bool:
+        """Whether a product sums squares of one value, times weights: `x.T @ (w * x)`."""
         left, right = node.ins
-        if self._producers.are_one(left, right):
-            return self._contracts_one_axis(node)
-        if not _are_data(provenances):
-            return False
         pairs = [(each, right) for each in self._producers.factors(left)]
         pairs += [(left, each) for each in self._producers.factors(right)]
         return any(self._producers.are_one(*pair) for pair in pairs)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._jaxpr import ClosedJaxpr, Jaxpr, Node, in_jvp, scan_counts, source_line
+from ..._jaxpr import ClosedJaxpr, FlatJaxpr, Jaxpr, Node, in_jvp, scan_counts, source_line
 from ..._sizes import static_size
 from ..ir import Place, Precision, is_float32, is_sixteen_bit
 from ..primitives import TABLE, Entry, Rule, Trait, having
@@ -129,6 +129,28 @@ class Products:
         return [visit.values.fact(number) for number in program.outputs]
 
 
+def _carry_kinds(
+    program: FlatJaxpr, ends: Sequence[tuple[int, int]], solutions: Sequence[int]
+) -> list[tuple[bool, bool]]:
+    """Of each carry of a loop whether it is the state of a linear recurrence, and whether it is an estimate.
+
+    The mean of a Kalman filter is a linear state that its gain moves, and the gain comes from the covariance, an
+    estimate. A smoother is given both row by row.
+
+    Args:
+      program: the loop's body.
+      ends: each carry, as the body is given it and as it returns it.
+      solutions: the rows that are solutions of linear systems.
+    """
+    kinds = [(is_linear(program, *end), solves(program, *end)) for end in ends]
+    estimates = [start for (start, _), (_, solved) in zip(ends, kinds, strict=True) if solved]
+    systems = systems_of(program, [*estimates, *solutions])
+    return [
+        (linear, solved or (linear and reaches(program, systems, result)))
+        for (linear, solved), (_, result) in zip(kinds, ends, strict=True)
+    ]
+
+
 class _Visit:
     """One program while its products are looked at.
 
@@ -168,20 +190,17 @@ class _Visit:
     def _loop(self, node: Node, body: Any, facts: list[Fact], consts: int, carry: int) -> list[Fact]:
         """The results of a loop: its carries start as they are given and come back as the body returns them."""
         program, _ = self._planner.recorded(body, self._place.inside(node))
-        ends = list(zip(program.inputs[consts:], program.outputs[:carry], strict=False))
-        kinds = [(is_linear(program, *end), solves(program, *end)) for end in ends]
-        # The mean of a Kalman filter is a linear state, to be as exact as the covariance beside it. A smoother is given
-        # both, row by row; layers outside are given features.
-        after, provenances = consts + carry, [fact.provenance for fact in facts]
-        solutions = [n for n, each in zip(program.inputs, provenances, strict=True) if each is Provenance.SOLUTION]
-        estimates = [number for (number, _), (_, solved) in zip(ends, kinds, strict=True) if solved]
-        systems = systems_of(program, [*estimates, *(n for n in solutions if n in program.inputs[after:])])
-        kinds = [
-            (linear, solved or (linear and reaches(program, systems, end)))
-            for (linear, solved), (_, end) in zip(kinds, ends, strict=True)
+        first = consts + carry
+        solutions = [
+            number
+            for number, fact in zip(program.inputs[first:], facts[first:], strict=True)
+            if fact.provenance is Provenance.SOLUTION
         ]
-        estimates = any(estimate for _, estimate in kinds)
-        rows = [Fact(row_provenance(fact.provenance, estimates), row_of(fact.token)) for fact in facts[after:]]
+        kinds = _carry_kinds(
+            program, list(zip(program.inputs[consts:], program.outputs[:carry], strict=False)), solutions
+        )
+        estimates = any(is_estimate for _, is_estimate in kinds)
+        rows = [Fact(row_provenance(fact.provenance, estimates), row_of(fact.token)) for fact in facts[first:]]
         carried = [
             carried_provenance(fact.provenance, *kind) for fact, kind in zip(facts[consts:], kinds, strict=False)
         ]
