@@ -10,14 +10,15 @@ part of JAX's interpreter machinery that has survived releases (eval loops do, `
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import linear_util, source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.extend.core import Primitive as Primitive
@@ -191,9 +192,9 @@ def flatten(
             ins = tuple([atom(env, var) for var in eqn.invars])
             inner = replaced(eqn) or _inlined_body(eqn, also)
             inner_stack = eqn.source_info.name_stack
-            if id(inner_stack) not in scopes:
-                scopes[id(inner_stack)] = Scope(stack + inner_stack)
-            scope = scopes[id(inner_stack)]
+            if (key := id(inner_stack)) not in scopes:
+                scopes[key] = Scope(stack + inner_stack)
+            scope = scopes[key]
             if inner is not None:
                 marked = low_region or region_mark(eqn) == LOW_PRECISION_MARK
                 results = inline(inner, ins, scope.name_stack, marked, (eqn, *calls))
@@ -209,12 +210,10 @@ def flatten(
     return FlatJaxpr(avals, known, frozenset(captured), inputs, outputs, tuple(nodes))
 
 
-@contextlib.contextmanager
-def context(node: Node) -> Iterator[None]:
-    """Run under the source line, the named scopes and the settings that `node` was recorded with."""
+def contexts(node: Node) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Those of the source line and named scopes, and of the settings, that `node` was recorded with."""
     stack = source_info_util.current_name_stack() + node.scope.name_stack
-    with source_info_util.user_context(node.eqn.source_info.traceback, name_stack=stack), node.eqn.ctx.manager:
-        yield
+    return source_info_util.user_context(node.eqn.source_info.traceback, name_stack=stack), node.eqn.ctx.manager
 
 
 def bind(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
@@ -234,13 +233,13 @@ def _combiner(eqn: JaxprEqn, args: Sequence[Any]) -> dict[str, Any]:
     return {"update_jaxpr": open_jaxpr(trace(combine, scalar, scalar)[0]), "update_consts": ()}
 
 
-def weakly_typed(x: Any) -> Any:
-    """`x` with a weak type, which the casts that JAX exports do not give.
+def convert(x: Any, dtype: np.dtype, weak_type: bool = False) -> Any:
+    """An array in another dtype, and with a weak type if asked for, which the casts that JAX exports do not give.
 
-    >>> weakly_typed(jax.numpy.ones(2)).weak_type
-    True
+    >>> convert(jax.numpy.ones(2), np.dtype("float16"), weak_type=True)
+    Array([1., 1.], dtype=float16, weak_type=True)
     """
-    return convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
+    return convert_element_type_p.bind(x, new_dtype=dtype, weak_type=weak_type, sharding=None)
 
 
 def bind_with_rules(eqn: JaxprEqn, args: Sequence[Any], wrap: Callable[..., tuple[Callable, ...]]) -> list[Any]:

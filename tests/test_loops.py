@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jmp_train._autocast.analysis.loops import accumulates, is_counted, is_linear, is_residual_stream, solves
+from jmp_train._autocast.analysis.loops import accumulates, are_linear, is_counted, is_residual_stream, solves
 from jmp_train._jaxpr import flatten
 
 RNG = np.random.default_rng(0)
@@ -69,8 +69,20 @@ def test_what_a_body_makes_of_its_carry(name):
     fn, expected = BODIES[name]
     program = flatten(jax.make_jaxpr(fn)(C, D))
     start, result = program.inputs[0], program.outputs[0]
-    questions = {ACCUMULATES: accumulates, STREAM: is_residual_stream, LINEAR: is_linear, SOLVES: solves}
-    assert {question for question, ask in questions.items() if ask(program, start, result)} == expected
+    found = {ACCUMULATES: accumulates(program, start, result), STREAM: is_residual_stream(program, start, result)}
+    found |= {LINEAR: are_linear(program, [(start, result)])[0], SOLVES: solves(program, start, result)}
+    assert {question for question, answer in found.items() if answer} == expected
+
+
+def test_each_carry_is_linear_in_itself():
+    """What one carry becomes does not decide what another is, whatever it makes of that one."""
+
+    def body(a, b, c, d):
+        return a @ d, b @ d + jnp.sin(a), c + b, a @ d
+
+    program = flatten(jax.make_jaxpr(body)(C, C, C, D))
+    ends = list(zip(program.inputs, program.outputs, strict=True))
+    assert are_linear(program, ends) == [are_linear(program, [end])[0] for end in ends] == [True, True, False, True]
 
 
 # A condition, a body, and whether the end depends on no floating number that the body computes. The carry is a counter,

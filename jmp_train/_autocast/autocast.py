@@ -17,7 +17,7 @@ import jax
 
 from .._dtypes import FLOAT32, facts
 from .._finite import is_float0
-from .._jaxpr import open_jaxpr, trace, weakly_typed
+from .._jaxpr import convert, open_jaxpr, trace
 from .._policy import Policy, get_policy
 from .analysis.uses import Flags
 from .emit import emit
@@ -174,7 +174,8 @@ def as_result(value: Any, aval: Any) -> Any:
     if is_float0(value):
         return value
     array = value if isinstance(value, jax.Array) else jax.numpy.asarray(value)
-    return weakly_typed(array) if getattr(aval, "weak_type", False) and not jax.typeof(array).weak_type else array
+    weakens = getattr(aval, "weak_type", False) and not jax.typeof(array).weak_type
+    return convert(array, array.dtype, weak_type=True) if weakens else array
 
 
 def _argument_precisions(

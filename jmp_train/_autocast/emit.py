@@ -17,9 +17,11 @@ import numpy as np
 from jax import lax
 
 from .._dtypes import FLOAT32
-from .._jaxpr import ClosedJaxpr, bind, bind_with_rules, consts_of, context, open_jaxpr, trace
+from .._jaxpr import ClosedJaxpr, bind, bind_with_rules, consts_of, contexts, convert, open_jaxpr, trace
 from .._sizes import is_static
 from .ir import Equation, Op, Program
+
+_NO_CONTEXTS = contextlib.nullcontext(), contextlib.nullcontext()
 
 
 def emit(program: Program, args: Sequence[Any], captured: Sequence[Any] | None = None) -> list[Any]:
@@ -36,7 +38,8 @@ def emit(program: Program, args: Sequence[Any], captured: Sequence[Any] | None =
     values.update(zip(program.inputs, map(cast, args, program.input_dtypes), strict=True))
     steps = zip(program.equations, _last_reads(program), strict=True)
     for node, group in itertools.groupby(steps, key=lambda step: step[0].at or step[0].node):
-        with context(node) if node else contextlib.nullcontext():
+        source, settings = contexts(node) if node else _NO_CONTEXTS
+        with source, settings:
             for equation, dying in group:
                 results = _run(equation, [values[number] for number, _, _ in equation.uses])
                 values.update(zip(equation.results, results, strict=True))
@@ -48,7 +51,7 @@ def emit(program: Program, args: Sequence[Any], captured: Sequence[Any] | None =
 def cast(value: Any, dtype: np.dtype | None) -> Any:
     if dtype is None or getattr(value, "dtype", None) == dtype:
         return value
-    return lax.convert_element_type(value, dtype)
+    return convert(value, dtype)
 
 
 def captured_arrays(program: Program) -> list[Any]:

@@ -77,7 +77,10 @@ TOP = Place()
 
 
 def is_float32(aval: Any) -> bool:
-    return getattr(aval, "dtype", None) == FLOAT32
+    try:
+        return aval.dtype == FLOAT32
+    except AttributeError:  # a token
+        return False
 
 
 def is_sixteen_bit(aval: Any) -> bool:
@@ -206,25 +209,15 @@ class Equation:
     def reads(self) -> list[np.dtype | None]:
         return list(map(_DTYPE, self.uses))
 
-    def explicit(self, uses: list[Use], results: tuple[int, ...], at: Node | None = None) -> Equation:
-        """The equation on other values, of which no dtype is left to say; `at` if it is rematerialized there.
+    def replace(self, **changes: Any) -> Equation:
+        """A copy with some fields changed. All equations are copied: `dataclasses.replace` reads each field by name."""
+        copy = Equation(*_FIELDS(self))
+        for name in changes:
+            setattr(copy, name, changes[name])
+        return copy
 
-        Without `dataclasses.replace`, which reads every field: this runs for all equations of a program.
-        """
-        return Equation(
-            self.node,
-            self.entry,
-            uses,
-            results,
-            self.op,
-            self.params,
-            rewrite=self.rewrite,
-            bodies=self.bodies,
-            counts=self.counts,
-            derive=self.derive,
-            at=at,
-            remat=at is not None,
-        )
+
+_FIELDS = operator.attrgetter(*(field.name for field in dataclasses.fields(Equation)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -155,7 +155,7 @@ class Planner:
         equations = [*program.equations]
         for i, equation in enumerate(equations):
             if equation.bodies:
-                equations[i] = dataclasses.replace(equation, bodies=tuple(map(self.lower, equation.bodies)))
+                equations[i] = equation.replace(bodies=tuple(map(self.lower, equation.bodies)))
         program = dataclasses.replace(program, equations=equations)
         for run in LOWERING:
             program = run(program, self)

@@ -6,7 +6,7 @@ Decides them by following dependencies through the body. Does not decide dtypes;
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -169,24 +169,37 @@ def is_residual_stream(program: FlatJaxpr, start: int, result: int) -> bool:
     return False
 
 
-def is_linear(program: FlatJaxpr, start: int, result: int) -> bool:
-    """Whether a carry is the state of a linear system: it comes back as a product of itself with something, and sums.
+def are_linear(program: FlatJaxpr, ends: Sequence[tuple[int, int]]) -> list[bool]:
+    """Of each carry whether it is the state of a linear system: it comes back as products of itself, and sums.
 
     Each rounding of such a state stays in it, and they add up.
+
+    Args:
+      program: the loop's body.
+      ends: each carry, as the body is given it and as it returns it.
     """
-    dependent, products = {start}, False
-    leading = _leads_to(program, result)
+    # Of each value the carries, as bits, that it depends on, through a product, and through what is not linear in them.
+    depends, product, other = ([0] * len(program.avals) for _ in range(3))
+    for position, (start, _) in enumerate(ends):
+        depends[start] = 1 << position
     for node in program.nodes:
-        if dependent.isdisjoint(node.ins):
+        once = twice = multiplied = nonlinear = 0
+        for number in node.ins:
+            twice |= once & depends[number]
+            once |= depends[number]
+            multiplied |= product[number]
+            nonlinear |= other[number]
+        if not once:
             continue
-        dependent.update(node.outs)
-        if leading.isdisjoint(node.outs):
-            continue
-        several = node.name not in _TERMS and sum(number in dependent for number in node.ins) > 1
-        if node.name not in _LINEAR or several or (node.name == "div" and node.ins[1] in dependent):
-            return False
-        products |= node.name == "dot_general"
-    return products and result in dependent
+        if node.name not in _LINEAR:
+            nonlinear = once
+        elif node.name not in _TERMS:
+            nonlinear |= twice | (depends[node.ins[1]] if node.name == "div" else 0)
+        for number in node.outs:
+            depends[number], other[number] = once, nonlinear
+            product[number] = once if node.name == "dot_general" else multiplied
+    linear = [product[result] & ~other[result] for _, result in ends]
+    return [bool(found >> position & 1) for position, found in enumerate(linear)]
 
 
 def solves(program: FlatJaxpr, start: int, result: int) -> bool:
@@ -194,8 +207,6 @@ def solves(program: FlatJaxpr, start: int, result: int) -> bool:
 
     So it is for a Kalman filter's covariance. A network is other functions.
     """
-    if not has_system(program):
-        return False
     dependent, leading = dependents(program, [start]), _leads_to(program, result)
     between = [n for n in program.nodes if not (dependent.isdisjoint(n.ins) or leading.isdisjoint(n.outs))]
     floating = [n for n in between if any(jnp.issubdtype(program.avals[out].dtype, jnp.floating) for out in n.outs)]
@@ -204,12 +215,12 @@ def solves(program: FlatJaxpr, start: int, result: int) -> bool:
 
 def has_system(program: FlatJaxpr) -> bool:
     """Whether a linear system is solved or factorized in a program, the programs inside it left out."""
-    return any(node.name in _SYSTEMS for node in program.nodes)
+    return not _SYSTEMS.isdisjoint([node.name for node in program.nodes])
 
 
 def systems_of(program: FlatJaxpr, numbers: Iterable[int]) -> set[int]:
     """What linear systems make of values that depend on any of `numbers`."""
-    found = dependents(program, numbers) if has_system(program) else set()
+    found = dependents(program, numbers)
     return {
         out for node in program.nodes if node.name in _SYSTEMS and not found.isdisjoint(node.ins) for out in node.outs
     }

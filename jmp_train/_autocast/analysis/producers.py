@@ -6,6 +6,7 @@ Decides these by following producers back through a program. Does not decide wha
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,6 +39,8 @@ class Producers:
         self.program = program
         self._producers = {number: node for node in program.nodes for number in node.outs}
         self._tokens = dict(zip(program.inputs, same, strict=True)) if same else {}
+        self._followed: dict[tuple[frozenset[str], bool], dict[int, Any]]
+        self._followed = collections.defaultdict(lambda: dict(self._tokens))
 
     def source(self, number: int) -> Any:
         """What a value is but for moves and factors: the number of another value, or the token of an input."""
@@ -54,17 +57,28 @@ class Producers:
         return None if source == self._follow(number, _MOVES, scales=False) else source
 
     def _follow(self, number: int, primitives: frozenset[str], scales: bool) -> Any:
-        while (node := self._producers.get(number)) is not None:
-            moves = node.name in primitives or (node.name == "convert_element_type" and self._widens(node))
-            if node.name == "pad" and moves:
-                moves = self._is_zero(node.ins[1])
-            if moves:
-                number = node.ins[0]
-            elif scales and node.name in ("mul", "div") and (scaled := self._scaled(node)) is not None:
-                number = scaled
+        followed, path = self._followed[primitives, scales], []
+        while number not in followed:
+            operand = self._operand(number, primitives, scales)
+            if operand is None:
+                followed[number] = number
             else:
-                break
-        return self._tokens.get(number, number)
+                path.append(number)
+                number = operand
+        for each in path:  # so that a chain is followed once, whatever is asked about its values
+            followed[each] = followed[number]
+        return followed[number]
+
+    def _operand(self, number: int, primitives: frozenset[str], scales: bool) -> int | None:
+        """What a value is but for one of some primitives, or for a factor if it `scales`."""
+        node = self._producers.get(number)
+        if node is None:
+            return None
+        if node.name in primitives:
+            return None if node.name == "pad" and not self._is_zero(node.ins[1]) else node.ins[0]
+        if node.name == "convert_element_type" and self._widens(node):
+            return node.ins[0]
+        return self._scaled(node) if scales and node.name in ("mul", "div") else None
 
     def factors(self, number: int) -> tuple[int, ...]:
         """The factors of a product or quotient of two arrays, moved and scaled; none of any other value."""

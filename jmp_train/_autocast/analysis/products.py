@@ -18,7 +18,7 @@ from ..._sizes import static_size
 from ..ir import Place, Precision, is_float32, is_sixteen_bit
 from ..primitives import TABLE, Entry, Rule, Trait, having
 from .dot_sizes import DotSizes, asks_for_float32
-from .loops import is_linear, reaches, solves, systems_of
+from .loops import are_linear, dependents, has_system, solves, systems_of
 from .producers import row_of
 from .product_causes import TENSOR_CORE_DEPTH, ProductCauses
 from .provenance import (
@@ -142,12 +142,15 @@ def _carry_kinds(
       ends: each carry, as the body is given it and as it returns it.
       solutions: the rows that are solutions of linear systems.
     """
-    kinds = [(is_linear(program, *end), solves(program, *end)) for end in ends]
-    estimates = [start for (start, _), (_, solved) in zip(ends, kinds, strict=True) if solved]
-    systems = systems_of(program, [*estimates, *solutions])
+    linear = are_linear(program, ends)
+    if not has_system(program):
+        return [(each, False) for each in linear]
+    solved = [solves(program, *end) for end in ends]
+    estimates = [start for (start, _), is_estimate in zip(ends, solved, strict=True) if is_estimate]
+    moved = dependents(program, systems_of(program, [*estimates, *solutions]))
     return [
-        (linear, solved or (linear and reaches(program, systems, result)))
-        for (linear, solved), (_, result) in zip(kinds, ends, strict=True)
+        (is_linear, is_estimate or (is_linear and result in moved))
+        for is_linear, is_estimate, (_, result) in zip(linear, solved, ends, strict=True)
     ]
 
 
@@ -196,9 +199,8 @@ class _Visit:
             for number, fact in zip(program.inputs[first:], facts[first:], strict=True)
             if fact.provenance is Provenance.SOLUTION
         ]
-        kinds = _carry_kinds(
-            program, list(zip(program.inputs[consts:], program.outputs[:carry], strict=False)), solutions
-        )
+        ends = list(zip(program.inputs[consts:first], program.outputs[:carry], strict=True))
+        kinds = _carry_kinds(program, ends, solutions)
         estimates = any(is_estimate for _, is_estimate in kinds)
         rows = [Fact(row_provenance(fact.provenance, estimates), row_of(fact.token)) for fact in facts[first:]]
         carried = [

@@ -91,7 +91,7 @@ class Fact(NamedTuple):
 def carried_provenance(provenance: Provenance, is_state: bool, is_estimate: bool) -> Provenance:
     """What a loop carries, given what it was computed from, here or in the last iteration.
 
-    The roundings of its steps add up in the state of a linear recurrence (`loops.is_linear`), and in what linear
+    The roundings of its steps add up in the state of a linear recurrence (`loops.are_linear`), and in what linear
     systems are solved for (`loops.solves`), whatever either starts as or is multiplied by.
     """
     if is_estimate:

@@ -122,7 +122,7 @@ def overflows_through(node: Node, operands: Sequence[Numbers], dtype: np.dtype) 
     if (fill := filled_with(node)) is not None:
         return operands[0].overflows or Numbers(fill).exceed(dtype)
     if node.name in _MIXES:
-        return any(each.range is None for each in operands) and any(each.exceed(dtype) for each in operands)
+        return any([each.range is None for each in operands]) and any([each.exceed(dtype) for each in operands])
     if node.name == "div":
         return operands[0].overflows
-    return (node.name in _CARRIES or node.name == "mul") and any(each.overflows for each in operands)
+    return (node.name in _CARRIES or node.name == "mul") and any([each.overflows for each in operands])

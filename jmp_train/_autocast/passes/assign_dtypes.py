@@ -32,7 +32,7 @@ from ..._dtypes import FLOAT32
 from ..._jaxpr import Node
 from ..analysis.accesses import Accesses
 from ..analysis.dot_sizes import asks_for_float32, leaves_small_result
-from ..analysis.ranges import Numbers, divides_by_terms, filled_with, overflows_through, range_of, range_through
+from ..analysis.ranges import Numbers, Range, divides_by_terms, filled_with, overflows_through, range_of, range_through
 from ..analysis.uses import Flags, axes_of
 from ..analysis.wide_product import WideProduct
 from ..ir import (
@@ -68,12 +68,9 @@ def assign_dtypes(program: Program, context: Context) -> Program:
     return walk.finished()
 
 
-def precision_of_known(value: Any, aval: Any, low: np.dtype) -> Precision:
+def precision_of_known(known: Range | None, aval: Any, low: np.dtype) -> Precision:
     """Literals and captured scalars that `low` can hold are WEAK, other float32 values of the program are FULL."""
-    if not is_float32(aval):
-        return Precision.RECORDED
-    values = range_of(value)
-    return Precision.WEAK if values is not None and values.fits(low) else Precision.FULL
+    return precision_of(aval, Precision.WEAK if known is not None and known.fits(low) else Precision.FULL)
 
 
 class _Walk:
@@ -93,8 +90,8 @@ class _Walk:
             self.facts[number] = Fact(precision, parameter=precision is Precision.WEAK, numbers=numbers)
         self.weights = {axes_of(self.avals[number]) for number in program.inputs if self.facts[number].parameter}
         for number, value in program.constants.items():
-            precision = precision_of_known(value, self.avals[number], self.low)
-            known = None if precision is Precision.RECORDED else range_of(value)
+            known = range_of(value) if is_float32(self.avals[number]) else None
+            precision = precision_of_known(known, self.avals[number], self.low)
             self.facts[number] = Fact(precision, numbers=Numbers(known))
 
     def finished(self) -> Program:
@@ -152,8 +149,8 @@ class _Walk:
         fact = Fact(
             Precision.FULL if precision is Precision.OVERFLOWS else precision,
             depth,
-            computed=not moves or any(operand.computed for operand in operands),
-            parameter=moves and any(operand.parameter for operand in operands),
+            computed=not moves or any([operand.computed for operand in operands]),
+            parameter=moves and any([operand.parameter for operand in operands]),
             numbers=_numbers_of(equation.node, operands, precision, self.low),
         )
         flags = self.flow[number]
@@ -189,7 +186,7 @@ class _Walk:
             if seen[0] is Precision.LOW and node.params["new_dtype"] == self.low:
                 reads = [self.low]  # the user asks for what the value already is
             if node.ins[0] in self.program.constants:  # as jnp.pad's zero is
-                known = self.program.constants[node.ins[0]]
+                known = range_of(self.program.constants[node.ins[0]])
                 made = [precision_of_known(known, self.avals[node.outs[0]], self.low)]
             elif self.avals[node.ins[0]].dtype == np.bool_:
                 made = [Precision.WEAK if p is Precision.FULL else p for p in made]  # zeros and ones fit anywhere

@@ -29,14 +29,12 @@ def mark_dead(program: Program, context: Context) -> Program:
     for equation in reversed(program.equations):
         dead = equation.dead or (not equation.node.eqn.effects and needed.isdisjoint(equation.results))
         if not dead:
-            rematerialized = [use.value for use in equation.uses if use.residual and use.value in remat]
-            if rematerialized:
-                again.update(rematerialized)
-            needed.update([use.value for use in equation.uses if not (use.residual and use.value in remat)])
+            for number, _, residual in equation.uses:
+                (again if residual and number in remat else needed).add(number)
         if not again.isdisjoint(equation.results):
             for number in equation.operands:
                 (again if number in remat else needed).add(number)
-        equations.append(dataclasses.replace(equation, dead=True) if dead else equation)
+        equations.append(equation.replace(dead=True) if dead else equation)
     return dataclasses.replace(program, equations=equations[::-1])
 
 

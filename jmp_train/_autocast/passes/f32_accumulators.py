@@ -30,7 +30,7 @@ from ..._jaxpr import (
     Node,
     bind,
     consts_of,
-    context,
+    contexts,
     flatten,
     open_jaxpr,
     scan_counts,
@@ -106,7 +106,8 @@ def _with_wide(jaxpr: ClosedJaxpr | Jaxpr, wide: Positions, results: Positions) 
         for number, arg in zip(program.inputs, args, strict=True):
             write(number, arg)
         for node in program.nodes:
-            with context(node):
+            source, settings = contexts(node)
+            with source, settings:
                 for number, value in zip(node.outs, _run(program, node, exact, stored, sums), strict=True):
                     write(number, value)
         outputs = enumerate(program.outputs)

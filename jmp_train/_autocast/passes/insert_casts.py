@@ -79,7 +79,7 @@ class _Writer:
                 number if dtype is None or dtype == self.avals[number].dtype else self._new(number, dtype)
                 for number, dtype in zip(stored, equation.computes, strict=True)
             ]
-        self.equations.append(equation.explicit(uses, tuple(computed)))
+        self.equations.append(equation.replace(uses=uses, results=tuple(computed)))
         for number, result in zip(stored, computed, strict=True):
             if number != result:
                 self._add(Op.CAST, result, number, node)
@@ -124,9 +124,9 @@ class _Writer:
             equation = self.makers[value]
             uses = [use._replace(residual=self.residuals.has(use.value)) for use in equation.uses]
             operands = [Use(self.read(use, at)) for use in uses]
-            self.rematerialized[value] = self._like(value)
-            node: Any = at  # something reads it
-            self.equations.append(equation.explicit(operands, (self.rematerialized[value],), node))
+            self.rematerialized[value] = result = self._like(value)
+            again = equation.replace(uses=operands, results=(result,), at=at, remat=True, dead=False)
+            self.equations.append(again)
         return self.rematerialized[value]
 
     def _add(self, op: Op, operand: int, result: int, at: Node | None) -> int:

@@ -65,7 +65,7 @@ def save_or_remat(program: Program, context: Context) -> Program:
             known = use.value in values and not use.residual
             if known and _is_residual(program, context, equation, values, position):
                 uses = [*uses[:position], use._replace(residual=True), *uses[position + 1 :]]
-        equations.append(equation if uses is equation.uses else dataclasses.replace(equation, uses=uses))
+        equations.append(equation if uses is equation.uses else equation.replace(uses=uses))
     decisions.rematerialize_masks(equations)
     shared = _shared_with_sums(program, equations) if context.saves_low else set()
     if shared:
@@ -265,7 +265,7 @@ def _reading_saved(equation: Equation, saved: set[int]) -> Equation:
     if saved.isdisjoint(equation.operands):
         return equation
     uses = [use._replace(residual=use.residual or use.value in saved) for use in equation.uses]
-    return dataclasses.replace(equation, uses=uses)
+    return equation.replace(uses=uses)
 
 
 def _is_residual(

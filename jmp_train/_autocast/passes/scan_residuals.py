@@ -129,8 +129,7 @@ class _Scan:
             input_dtypes=[body.input_dtypes[i] for i in slots],
         )
         operands = [self.operands[i] for i in slots]
-        return dataclasses.replace(
-            self.equation,
+        return self.equation.replace(
             uses=[Use(number) for _, number in operands],
             results=tuple(number for number, _ in self.results),
             bodies=(body,),
@@ -246,7 +245,7 @@ class _Link:
         uses = [Use(names[number]) for number in equation.operands]
         names.update({number: self.reader.body.new(self.body.avals[number]) for number in equation.results})
         results = tuple(names[number] for number in equation.results)
-        return dataclasses.replace(equation, uses=uses, results=results, at=equation.at or equation.node, remat=True)
+        return equation.replace(uses=uses, results=results, at=equation.at or equation.node, remat=True)
 
     def _as_row(self, value: int, row: int) -> tuple[int, list[Equation]]:
         """`value` in the dtype in which the reader was given the rows that it replaces."""
@@ -262,7 +261,7 @@ class _Link:
         """Runs `first` before the reader's body, which then reads other values in place of rows."""
         reader = self.reader
         rest = [
-            dataclasses.replace(equation, uses=[Use(names.get(number, number)) for number in equation.operands])
+            equation.replace(uses=[Use(names.get(number, number)) for number in equation.operands])
             for equation in reader.body.equations
         ]
         reader.body = dataclasses.replace(reader.body, equations=[*first, *rest])
@@ -289,8 +288,8 @@ def _rounded_for_exponentials(body: Program, chain: list[Equation]) -> Program:
     for equation in body.equations:
         if not casts.isdisjoint(equation.operands) and widens(equation):
             (result,), between = equation.results, body.new(body.avals[equation.results[0]])
-            equations.append(dataclasses.replace(equation, results=(between,)))
+            equations.append(equation.replace(results=(between,)))
             params = {"dtype": body.low}
-            equation = dataclasses.replace(equation, op=Op.ROUND, uses=[Use(between)], results=(result,), params=params)
+            equation = equation.replace(op=Op.ROUND, uses=[Use(between)], results=(result,), params=params)
         equations.append(equation)
     return dataclasses.replace(body, equations=equations)

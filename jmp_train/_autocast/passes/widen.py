@@ -43,7 +43,7 @@ def widen(program: Program, context: Context) -> Program:
         if biased and not dots.isdisjoint(equation.operands):
             rounds = False
         if rounds and narrow_readers.isdisjoint(equation.results):
-            equation = dataclasses.replace(equation, uses=[use._replace(dtype=FLOAT32) for use in equation.uses])
+            equation = equation.replace(uses=[use._replace(dtype=FLOAT32) for use in equation.uses])
             for number in equation.results:
                 facts[number] = dataclasses.replace(facts[number], precision=Precision.FULL)
         depth = equation.depth

@@ -24,7 +24,7 @@ from jax import lax
 from jax.core import Tracer
 
 from ..._autocast.ir import TOP, Place
-from ..._jaxpr import ClosedJaxpr, FlatJaxpr, Jaxpr, Node, context, flatten, scan_counts, sub_jaxprs, trace
+from ..._jaxpr import ClosedJaxpr, FlatJaxpr, Jaxpr, Node, contexts, flatten, scan_counts, sub_jaxprs, trace
 from ..._paths import leaf_paths
 from ..._static import hide_static, reveal_static
 from ..._values import check_readable
@@ -161,7 +161,8 @@ class _Run:
         site, inputs = sites[0], self._watcher.before(sites[0], inputs)
         arrays = [value.array for value in inputs]
         mesh = jax.sharding.use_abstract_mesh(_NO_MESH) if site.device else contextlib.nullcontext()
-        with context(site.node), mesh:
+        source, settings = contexts(site.node)
+        with source, settings, mesh:
             outputs = site.bind_wide(arrays) if self._interpreter.wide else site.bind(arrays)
         rows = [[output[i] for output in outputs] for i in range(len(sites))] if site.collective_axes else [outputs]
         return [self._shown(each, inputs, row) for each, row in zip(sites, rows, strict=True)]

@@ -50,7 +50,7 @@ class ChainedCasts(Rewrite):
                     links.add(result)
                     if found is not None:
                         uses = [*equation.uses, Use(found)]
-                        equations[i] = dataclasses.replace(equation, op=Op.CHAINED, uses=uses)
+                        equations[i] = equation.replace(op=Op.CHAINED, uses=uses)
                 elif found is not None:
                     last[result] = found
             elif found is not None and equation.name in _KEEP_NAN:

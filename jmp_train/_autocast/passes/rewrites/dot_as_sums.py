@@ -8,7 +8,6 @@ to TF32 on GPUs that have it. Written out it fuses with whatever reads it, in fl
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -37,7 +36,7 @@ class DotAsSums(Rewrite):
         if not isinstance(equation.entry, WideProduct) or not equation.entry.as_sums:
             return equation
         reads_low = any(program.low == dtype for dtype in equation.reads)
-        return equation if reads_low else dataclasses.replace(equation, op=Op.REWRITTEN, rewrite=multiply_and_add)
+        return equation if reads_low else equation.replace(op=Op.REWRITTEN, rewrite=multiply_and_add)
 
 
 def multiply_and_add(node: Node, operands: Sequence[Any]) -> list[jax.Array]:

@@ -40,9 +40,9 @@ class FoldTransposes(Rewrite):
                 order = tuple(order[axis] for axis in following.node.params["permutation"])
             unchanged = order == tuple(sorted(order))
             if len(chain) > 1 and (unchanged or order == _swap(program, dot)):
-                folded = dataclasses.replace(dot, results=chain[-1].results)
+                folded = dot.replace(results=chain[-1].results)
                 changed[id(dot)] = folded if unchanged else _swapped(folded, order)
-                changed.update((id(transpose), dataclasses.replace(transpose, dead=True)) for transpose in chain[1:])
+                changed.update((id(transpose), transpose.replace(dead=True)) for transpose in chain[1:])
         equations = [changed.get(id(equation), equation) for equation in program.equations]
         return dataclasses.replace(program, equations=equations) if changed else program
 
@@ -69,4 +69,4 @@ def _swapped(dot: Equation, order: tuple[int, ...]) -> Equation:
     if sharding is not None:  # inside a `shard_map`, or with explicit axes
         spec = [*sharding.spec, *[None] * (len(order) - len(sharding.spec))]
         params["out_sharding"] = sharding.update(spec=sharding.spec.update(partitions=[spec[axis] for axis in order]))
-    return dataclasses.replace(dot, uses=dot.uses[::-1], params=params)
+    return dot.replace(uses=dot.uses[::-1], params=params)

@@ -11,6 +11,7 @@ someone differentiates the loop. So the loop is given both, and the copy's deriv
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from ...._dtypes import FLOAT32
 from ...._jaxpr import scan_counts
@@ -27,16 +28,13 @@ class HoistWeightCasts(Rewrite):
         avals, equations = [*program.avals], []
         for equation in program.equations:
             weights = _weights(equation) if equation.bodies and equation.node.name == "scan" else {}
-            copies = []
+            first, params = len(avals), {"dtype": program.low, "stop_gradient": True}
             for position, cast in weights.items():
-                number = equation.operands[position]
+                number, at = equation.operands[position], equation.at or equation.node
+                copy = cast.replace(uses=[Use(number)], results=(len(avals),), params=params, at=at)
                 avals.append(with_dtype(avals[number], program.low))
-                params, at = {"dtype": program.low, "stop_gradient": True}, equation.at or equation.node
-                copy = dataclasses.replace(cast, uses=[Use(number)], results=(len(avals) - 1,), params=params, at=at)
-                copies.append(copy)
-            equations += copies
-            copied = [copy.results[0] for copy in copies]
-            equations.append(_reading(equation, weights, copied) if weights else equation)
+                equations.append(copy)
+            equations.append(_reading(equation, weights, range(first, len(avals))) if weights else equation)
         return dataclasses.replace(program, avals=avals, equations=equations)
 
 
@@ -56,7 +54,7 @@ def _weights(scan: Equation) -> dict[int, Equation]:
     }
 
 
-def _reading(scan: Equation, weights: dict[int, Equation], copies: list[int]) -> Equation:
+def _reading(scan: Equation, weights: dict[int, Equation], copies: Sequence[int]) -> Equation:
     """The scan with `copies` as further constants, which its body reads instead of its casts."""
     (body,), (consts, carry) = scan.bodies, scan.counts or scan_counts(scan.node.eqn)
     avals, inputs = [*body.avals], []
@@ -65,7 +63,7 @@ def _reading(scan: Equation, weights: dict[int, Equation], copies: list[int]) ->
         avals.append(avals[cast.results[0]])
         inputs.append(len(avals) - 1)
         uses = [*cast.uses, Use(inputs[-1])]
-        hoisted[id(cast)] = dataclasses.replace(cast, op=Op.HOISTED, uses=uses)
+        hoisted[id(cast)] = cast.replace(op=Op.HOISTED, uses=uses)
     body = dataclasses.replace(
         body,
         avals=avals,
@@ -74,4 +72,4 @@ def _reading(scan: Equation, weights: dict[int, Equation], copies: list[int]) ->
         equations=[hoisted.get(id(equation), equation) for equation in body.equations],
     )
     uses = [*scan.uses[:consts], *map(Use, copies), *scan.uses[consts:]]
-    return dataclasses.replace(scan, uses=uses, bodies=(body,), counts=(consts + len(copies), carry))
+    return scan.replace(uses=uses, bodies=(body,), counts=(consts + len(copies), carry))

@@ -11,7 +11,6 @@ values of the compute dtype, and sums in float32 registers.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -46,7 +45,7 @@ class MaxPoolGradient(Rewrite):
         del program
         if not windows_are_small(equation.node) or equation.entry.rule not in (Rule.WIDEST, Rule.FOLLOW, Rule.LOW):
             return equation
-        return dataclasses.replace(equation, op=Op.REWRITTEN, rewrite=scatter_to_windows)
+        return equation.replace(op=Op.REWRITTEN, rewrite=scatter_to_windows)
 
 
 def windows_are_small(node: Node) -> bool:
@@ -73,11 +72,13 @@ def scatter_to_windows(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
     source, operand = operands
     strides, starts = node.params["window_strides"], starts_of_places(node)
     chosen = _chosen(operand, source.shape, starts, strides, node.params["select_prim"].name == "ge")
-    total = jnp.zeros(operand.shape, at_least_float32(source.dtype))
+    nothing, zero = lax.full_like(source, 0), np.zeros((), at_least_float32(source.dtype))
+    total = lax.full(operand.shape, 0, zero.dtype)
     for place, start in enumerate(starts):
-        handed = lax.select(chosen == place, source, lax.full_like(source, 0)).astype(total.dtype)
-        total += lax.pad(handed, jnp.zeros((), total.dtype), _placing(start, strides, source.shape, operand.shape))
-    return [total.astype(source.dtype)]
+        handed = lax.select(lax.eq(chosen, np.uint8(place)), source, nothing)
+        padding = _placing(start, strides, source.shape, operand.shape)
+        total = lax.add(total, lax.pad(lax.convert_element_type(handed, zero.dtype), zero, padding))
+    return [lax.convert_element_type(total, source.dtype)]
 
 
 def _chosen(operand: Any, windows: tuple[int, ...], starts: list[list[int]], strides: Any, largest: bool) -> jax.Array:

@@ -9,7 +9,6 @@ value nothing is summed: comparing with the index fuses with everything around i
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +34,7 @@ class OneHotScatter(Rewrite):
         avals = [program.recorded.avals[number] for number in node.ins]
         if equation.entry.rule is not Rule.HIGH or not adds_one_per_row(node, avals):
             return equation
-        return dataclasses.replace(equation, op=Op.REWRITTEN, rewrite=add_one_per_row)
+        return equation.replace(op=Op.REWRITTEN, rewrite=add_one_per_row)
 
 
 def adds_one_per_row(node: Node, avals: Sequence[Any]) -> bool:

@@ -8,12 +8,12 @@ pool is one, and its gradient another. Additions of slices fuse with what comput
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jax import lax
 
 from ...._jaxpr import Node
 from ...._sizes import is_less, static_size
@@ -32,7 +32,7 @@ class WindowSums(Rewrite):
         del program
         if equation.entry.rule is not Rule.HIGH or not _can_be_written_out(equation.node):
             return equation
-        return dataclasses.replace(equation, op=Op.REWRITTEN, rewrite=add_places)
+        return equation.replace(op=Op.REWRITTEN, rewrite=add_places)
 
 
 def _can_be_written_out(node: Node) -> bool:
@@ -51,13 +51,13 @@ def _can_be_written_out(node: Node) -> bool:
 def add_places(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
     """What a `reduce_window_sum` does to `[n_0, n_1, ...]`: `[m_0, m_1, ...]`, one sum a window, in the same dtype.
 
-    >>> eqn = jax.make_jaxpr(lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (2,), (2,), "VALID"))(jnp.ones(6))
-    >>> add_places(Node(eqn.eqns[-1], (), (), None, False), [jnp.arange(6.0)])
+    >>> x = jax.numpy.arange(6.0)
+    >>> pooled = jax.make_jaxpr(lambda x: lax.reduce_window(x, 0.0, lax.add, (2,), (2,), "VALID"))(x)
+    >>> add_places(Node(pooled.eqns[-1], (), (), None, False), [x])
     [Array([1., 5., 9.], dtype=float32)]
     """
     (operand,) = operands
     windows: Any = node.eqn.outvars[0].aval
-    total = jnp.zeros(windows.shape, operand.dtype)
-    for start in starts_of_places(node):
-        total += elements_at(operand, start, node.params["window_strides"], windows.shape)
-    return [total]
+    strides = node.params["window_strides"]
+    places = [elements_at(operand, start, strides, windows.shape) for start in starts_of_places(node)]
+    return [functools.reduce(lax.add, places)]

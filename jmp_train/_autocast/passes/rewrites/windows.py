@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ...._jaxpr import Node
@@ -41,5 +41,5 @@ def elements_at(operand: Any, start: Sequence[int], strides: Sequence[int], wind
     """
     sizes = zip(start, strides, windows, operand.shape, strict=True)
     cut = [(-first, first + stride * (count - 1) + 1 - size, 0) for first, stride, count, size in sizes]
-    elements = lax.pad(operand, jnp.zeros((), operand.dtype), cut)
+    elements = lax.pad(operand, np.zeros((), operand.dtype), cut)
     return lax.slice(elements, [0] * elements.ndim, elements.shape, strides)
