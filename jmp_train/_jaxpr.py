@@ -15,7 +15,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -251,6 +251,35 @@ def bind_with_rules(eqn: JaxprEqn, args: Sequence[Any], wrap: Callable[..., tupl
         linear_util.wrap_init(new, debug_info=old.debug_info) for new, old in zip(replaced, originals, strict=True)
     )
     return list(eqn.primitive.bind(*args, subfuns=subfuns, **params))
+
+
+class Loop(NamedTuple):
+    """A `scan` or `while`: its operands are constants of a condition, constants, the carry, and rows.
+
+    Attributes:
+      body: is given all but the first, and returns the carry and rows.
+      consts: how many constants.
+      carry: how many carried values.
+      skip: how many constants of a `while`'s condition.
+      condition: of a `while`; is given its constants and the carry.
+    """
+
+    body: ClosedJaxpr
+    consts: int
+    carry: int
+    skip: int = 0
+    condition: ClosedJaxpr | None = None
+
+
+def loop_of(eqn: JaxprEqn) -> Loop | None:
+    """The loop that an equation is, if it is one."""
+    params = eqn.params
+    if eqn.primitive.name == "scan":
+        return Loop(params["jaxpr"], *scan_counts(eqn))
+    if eqn.primitive.name != "while":
+        return None
+    consts, skip = params["body_nconsts"], params["cond_nconsts"]
+    return Loop(params["body_jaxpr"], consts, len(eqn.outvars), skip, params["cond_jaxpr"])
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from jmp_train._autocast.analysis.loops import accumulates, are_linear, is_counted, is_residual_stream, solves
-from jmp_train._jaxpr import flatten
+from jmp_train._jaxpr import flatten, loop_of
 
 RNG = np.random.default_rng(0)
 C, D = (RNG.normal(size=(4, 4)).astype(np.float32) for _ in range(2))
@@ -100,6 +100,7 @@ LOOPS = {
 @pytest.mark.parametrize("name", LOOPS)
 def test_which_loops_are_counted(name):
     condition, body, expected = LOOPS[name]
-    loop = jax.make_jaxpr(lambda *c: lax.while_loop(lambda c: condition(*c), lambda c: body(*c), c))
-    (eqn,) = loop(np.int32(0), np.float32(0), C).eqns
-    assert is_counted(eqn.params) == expected
+    traced = jax.make_jaxpr(lambda *c: lax.while_loop(lambda c: condition(*c), lambda c: body(*c), c))
+    (eqn,) = traced(np.int32(0), np.float32(0), C).eqns
+    loop = loop_of(eqn)
+    assert loop is not None and is_counted(loop) == expected

@@ -13,7 +13,7 @@ from .._autocast.analysis.loops import accumulates
 from .._autocast.emit import emit
 from .._autocast.ir import TOP, Program
 from .._autocast.primitives import TABLE, Rule
-from .._jaxpr import ClosedJaxpr, Jaxpr, Node, flatten, scan_counts, source_line, sub_jaxprs, trace
+from .._jaxpr import ClosedJaxpr, Jaxpr, Node, flatten, loop_of, source_line, sub_jaxprs, trace
 from ._operations import Visit, dtype_name, is_floating_dtype, visits, widest_dtype
 
 _EXACT = frozenset({"pmax", "pmin", "unreduced_pmax", "unreduced_pmin"})
@@ -92,14 +92,10 @@ def _sums_by_hand(node: Node) -> bool:
 
 
 def _carried_sums(visit: Visit) -> Iterator[Any]:
-    params = visit.node.params
-    if visit.node.name == "scan":
-        body, (consts, carry) = flatten(params["jaxpr"]), scan_counts(visit.node.eqn)
-    else:
-        body, consts = flatten(params["body_jaxpr"]), params["body_nconsts"]
-        carry = len(body.outputs)
-    for position in range(carry):
-        start = body.inputs[consts + position]
+    loop: Any = loop_of(visit.node.eqn)
+    body = flatten(loop.body)
+    for position in range(loop.carry):
+        start = body.inputs[loop.consts + position]
         dtype = getattr(body.avals[start], "dtype", None)
         if dtype is not None and is_floating_dtype(dtype) and accumulates(body, start, body.outputs[position]):
             yield dtype

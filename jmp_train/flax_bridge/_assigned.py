@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from .._jaxpr import FlatJaxpr, Node, flatten, scan_counts, trace
+from .._jaxpr import FlatJaxpr, Node, flatten, loop_of, trace
 
 
 def with_assigned(model_state: Any, params: Any, after: Any, run: Callable[[Any], Any]) -> Any:
@@ -103,16 +103,12 @@ def forwarded_arguments(program: FlatJaxpr) -> list[int | None]:
 def _forwarded_by(node: Node) -> Iterator[tuple[int, int]]:
     """The results of a node with a program inside that are operands, both by position."""
     params = node.params
-    if node.name == "scan":
+    if (loop := loop_of(node.eqn)) is not None:
         # What is stacked of the rows of an operand is that operand.
-        consts, carry = scan_counts(node.eqn)
-        for result, inside in enumerate(forwarded_arguments(flatten(params["jaxpr"]))):
+        _, consts, carry, skip, _ = loop
+        for result, inside in enumerate(forwarded_arguments(flatten(loop.body))):
             if inside is not None and (inside == consts + result if result < carry else inside >= consts + carry):
-                yield result, inside
-    elif node.name == "while":
-        skip, consts = params["cond_nconsts"], params["body_nconsts"]
-        inside = forwarded_arguments(flatten(params["body_jaxpr"]))
-        yield from ((result, skip + i) for result, i in enumerate(inside) if i == consts + result)
+                yield result, skip + inside
     elif node.name == "cond":
         each = [forwarded_arguments(flatten(branch)) for branch in params["branches"]]
         for result, inside in enumerate(zip(*each, strict=True)):

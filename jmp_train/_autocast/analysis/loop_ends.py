@@ -15,14 +15,14 @@ from collections.abc import Collection, Iterable
 
 import jax.numpy as jnp
 
-from ..._jaxpr import scan_counts
+from ..._jaxpr import Loop, loop_of
 from ..ir import Equation, Op, Precision, Program, is_float32, is_sixteen_bit
 from ..primitives import Trait, having
 
 _CALLS = having(Trait.CALL)
 
 
-def narrowed_decision(condition: Program, body: Program, skip: int, consts: int) -> str | None:
+def narrowed_decision(condition: Program, body: Program, loop: Loop) -> str | None:
     """What of a `while` depends on values that do not run as recorded; `None` if no decision does.
 
     Decisions are its end, and the integers and booleans that it carries: no rounding of these is small. They matter
@@ -31,36 +31,36 @@ def narrowed_decision(condition: Program, body: Program, skip: int, consts: int)
 
     Args:
       condition, body: both programs, planned.
-      skip, consts: how many constants each of them is given before the carry.
+      loop: as recorded.
     """
-    if _dependencies_of_while(condition, body, (), skip, consts) is None:
+    if _dependencies_of_while(condition, body, (), loop) is None:
         return "its end depends on a product, or on another value that 16 bits change"
     avals = [body.avals[number] for number in body.outputs]
     exact = [i for i, aval in enumerate(avals) if not jnp.issubdtype(aval.dtype, jnp.inexact)]
-    if _dependencies_of_loop(body, exact, (), consts, len(avals)) is None:
+    if _dependencies_of_loop(body, exact, (), loop) is None:
         return "an integer or boolean that it carries depends on a product, or on another value that 16 bits change"
     return None
 
 
-def narrowed_stop(body: Program, consts: int, carry: int) -> str | None:
+def narrowed_stop(body: Program, loop: Loop) -> str | None:
     """As `narrowed_decision`, for a `scan` that from some iteration on hands on its carry unchanged.
 
     That is a `while` with a bound, written so that JAX can differentiate it. Like the condition of a `while`, what
     stops it is computed from the carry alone; an update that is skipped for its own result stops nothing.
     """
-    stops = _stops(body, consts, carry)
+    stops = _stops(body, loop)
     of_carry = dependencies(body, stops) is not None
-    if of_carry and _dependencies_of_loop(body, (), stops, consts, carry) is None:
+    if of_carry and _dependencies_of_loop(body, (), stops, loop) is None:
         return "when it stops depends on a product, or on another value that 16 bits change"
     return None
 
 
-def _stops(body: Program, consts: int, carry: int) -> set[int]:
+def _stops(body: Program, loop: Loop) -> set[int]:
     """The predicates by which a scan hands on all that it carries unchanged; none if it never does."""
     makers = {number: (equation, i) for equation in body.equations for i, number in enumerate(equation.node.outs)}
     same = _copies(body)
     cases, found = {0, 1}, set()
-    for start, result in zip(body.inputs[consts:], body.outputs[:carry], strict=False):
+    for start, result in zip(body.inputs[loop.consts :], body.outputs[: loop.carry], strict=False):
         if same.get(result, result) != start:
             equation, position = makers.get(result, (None, 0))
             cases &= _unchanged(equation, position, start, same) if equation else set()
@@ -133,38 +133,37 @@ def _rounded_residuals(program: Program) -> set[int]:
 
 def _operands(equation: Equation, results: Collection[int]) -> Collection[int] | None:
     """The operands of an equation that some of its results are computed from; `None` as for `dependencies`."""
-    name, params, bodies = equation.node.name, equation.node.params, equation.bodies
+    name, bodies = equation.node.name, equation.bodies
     if not bodies:
         return range(len(equation.node.ins))
     if name == "cond":
         each = [dependencies(branch, [branch.outputs[i] for i in results]) for branch in bodies]
         found = [inside for inside in each if inside is not None]
         return {0, *(1 + i for inside in found for i in inside)} if len(found) == len(each) else None
-    if name == "while":
-        body, condition = bodies
-        return _dependencies_of_while(condition, body, results, params["cond_nconsts"], params["body_nconsts"])
-    if name == "scan":
-        return _dependencies_of_loop(bodies[0], results, (), *scan_counts(equation.node.eqn))
+    if (loop := loop_of(equation.node.eqn)) is not None:
+        body, *condition = bodies
+        if condition:
+            return _dependencies_of_while(condition[0], body, results, loop)
+        return _dependencies_of_loop(body, results, (), loop)
     return dependencies(bodies[0], [bodies[0].outputs[i] for i in results]) if name in _CALLS else None
 
 
 def _dependencies_of_while(
-    condition: Program, body: Program, results: Iterable[int], skip: int, consts: int
+    condition: Program, body: Program, results: Iterable[int], loop: Loop
 ) -> Collection[int] | None:
     """`dependencies` of a `while`'s end, and of some of its results, among its operands."""
+    skip = loop.skip
     ends = dependencies(condition, condition.outputs)
     if ends is None:
         return None
     deciding = {i - skip for i in ends if i >= skip}
-    inside = _dependencies_of_loop(body, deciding.union(results), (), consts, len(body.outputs))
+    inside = _dependencies_of_loop(body, deciding.union(results), (), loop)
     return None if inside is None else {i for i in ends if i < skip} | {skip + i for i in inside}
 
 
-def _dependencies_of_loop(
-    body: Program, results: Iterable[int], numbers: Iterable[int], consts: int, carry: int
-) -> set[int] | None:
+def _dependencies_of_loop(body: Program, results: Iterable[int], numbers: Iterable[int], loop: Loop) -> set[int] | None:
     """`dependencies` of some of a loop's results and of other values of its body, in all iterations."""
-    wanted = set(results)
+    wanted, consts, carry = set(results), loop.consts, loop.carry
     while True:
         found = dependencies(body, {*numbers, *(body.outputs[i] for i in wanted)})
         if found is None:

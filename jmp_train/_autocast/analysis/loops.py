@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 
-from ..._jaxpr import FlatJaxpr, Node, flatten, scan_counts
+from ..._jaxpr import FlatJaxpr, Loop, Node, flatten, loop_of
 from ..ir import Place, is_float32, is_sixteen_bit
 from ..primitives import DOTS, Trait, having
 
@@ -137,15 +136,12 @@ def relations_through(node: Node, position: int) -> list[Relation]:
         found = [(program, relations(program, program.inputs[position - skip])) for program in programs]
         each = [[inner.get(number, Relation.NOTHING) for number in program.outputs] for program, inner in found]
         return list(map(max, zip(*each, strict=True)))
-    if node.name == "scan":
-        body, (first, carry), skip = params["jaxpr"], scan_counts(node.eqn), 0
-    else:
-        body, first, carry, skip = params["body_jaxpr"], params["body_nconsts"], count, params["cond_nconsts"]
-    carried = position - skip - first
-    if not 0 <= carried < carry:
+    loop = loop_of(node.eqn)
+    carried = -1 if loop is None else position - loop.skip - loop.consts
+    if loop is None or not 0 <= carried < loop.carry:
         return [Relation.OTHER] * count
-    program = flatten(body)
-    inner = relations(program, program.inputs[first + carried])
+    program = flatten(loop.body)
+    inner = relations(program, program.inputs[loop.consts + carried])
     found = [Relation.OTHER if inner.get(number) else Relation.NOTHING for number in program.outputs]
     found[carried] = inner.get(program.outputs[carried], Relation.NOTHING)
     return found
@@ -234,17 +230,16 @@ def _leads_to(program: FlatJaxpr, result: int) -> set[int]:
     return found
 
 
-def is_counted(params: dict[str, Any]) -> bool:
-    """Whether the condition of a `while` depends on no floating value that its body computes."""
-    condition, body = flatten(params["cond_jaxpr"]), flatten(params["body_jaxpr"])
-    skip, consts = params["cond_nconsts"], params["body_nconsts"]
-    carried = range(len(body.outputs))
-
-    deciding = {i for i in carried if reaches(condition, [condition.inputs[skip + i]], condition.outputs[0])}
+def is_counted(loop: Loop) -> bool:
+    """Whether the end of a loop depends on no floating value that its body computes, as that of a `scan`."""
+    if loop.condition is None:
+        return True
+    condition, body, carried = flatten(loop.condition), flatten(loop.body), range(loop.carry)
+    deciding = {i for i in carried if reaches(condition, [condition.inputs[loop.skip + i]], condition.outputs[0])}
     pending = list(deciding)
     while pending:
         result = body.outputs[pending.pop()]
-        more = {i for i in carried if reaches(body, [body.inputs[consts + i]], result)} - deciding
+        more = {i for i in carried if reaches(body, [body.inputs[loop.consts + i]], result)} - deciding
         deciding |= more
         pending.extend(more)
     avals = [body.avals[number] for number in body.outputs]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._jaxpr import ClosedJaxpr, FlatJaxpr, Jaxpr, Node, in_jvp, scan_counts, source_line
+from ..._jaxpr import ClosedJaxpr, FlatJaxpr, Jaxpr, Loop, Node, in_jvp, loop_of, source_line
 from ..._sizes import static_size
 from ..ir import Place, Precision, is_float32, is_sixteen_bit
 from ..primitives import TABLE, Entry, Rule, Trait, having
@@ -177,12 +177,8 @@ class _Visit:
 
     def _results(self, node: Node, facts: list[Fact]) -> list[Fact]:
         params = node.params
-        if node.name == "scan":
-            consts, carry = scan_counts(node.eqn)
-            return self._loop(node, params["jaxpr"], facts, consts, carry)
-        if node.name == "while":
-            consts, facts = params["body_nconsts"], facts[params["cond_nconsts"] :]
-            return self._loop(node, params["body_jaxpr"], facts, consts, len(facts) - consts)
+        if (loop := loop_of(node.eqn)) is not None:
+            return self._loop(node, loop, facts[loop.skip :])
         bodies = params["branches"] if node.name == "cond" else [params[key] for key in _BODY if key in params][:1]
         operands = facts[1:] if node.name == "cond" else facts
         found = [self._inside(node, body, operands, i) for i, body in enumerate(bodies)]
@@ -190,8 +186,9 @@ class _Visit:
             return [Fact(Provenance.DATA)] * len(node.outs)
         return [Fact(joined(fact.provenance for fact in each)) for each in zip(*found, strict=True)]
 
-    def _loop(self, node: Node, body: Any, facts: list[Fact], consts: int, carry: int) -> list[Fact]:
+    def _loop(self, node: Node, loop: Loop, facts: list[Fact]) -> list[Fact]:
         """The results of a loop: its carries start as they are given and come back as the body returns them."""
+        body, consts, carry, *_ = loop
         program, _ = self._planner.recorded(body, self._place.inside(node))
         first = consts + carry
         solutions = [

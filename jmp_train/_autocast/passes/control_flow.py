@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from ..._dtypes import FLOAT32
-from ..._jaxpr import ClosedJaxpr, Node, flatten, open_jaxpr, scan_counts, trace
+from ..._jaxpr import ClosedJaxpr, Loop, Node, flatten, loop_of, open_jaxpr, trace
 from ..analysis.loop_ends import narrowed_decision, narrowed_stop
 from ..analysis.loops import is_counted, may_be_narrow
 from ..analysis.uses import Flags, merged
@@ -59,25 +59,20 @@ def flags_of(planner: Planner, node: Node, inside: Place, outs: list[Flags]) -> 
     if node.name == "cond":
         branches = [planner.in_flags(branch, inside, outs) for branch in params["branches"]]
         return [Flags(), *map(merged, zip(*branches, strict=True))]
-    if node.name == "scan":
-        consts, carry = scan_counts(node.eqn)
-        return _loop_flags(planner, params["jaxpr"], inside, outs, consts, carry)
-    if node.name == "while":
-        skip, consts = params["cond_nconsts"], params["body_nconsts"]
-        carry = len(node.ins) - skip - consts
-        return [Flags()] * skip + _loop_flags(planner, params["body_jaxpr"], inside, outs, consts, carry)
+    if (loop := loop_of(node.eqn)) is not None:
+        return [Flags()] * loop.skip + _loop_flags(planner, loop, inside, outs)
     if node.name in _BODY:
         return planner.in_flags(params[_BODY[node.name]], inside, outs)
     return [Flags(reaches_dot=True)] * len(node.ins)
 
 
-def _loop_flags(planner: Planner, body: Any, inside: Place, outs: list[Flags], consts: int, carry: int) -> list[Flags]:
+def _loop_flags(planner: Planner, loop: Loop, inside: Place, outs: list[Flags]) -> list[Flags]:
     # Twice: what becomes of a carry after the loop, then what becomes of it in the iterations between.
-    first = planner.in_flags(body, inside, outs)
-    pairs = zip(outs[:carry], first[consts : consts + carry], strict=True)
+    first = planner.in_flags(loop.body, inside, outs)
+    pairs = zip(outs[: loop.carry], first[loop.consts :], strict=False)
     # A carry's dtype is that of its first value; what only float32 reads at the end does not widen it.
     fed_back = [merged(pair)._replace(only_wide=False) for pair in pairs]
-    return planner.in_flags(body, inside, [*fed_back, *outs[carry:]])
+    return planner.in_flags(loop.body, inside, [*fed_back, *outs[loop.carry :]])
 
 
 def enter(
@@ -131,29 +126,25 @@ def _cond(planner: Planner, node: Node, inside: Place, seen: list[Precision], ou
     return Entered([None, *bodies[0].input_dtypes], made, bodies)
 
 
-def _scan(planner: Planner, node: Node, inside: Place, seen: list[Precision], outs: list[Flags]) -> Entered | str:
-    consts, carry = scan_counts(node.eqn)
-    body, carried = _plan_loop(planner, node.params["jaxpr"], inside, seen, outs, consts, carry)
-    if (reason := narrowed_stop(body, consts, carry)) is not None:
-        return reason
-    made = [*carried, *body.result_precisions[carry:]]
-    return Entered(body.input_dtypes, made, (_returning(body, body.dtypes_of(made)),))
-
-
-def _while(planner: Planner, node: Node, inside: Place, seen: list[Precision], outs: list[Flags]) -> Entered | str:
-    params, skip, consts = node.params, node.params["cond_nconsts"], node.params["body_nconsts"]
-    body, carried = _plan_loop(planner, params["body_jaxpr"], inside, seen[skip:], outs, consts, len(node.outs))
-    condition = planner.plan(params["cond_jaxpr"], [*seen[:skip], *carried], [Flags()], inside)
-    if not is_counted(params) and (reason := narrowed_decision(condition, body, skip, consts)) is not None:
-        return reason
-    bodies = _returning(body, body.dtypes_of(carried)), _returning(condition, [None])
-    return Entered([*condition.input_dtypes[:skip], *body.input_dtypes], carried, bodies)
+def _loop(planner: Planner, node: Node, inside: Place, seen: list[Precision], outs: list[Flags]) -> Entered | str:
+    loop: Any = loop_of(node.eqn)
+    body, carried = _plan_loop(planner, loop, inside, seen[loop.skip :], outs)
+    made = [*carried, *body.result_precisions[loop.carry :]]
+    returned = _returning(body, body.dtypes_of(made))
+    if loop.condition is None:
+        reason = narrowed_stop(body, loop)
+        return reason or Entered(body.input_dtypes, made, (returned,))
+    condition = planner.plan(loop.condition, [*seen[: loop.skip], *carried], [Flags()], inside)
+    reason = None if is_counted(loop) else narrowed_decision(condition, body, loop)
+    reads = [*condition.input_dtypes[: loop.skip], *body.input_dtypes]
+    return reason or Entered(reads, made, (returned, _returning(condition, [None])))
 
 
 def _plan_loop(
-    planner: Planner, body: Any, inside: Place, seen: list[Precision], outs: list[Flags], consts: int, carry: int
+    planner: Planner, loop: Loop, inside: Place, seen: list[Precision], outs: list[Flags]
 ) -> tuple[Program, list[Precision]]:
     """The plan of a loop's body, and what its carry is, which starts as its initial value is and can only widen."""
+    body, consts, carry, *_ = loop
     recorded, _ = planner.recorded(body, inside)
     first, starts = consts + carry, seen[consts : consts + carry]
     as_recorded = [precision_of(recorded.avals[number]) for number in recorded.inputs[consts:first]]
@@ -253,8 +244,8 @@ _HANDLERS: dict[str, Callable[..., Entered | str]] = {
     "remat2": _call,
     "shard_map": _call,
     "cond": _cond,
-    "scan": _scan,
-    "while": _while,
+    "scan": _loop,
+    "while": _loop,
     "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp,
 }

@@ -32,8 +32,8 @@ from ..._jaxpr import (
     consts_of,
     contexts,
     flatten,
+    loop_of,
     open_jaxpr,
-    scan_counts,
     trace,
     trace_in_place_of,
 )
@@ -47,27 +47,25 @@ Positions = Collection[int]
 
 def f32_accumulators(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
     """The loop that `eqn` is, with its 16-bit sums carried in float32 and rounded at the end; `None` without any."""
-    if eqn.primitive.name == "scan":
-        body, first = eqn.params["jaxpr"], scan_counts(eqn)[0]
-        start, count = first, scan_counts(eqn)[1]
-    elif eqn.primitive.name == "while" and is_counted(eqn.params):
-        body, first = eqn.params["body_jaxpr"], eqn.params["body_nconsts"]
-        start, count = first + eqn.params["cond_nconsts"], len(eqn.outvars)
-    else:
+    loop = loop_of(eqn)
+    if loop is None:
         return None
     avals: list[Any] = [var.aval for var in eqn.invars]
-    narrow = [i for i in range(count) if is_sixteen_bit(avals[start + i])]
-    program = flatten(body) if narrow else None
-    sums = [i for i in narrow if program and accumulates(program, program.inputs[first + i], program.outputs[i])]
-    if not program or not sums:
+    start = loop.skip + loop.consts
+    narrow = [i for i in range(loop.carry) if is_sixteen_bit(avals[start + i])]
+    if not narrow or not is_counted(loop):
+        return None
+    body = flatten(loop.body)
+    sums = [i for i in narrow if accumulates(body, body.inputs[loop.consts + i], body.outputs[i])]
+    if not sums:
         return None
     wide = [start + i for i in sums]
 
-    def loop(*args: jax.Array) -> list[jax.Array]:
+    def run(*args: jax.Array) -> list[jax.Array]:
         results = _bind_wide(eqn, [cast(arg, FLOAT32) if i in wide else arg for i, arg in enumerate(args)], wide, sums)
         return [cast(result, avals[start + i].dtype) if i in sums else result for i, result in enumerate(results)]
 
-    return trace_in_place_of(eqn, loop)
+    return trace_in_place_of(eqn, run)
 
 
 def _bind_wide(eqn: JaxprEqn, args: list[Any], wide: Positions, results: Positions) -> list[Any]:

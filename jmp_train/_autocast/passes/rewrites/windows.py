@@ -19,7 +19,7 @@ from ...._jaxpr import Node
 def starts_of_places(node: Node) -> list[list[int]]:
     """The index that each place of the first window has in the operand; negative in the padding before it.
 
-    >>> eqn = jax.make_jaxpr(lambda x: lax.reduce_window(x, 0.0, lax.add, (3,), (2,), [(1, 1)]))(jnp.ones(6)).eqns[-1]
+    >>> eqn = jax.make_jaxpr(lambda x: lax.reduce_window(x, 0.0, lax.add, (3,), (2,), [(1, 1)]))(jax.numpy.ones(6)).eqns[-1]
     >>> starts_of_places(Node(eqn, (), (), None, False))
     [[-1], [0], [1]]
     """
@@ -36,7 +36,7 @@ def elements_at(operand: Any, start: Sequence[int], strides: Sequence[int], wind
       strides: how far the next window's element is.
       windows: `(m_0, m_1, ...)`, at least one along every axis.
 
-    >>> elements_at(jnp.arange(1.0, 6.0), [-1], [2], (3,))
+    >>> elements_at(jax.numpy.arange(1.0, 6.0), [-1], [2], (3,))
     Array([0., 2., 4.], dtype=float32)
     """
     sizes = zip(start, strides, windows, operand.shape, strict=True)
