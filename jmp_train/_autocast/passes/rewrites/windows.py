@@ -19,8 +19,9 @@ from ...._jaxpr import Node
 def starts_of_places(node: Node) -> list[list[int]]:
     """The index that each place of the first window has in the operand; negative in the padding before it.
 
-    >>> eqn = jax.make_jaxpr(lambda x: lax.reduce_window(x, 0.0, lax.add, (3,), (2,), [(1, 1)]))(jax.numpy.ones(6)).eqns[-1]
-    >>> starts_of_places(Node(eqn, (), (), None, False))
+    >>> x = jax.numpy.ones(6)
+    >>> pooled = jax.make_jaxpr(lambda x: lax.reduce_window(x, 0.0, lax.add, (3,), (2,), [(1, 1)]))(x)
+    >>> starts_of_places(Node(pooled.eqns[-1], (), (), None, False))
     [[-1], [0], [1]]
     """
     places = itertools.product(*map(range, node.params["window_dimensions"]))
