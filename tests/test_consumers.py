@@ -44,6 +44,10 @@ CROSS_TERMS = {
     "clipped, then a term": (lambda x, y: jnp.maximum(2 * x @ y.T, 0) - squares(x)[:, None] - squares(y), BOTH),
     "of computed values": (
         lambda x, y: squares(jnp.sin(x))[:, None] + squares(y) - 2 * jnp.sin(x) @ y.T, BOTH),
+    "of parts": (lambda x, y: squares(x)[1:, None] + squares(y)[:3] - 2 * x[1:] @ y[:3].T, BOTH),
+    "of given codes": (
+        lambda x, y: squares(x)[:, None] + squares(y)[np.arange(3)] - 2 * x @ y[np.arange(3)].T, BOTH),
+    "of fewer parts": (lambda x, y: squares(x)[1:2, None] + squares(y)[:1] - 2 * x[1:] @ y[:3].T, NEITHER),
     "one side": (lambda x, y: squares(x)[:, None] - 2 * x @ y.T, LEFT),
     "the other side": (lambda x, y: x @ y.T - squares(y) / 2, RIGHT),
     "sums": (lambda x, y: jnp.sum(x, -1)[:, None] + jnp.sum(y, -1) - 2 * x @ y.T, NEITHER),

@@ -170,6 +170,20 @@ def test_shared_roundings_rounds_what_a_rematerialized_exponential_reads():
     assert near.name == "round" and makers[far.operands[0]].name == "saved"  # what is saved is rounded by that
 
 
+@pytest.mark.parametrize("scale", [lambda x: x, lambda x: 2 * x.T.T, lambda x: -x / 2], ids=["1", "2", "-1/2"])
+def test_shared_roundings_rounds_what_is_squared_beside_a_product(scale):
+    """However the product's operand is scaled: in `|a|² - 2 a b` both have to read the same `a`."""
+
+    def fn(w, x):
+        a, b = x @ w, x @ (w + 1)
+        return jnp.sum(a**2, -1)[:, None] + jnp.sum(b**2, -1) - scale(a) @ b.T
+
+    program = after("insert_casts", fn, W, X)
+    makers = {number: e for e in program.equations for number in e.results}
+    squares = [e for e in program.equations if e.name in ("integer_pow", "square")]
+    assert [makers[e.operands[0]].name for e in squares] == ["round", "round"]
+
+
 def test_mark_dead_leaves_out_what_is_only_rematerialized():
     program = after("mark_dead", jax.grad(tanh_between_dots), W, X)
     (distance,) = (e for e in program.equations if e.name == "sub")

@@ -301,6 +301,67 @@ def test_a_square_of_16_bit_values_reads_them_as_they_are(cross, dtype):
     np.testing.assert_allclose(got, want, atol=0.5)  # of sums of 160,000 that are subtracted
 
 
+def blocks_of_rows(a, b, squares_a, squares_b):
+    rows = a.reshape(4, 8, -1), squares_a.reshape(4, 8)
+    return lax.map(lambda row: row[1][:, None] + squares_b - 2 * row[0] @ b.T, rows).reshape(32, 32)
+
+
+def blocks_of_both(a, b, squares_a, squares_b):
+    def columns(row):
+        rows = b.reshape(2, 16, -1), squares_b.reshape(2, 16)
+        return lax.map(lambda column: row[1][:, None] + column[1] - 2 * row[0] @ column[0].T, rows)
+
+    found = lax.map(columns, (a.reshape(4, 8, -1), squares_a.reshape(4, 8)))
+    return jnp.moveaxis(found, 1, 2).reshape(32, 32)
+
+
+def slices_of_rows(a, b, squares_a, squares_b):
+    def step(i, found):
+        rows, squares = (lax.dynamic_slice_in_dim(each, 8 * i, 8) for each in (a, squares_a))
+        return lax.dynamic_update_slice_in_dim(found, squares[:, None] + squares_b - 2 * rows @ b.T, 8 * i, 0)
+
+    return lax.fori_loop(0, 4, step, jnp.zeros((32, 32)))
+
+
+def rematerialized(a, b, squares_a, squares_b):
+    return jax.checkpoint(lambda a, b, one, other: one[:, None] + other - 2 * a @ b.T)(a, b, squares_a, squares_b)
+
+
+def in_a_branch(a, b, squares_a, squares_b):
+    return lax.cond(a[0, 0] < 1e9, lambda: squares_a[:, None] + squares_b - 2 * a @ b.T, lambda: jnp.zeros((32, 32)))
+
+
+DISTANCES = [blocks_of_rows, blocks_of_both, slices_of_rows, rematerialized, in_a_branch]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("distances", DISTANCES)
+def test_distances_whose_norms_come_from_outside(distances, dtype):
+    """Of two towers of 16-bit numbers, 50 from the origin; and of data, where no rounding is allowed at all."""
+
+    def of_towers(w, x):
+        a, b = x @ w, jnp.flip(x) @ w
+        return distances(a, b, squares(a), squares(b))
+
+    x = np.concatenate([X, np.ones((32, 1), np.float32)], 1)
+    w = np.concatenate([W / 8, np.full((1, 64), 6.0, np.float32)])
+    x[:, 0], w[0] = 1, 6  # so that the flipped rows have the same mean
+    policy = get_policy(f"mixed_{dtype}")
+    *_, cross = products(of_towers, w, x, policy=policy)
+    assert cross[1:3] == ("float32", Cause.DISTANCE.value)
+    got = jax.jit(autocast(of_towers, policy))(w, x)
+    narrow = autocast(lambda w, x: (x @ w, jnp.flip(x) @ w), policy)
+    a, b = (np.asarray(each, jnp.dtype(dtype)).astype(np.float64) for each in jax.jit(narrow)(w, x))
+    want = np.sum((a[:, None] - b[None]) ** 2, -1)
+    np.testing.assert_allclose(got, want, atol=0.1)  # of norms of 10,000 and more
+
+    def of_data(w, x):
+        a, b = x + w[0], x * w[1]
+        return distances(a, b, squares(a), squares(b))
+
+    assert causes(of_data, W, X, policy=policy) == [Cause.DISTANCE]
+
+
 def test_the_derivatives_of_a_factorization_are_float32():
     found = products(jax.grad(loss_of(lambda w: jnp.linalg.qr(w)[0])), W)
     assert {(dtype, reason) for dtype, _, reason, _ in found} == {("float32", Cause.SYSTEM.value)}

@@ -13,16 +13,18 @@ Does not decide what follows from it; see `product_causes.py`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from ..._jaxpr import FlatJaxpr, Node
 from ..primitives import DELICATE_OPERAND, Trait, having
 from .dot_sizes import DotSizes, size_of
-from .producers import Producers
+from .producers import Producers, outside, row_of
 from .ranges import Range, range_of
 
 _ADDS = having(Trait.ADDS)
 _BOUNDS = having(Trait.BOUNDS)
+_PICKS = having(Trait.PICKS)
 _SYSTEMS = having(Trait.SYSTEM)
 _SQUARES = frozenset({"square", "integer_pow", "pow", "mul", "dot_general"})
 # Operands of which an absolute error counts, or a rounding to zero. Not those of bounds: a layer's result has some.
@@ -32,15 +34,25 @@ _DELICATE |= dict.fromkeys(having(Trait.PERIODIC), 0)
 # A sum is followed back to that many terms.
 _MOST_TERMS = 16
 
-_Sums = frozenset[tuple[int, int]]  # the value whose squares are summed, and how many sums these are
-_NOTHING: _Sums = frozenset()
+Sums = frozenset[tuple[Any, int]]  # the source of the value whose squares are summed, and how many sums these are
+_NOTHING: Sums = frozenset()
 
 
 class Consumers:
-    """Answers questions about the products of one program by the equations that read them."""
+    """Answers questions about the products of one program by the equations that read them.
 
-    def __init__(self, program: FlatJaxpr, producers: Producers):
-        self._program, self._producers = program, producers
+    Args:
+      program: the program.
+      producers: of its values.
+      given: for inputs, a function that gives the sums of squares that they are outside.
+    """
+
+    def __init__(self, program: FlatJaxpr, producers: Producers, given: Mapping[int, Callable[[], Sums]] | None = None):
+        self._program, self._producers, self._given = program, producers, given or {}
+
+    def sums_outside(self, number: int) -> Sums:
+        """The sums of squares that are terms of a value, as a program is told that is given it."""
+        return frozenset((outside(source), size) for source, size in self._sums_of_squares.get(number, _NOTHING))
 
     def squared_beside(self, node: Node) -> frozenset[int]:
         """The operands of a product, by position, sums of whose squares are added to it."""
@@ -67,23 +79,25 @@ class Consumers:
     @functools.cached_property
     def _cross_terms(self) -> dict[int, frozenset[int]]:
         found: dict[int, frozenset[int]] = {}
-        for number, sums in self._sums_of_squares().items():
+        for number, sums in self._sums_of_squares.items():
             for dot in self._products_in(number):
                 sizes = DotSizes.of(self._program, dot)
                 positions = [] if sizes is None else [i for i in (0, 1) if self._is_squared(dot.ins[i], sizes, i, sums)]
                 found[dot.outs[0]] = found.get(dot.outs[0], frozenset()).union(positions)
         return found
 
-    def _is_squared(self, number: int, sizes: DotSizes, position: int, sums: _Sums) -> bool:
+    def _is_squared(self, number: int, sizes: DotSizes, position: int, sums: Sums) -> bool:
         """Whether one of some sums is over the squares of an operand, and over the numbers that the dot contracts."""
         free = sizes.operands[position] // sizes.contracted
-        return any(size == free and self._producers.are_one(number, value) for value, size in sums)
+        matching = [source for source, size in sums if size == free]
+        return any(self._producers.comes_from(number, s) or self._producers.is_part_of(number, s) for s in matching)
 
-    def _sums_of_squares(self) -> dict[int, _Sums]:
+    @functools.cached_property
+    def _sums_of_squares(self) -> dict[int, Sums]:
         """Which sums of squares are terms of a value, one of them at least."""
-        squares: dict[int, int] = {}
-        sums: dict[int, _Sums] = {}
-        roots: dict[int, _Sums] = {}
+        squares: dict[int, Any] = {}
+        sums = {number: found for number, give in self._given.items() if (found := give())}
+        roots: dict[int, Sums] = {}
         for node in self._program.nodes:
             name, result, terms = node.name, node.outs[0] if node.outs else -1, _NOTHING
             for number in node.ins:
@@ -91,6 +105,8 @@ class Consumers:
                     roots[result] = sums[number]
                 elif number in sums and (name in _ADDS or self._moves(node)):
                     terms |= sums[number]
+                elif number in sums and name in _PICKS:
+                    terms = frozenset((source, size_of(self._program.avals[result])) for source, _ in sums[number])
                 elif number in roots and name in _SQUARES:
                     terms |= roots[number]
                 elif number in roots and self._moves(node):
@@ -101,9 +117,9 @@ class Consumers:
                     squares[result] = squares[number]
             if not terms and name in _SQUARES and (value := self._squared_by(node)) is not None:
                 if name == "dot_general":
-                    terms = frozenset([(value, size_of(self._program.avals[result]))])
+                    terms = frozenset([(self._producers.source(value), size_of(self._program.avals[result]))])
                 else:
-                    squares[result] = value
+                    squares[result] = self._producers.source(value)
             if terms and len(terms) <= _MOST_TERMS:
                 sums[result] = terms
         return sums
@@ -139,3 +155,8 @@ class Consumers:
                 yield node
             elif node.name in _ADDS or node.name in _BOUNDS:
                 pending.extend(node.ins)
+
+
+def sums_of_rows(sums: Sums, rows: Any) -> Sums:
+    """The sums of squares that are terms of each of the rows of a value, given those of the value."""
+    return frozenset((row_of(source), size // rows) for source, size in sums)

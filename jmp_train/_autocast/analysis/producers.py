@@ -162,7 +162,15 @@ class Producers:
 
     def are_one(self, left: int, right: int) -> bool:
         """Whether two values are one but for moves and factors, as `x` and `2 * x.T`, or were computed alike."""
-        return self._equal(_without_rows(self.source(left)), _without_rows(self.source(right)), [_MOST_COMPARED])
+        return self.comes_from(left, self.source(right))
+
+    def comes_from(self, number: int, source: Any) -> bool:
+        """Whether a value has this source, or one that was computed alike."""
+        return self._equal(_without_rows(self.source(number)), _without_rows(source), [_MOST_COMPARED])
+
+    def is_part_of(self, number: int, source: Any) -> bool:
+        """Whether a value is some of the numbers of what has this source, moved and scaled, or all of them."""
+        return self._follow(number, _MOVES | _PARTS, scales=True) == source
 
     def _equal(self, left: Any, right: Any, budget: list[int]) -> bool:
         if left == right:
@@ -189,6 +197,11 @@ class Producers:
         if isinstance(one, Tracer) or isinstance(other, Tracer) or np.size(one) != 1 or np.size(other) != 1:
             return one is other
         return bool(np.asarray(one) == np.asarray(other))
+
+
+def outside(source: Any) -> Any:
+    """The token of what a program is given of a value with this source in the program around it."""
+    return "outside", source
 
 
 def row_of(token: Any) -> Any:

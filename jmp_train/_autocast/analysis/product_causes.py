@@ -18,7 +18,6 @@ import numpy as np
 from ..._jaxpr import Node
 from ..._sizes import static_size
 from .constants import Table, table_of
-from .consumers import Consumers
 from .dot_sizes import DotSizes
 from .provenance import FLOAT32_PROVENANCES, ROUNDED_PROVENANCES, UNROUNDED_PROVENANCES, Provenance, Values
 from .wide_product import Cause
@@ -47,7 +46,7 @@ class ProductCauses:
     def __init__(self, values: Values, low: np.dtype):
         self._values, self._low = values, low
         self._program, self._producers = values.program, values.producers
-        self._consumers = Consumers(values.program, values.producers)
+        self._consumers = values.consumers
 
     def of(self, node: Node) -> Cause | None:
         """The cause of a dot or convolution; `None` for a layer's."""

@@ -17,6 +17,7 @@ from ..._jaxpr import ClosedJaxpr, FlatJaxpr, Jaxpr, Loop, Node, in_jvp, loop_of
 from ..._sizes import static_size
 from ..ir import Place, Precision, is_float32, is_sixteen_bit
 from ..primitives import TABLE, Entry, Rule, Trait, having
+from .consumers import sums_of_rows
 from .dot_sizes import DotSizes, asks_for_float32
 from .loops import are_linear, dependents, has_system, solves, systems_of
 from .producers import row_of
@@ -199,7 +200,7 @@ class _Visit:
         ends = list(zip(program.inputs[consts:first], program.outputs[:carry], strict=True))
         kinds = _carry_kinds(program, ends, solutions)
         estimates = any(is_estimate for _, is_estimate in kinds)
-        rows = [Fact(row_provenance(fact.provenance, estimates), row_of(fact.token)) for fact in facts[first:]]
+        rows = [self._row(fact, estimates, node) for fact in facts[first:]]
         carried = [
             carried_provenance(fact.provenance, *kind) for fact, kind in zip(facts[consts:], kinds, strict=False)
         ]
@@ -211,6 +212,11 @@ class _Visit:
             if after == carried:
                 return [Fact(provenance_after_loop(fact.provenance)) for fact in results]
             carried = after
+
+    def _row(self, fact: Fact, estimates: bool, node: Node) -> Fact:
+        """What is known of a row of a value, inside of a scan that is given the rows one by one."""
+        sums = fact.sums and (lambda: sums_of_rows(fact.sums(), node.params["length"]))
+        return Fact(row_provenance(fact.provenance, estimates), row_of(fact.token), sums=sums)
 
     def _inside(self, node: Node, body: Any, facts: list[Fact], which: int) -> list[Fact]:
         facts = [fact if fact.token else fact._replace(token=("argument", i)) for i, fact in enumerate(facts)]

@@ -18,8 +18,9 @@ from ..._jaxpr import FlatJaxpr, Node
 from ..._sizes import is_single
 from ..primitives import DATA_OPERANDS, Entry, Rule, Trait, having
 from .constants import Constants
+from .consumers import Consumers
 from .loops import KEEPS_ESTIMATES
-from .producers import Producers
+from .producers import Producers, outside
 from .wide_product import Cause, WideProduct
 
 _BOOL = np.dtype(np.bool_)
@@ -81,11 +82,13 @@ class Fact(NamedTuple):
       provenance: what it was computed from.
       token: equal for equal values.
       numbers: gives its numbers, if it is a constant.
+      sums: gives the sums of squares that are terms of it.
     """
 
     provenance: Provenance
     token: Any = None
     numbers: Any = None
+    sums: Any = None
 
 
 def carried_provenance(provenance: Provenance, is_state: bool, is_estimate: bool) -> Provenance:
@@ -123,6 +126,8 @@ class Values:
         given = {n: fact.numbers for n, fact in zip(program.inputs, facts, strict=True) if fact.numbers}
         self.constants = Constants(program, given)
         self.producers = Producers(program, tuple(fact.token for fact in facts))
+        sums = {number: fact.sums for number, fact in zip(program.inputs, facts, strict=True) if fact.sums}
+        self.consumers = Consumers(program, self.producers, sums)
         self.provenances = [Provenance.DATA] * len(program.avals)
         for number, fact in zip(program.inputs, facts, strict=True):
             self.provenances[number] = fact.provenance
@@ -133,7 +138,8 @@ class Values:
     def fact(self, number: int) -> Fact:
         """What is known of a value where it enters or leaves another program."""
         numbers = functools.partial(self.constants.numbers, number) if self.constants.is_constant[number] else None
-        return Fact(self.provenances[number], ("outside", self.producers.source(number)), numbers)
+        sums = functools.partial(self.consumers.sums_outside, number)
+        return Fact(self.provenances[number], outside(self.producers.source(number)), numbers, sums)
 
     def add(self, node: Node, entry: Entry) -> None:
         """Notes what the results of a node are, given its operands and the entry that holds for it.

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..planner import Context
 
 _EXPONENTIALS = having(Trait.EXPONENTIAL)
+_SCALES = frozenset({"mul", "div", "neg"})
 
 
 def shared_roundings(program: Program, context: Context) -> Program:
@@ -70,9 +71,11 @@ def _squared(program: Program) -> set[int]:
 
 
 def _moved_from(program: Program, numbers: set[int]) -> set[int]:
-    """The values that some are moved from, and these."""
+    """The values that some are moved or scaled from, and these."""
     found = set(numbers)
     for equation in reversed(program.equations):
-        if equation.entry.rule is Rule.SHAPE and not found.isdisjoint(equation.results):
+        if found.isdisjoint(equation.results):
+            continue
+        if equation.entry.rule is Rule.SHAPE or equation.node.name in _SCALES:
             found.update(equation.operands)
     return found
