@@ -101,19 +101,9 @@ def _round(params: Mapping[str, Any], value: Any) -> Any:
 
 
 def _chained(params: Mapping[str, Any], value: Any, last: Any) -> Any:
-    del params
-    return _cast_beside(value, last)
-
-
-@jax.custom_jvp
-def _cast_beside(value: jax.Array, last: jax.Array) -> jax.Array:
     """`value`, float32, in the dtype of `last`, of which it is an elementwise function that keeps NaN: so no change."""
-    return lax.select(lax.ne(last, last), last, lax.convert_element_type(value, last.dtype))
-
-
-@_cast_beside.defjvp
-def _cast_beside_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
-    return _cast_beside(*primals), lax.convert_element_type(tangents[0], primals[1].dtype)
+    del params
+    return _copy_of(value, lax.select(lax.ne(last, last), last, convert(value, last.dtype)))
 
 
 def _hoisted(params: Mapping[str, Any], value: Any, copy: Any) -> Any:

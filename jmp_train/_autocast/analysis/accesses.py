@@ -70,7 +70,7 @@ class Accesses:
 
     def _note(self, node: Node, entry: Entry, facts: Sequence[Fact], is_sum: bool) -> None:
         found = self._after_sum.intersection(node.ins)
-        after_sum = bool(found) and max(facts[n].depth for n in node.ins) == max(facts[n].depth for n in found)
+        after_sum = bool(found) and max([facts[n].depth for n in node.ins]) == max([facts[n].depth for n in found])
         fuses = is_sum or node.name in _ELEMENTWISE or entry.rule is Rule.SHAPE
         if (after_sum and fuses) or (is_sum and not self._place.is_backward(node)):
             self._after_sum.update(node.outs)

@@ -37,12 +37,12 @@ class DotSizes(NamedTuple):
     def of(program: FlatJaxpr, node: Node) -> DotSizes | None:
         """The sizes of a node, a symbolic dimension taken for a large one; `None` where one is zero."""
         (contracted, _), (batch, _) = node.params["dimension_numbers"]
-        left, right, result = (_shape(program.avals[number]) for number in (*node.ins, *node.outs))
+        left, right, result = [_shape(program.avals[number]) for number in (*node.ins, *node.outs)]
         one, other = math.prod(left), math.prod(right)
         if not one or not other:
             return None
-        depth = math.prod(left[axis] for axis in contracted)
-        shared = depth * math.prod(left[axis] for axis in batch)
+        depth = math.prod([left[axis] for axis in contracted])
+        shared = depth * math.prod([left[axis] for axis in batch])
         return DotSizes(depth, one // shared, other // shared, (one, other), math.prod(result))
 
 
@@ -75,6 +75,8 @@ def asks_for_float32(precision: Any, policys: str | None) -> bool:
       precision: the product's parameter: `None`, two of `jax.lax.Precision`, a preset or a `DotAlgorithm`.
       policys: the policy's `matmul_precision`, under which the program was traced.
     """
+    if precision is None:  # as most are
+        return False
     if isinstance(precision, jax.lax.DotAlgorithmPreset):
         return precision.name in _FLOAT32_PRESETS and precision.name != policys
     if isinstance(precision, jax.lax.DotAlgorithm):
