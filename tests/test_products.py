@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 from jmp_train import DEFAULT_RULES, autocast, explain, full_precision, get_policy, low_precision
+from jmp_train._autocast.analysis.products import _are_mapped
 from jmp_train._autocast.analysis.wide_product import Cause, WideProduct
 from jmp_train._autocast.ir import TOP, Precision
 from jmp_train._autocast.planner import Planner
@@ -270,6 +271,82 @@ def test_found_inside_other_programs(within):
     found = products(jax.grad(loss_of(fn)), W, X)
     assert len(found) >= 3 and {dtype for dtype, *_ in found} == {"float32"}
     assert sum(reason.endswith(Cause.SQUARE.value) for _, _, reason, _ in found) == len(found)
+
+
+# Functions of data that are transposed, alone or mapped over cotangents.
+TRANSPOSED = {
+    "the Jacobian of a matrix times a vector": lambda a, b: jax.jacrev(lambda v: jnp.tanh(a @ v))(b[0]),
+    "of a rotation": lambda a, b: jax.jacrev(lambda r, x: x @ r, (0, 1))(SMALL, a[:32, :4]),
+    "of a Gram matrix": lambda a, b: jax.jacrev(lambda x: jnp.sin(x.T @ x))(a[:24, :20]),
+    "of distances": lambda a, b: jax.jacrev(
+        lambda x: squares(x)[:, None] + squares(b[:20]) - 2 * x @ b[:20].T)(a[:24]),
+    "of a product in a loop": lambda a, b: jax.jacrev(
+        lambda v: lax.scan(lambda s, _: (jnp.tanh(a @ s), None), v, None, 3)[0])(b[0]),
+    "a Hessian": lambda a, b: jax.hessian(lambda v: jnp.sum(jnp.tanh(a @ v)))(b[0]),
+    "transposed functions": lambda a, b: [
+        jax.linear_transpose(lambda v, m=m: m @ v, b[0])(b[1])[0] for m in (a, b, a + b)],
+    "in a solver": lambda a, b: jax.scipy.sparse.linalg.cg(
+        lambda v: jax.linear_transpose(lambda v: a @ v, b[0])(a @ v)[0], b[0], maxiter=3)[0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_functions_of_data_transposed_are_float32(name):
+    found = products(TRANSPOSED[name], W, W, argnums=())
+    assert any(backward for *_, backward in found)
+    assert {dtype for dtype, *_ in found} == {"float32"}
+
+
+@jax.custom_vjp
+def dense(x, w):
+    return x @ w
+
+
+def dense_backward(operands, cotangent):
+    x, w = operands
+    return cotangent @ w.T, x.T @ cotangent
+
+
+dense.defvjp(lambda x, w: (x @ w, (x, w)), dense_backward)
+LAYERS_TRANSPOSED = {
+    "the Jacobian of a network": lambda w, x: jax.jacrev(lambda x: jnp.tanh(x @ w) @ w[:, :20])(x[0]),
+    "gradients of each example": lambda w, x: jax.vmap(
+        jax.grad(lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))), (None, 0))(w, x),
+    "a cotangent of data": lambda w, x: jax.grad(lambda w: jnp.sum(x[:8] * (x[8:16] @ w)))(w),
+    "a transposed layer": lambda w, x: jax.linear_transpose(lambda h: h @ w, x)(x)[0],
+    "a layer with a rule of its own": lambda w, x: jax.grad(lambda w: jnp.sum(jnp.sin(dense(x[:8], w))))(w),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS_TRANSPOSED)
+def test_layers_transposed_stay_narrow(name):
+    found = products(LAYERS_TRANSPOSED[name], W, X)
+    assert any(backward for *_, backward in found)
+    assert {dtype for dtype, *_ in found} == {"float16"}
+
+
+def test_a_layer_on_the_line_of_a_gram_matrix_stays_narrow():
+    def loss(w, x):
+        gram, y = (x @ each for each in (x.T, w))  # one place in the code; twice as many columns as the matrix has
+        return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.sin(gram))
+
+    found = products(jax.grad(loss), W, X)
+    assert [dtype for dtype, *_ in found] == ["float32", "float16", "float16"]
+
+
+@pytest.mark.parametrize("sizes, others, expected", [
+    ((60, 40, 24), (60, 20, 12), True),
+    ((40, 24, 60), (12, 60, 20), True),
+    ((60, 40, 24), (60, 20, 24), False),  # one of them grew
+    ((120, 40, 24), (60, 20, 12), False),  # all of them grew
+    ((60, 40, 24), (61, 20, 12), False),
+    ((60, 30, 18), (60, 20, 12), False),  # by one and a half
+    ((60, 20, 12), (60, 40, 24), False),
+    ((60, 0, 0), (60, 20, 12), False),
+])  # fmt: skip
+def test_sizes_of_derivatives_that_are_mapped_over(sizes, others, expected):
+    one, other = ([jax.ShapeDtypeStruct((size,), "float32") for size in each] for each in (sizes, others))
+    assert _are_mapped(one, other) == expected
 
 
 def cross_of_rows(a):

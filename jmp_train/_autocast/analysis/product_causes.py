@@ -86,6 +86,10 @@ class ProductCauses:
         operands = zip(node.ins, self._provenances(node), strict=False)
         return any(p is Provenance.EXACT and static_size(self._program.avals[n].shape) == 1 for n, p in operands)
 
+    def reads_data(self, node: Node) -> bool:
+        """Whether all that a product multiplies is float32 that no product has rounded."""
+        return _are_data(self._provenances(node))
+
     def interpolates(self, node: Node) -> bool:
         """Whether a dot averages or selects rounded values with exact weights, which rounds no operand."""
         rounded = [provenance in ROUNDED_PROVENANCES for provenance in self._provenances(node)]

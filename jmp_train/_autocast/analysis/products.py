@@ -10,6 +10,7 @@ Does not decide anything about other equations; see `passes`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -48,21 +49,25 @@ _BODY = ("jaxpr", "call_jaxpr")
 class _Forward(NamedTuple):
     """A product whose derivatives are decided with it: where it stands, what it multiplies, why it is in float32.
 
-    `cause` is `None` for one that is narrow although its precision was set.
+    `avals` are those of its operands and its result. `cause` is `None` where it is narrow although its precision was
+    set.
     """
 
     site: tuple
     sources: set[Any]
+    avals: Sequence[Any]
     cause: Cause | None
 
 
 class _Registry:
-    """The products whose derivatives are to be found: those made so far by what they share with their derivatives."""
+    """The products whose derivatives are to be found, by what they share with these: primitive, line and scope."""
 
     def __init__(self):
         self._by_key: dict[Any, dict[tuple, _Forward]] = {}
         self._keys: dict[tuple, Any] = {}
         self.systems: set[tuple] = set()  # the lines and scopes of linear systems, whose derivatives are products
+        self.forward: list[tuple[_Visit, Node, Sequence[Any]]] = []  # whose lines nobody has asked for yet
+        self._forward_avals: dict[tuple, list[Sequence[Any]]] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -72,17 +77,50 @@ class _Registry:
         self._keys[where] = key
         self._by_key.setdefault(key, {})[where] = product
 
+    def forward_avals(self, line: tuple) -> list[Sequence[Any]]:
+        """The values of the products of the forward pass so far that are recorded at a line and scope."""
+        while self.forward:
+            visit, node, avals = self.forward.pop()
+            self._forward_avals.setdefault(visit.line(node), []).append(avals)
+        return self._forward_avals.get(line, [])
+
     def forget(self, where: tuple) -> None:
         if where in self._keys:
             del self._by_key[self._keys.pop(where)][where]
 
-    def forward_of(self, key: Any, site: tuple, sources: set[Any]) -> _Forward | None:
+    def forward_of(
+        self, key: tuple, site: tuple, sources: set[Any], avals: Sequence[Any], backward: bool
+    ) -> _Forward | None:
         """The product that one with this key derives: in the same program, only if they share an operand."""
-        for product in self._by_key.get(key, {}).values():
-            if product.site != site or not sources.isdisjoint(product.sources):
-                product.sources.update(sources)  # derivatives of derivatives share an operand with these
-                return product
-        return None
+        products = self._by_key.get(key, {}).values()
+        products = [p for p in products if p.site != site or not sources.isdisjoint(p.sources)]
+        derived = [p for p in products if _are_of_same_sizes(avals, p.avals)]
+        if not derived and backward:
+            derived = [p for p in products if _are_mapped(avals, p.avals)]
+            if derived and any(_are_of_same_sizes(avals, each) for each in self.forward_avals(key[1:])):
+                return None  # of a layer on the same line
+        if not derived:
+            return None
+        derived[0].sources.update(sources)  # derivatives of derivatives share an operand with these
+        return derived[0]
+
+
+def _are_of_same_sizes(avals: Sequence[Any], others: Sequence[Any]) -> bool:
+    one, other = ([str(static_size(aval.shape) or aval.shape) for aval in each] for each in (avals, others))
+    return sorted(one) == sorted(other)
+
+
+def _are_mapped(avals: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether one value is as large as one of the others, and two are larger than the rest by one factor.
+
+    So it is where a function is transposed and then mapped over cotangents, as `jax.jacrev` does.
+    """
+    larger, smaller = ([static_size(aval.shape) or 0 for aval in each] for each in (avals, others))
+    return all([*larger, *smaller]) and any(
+        one == same and two % first == 0 and two * second == three * first
+        for one, two, three in itertools.permutations(larger)
+        for same, first, second in itertools.permutations(smaller)
+    )
 
 
 class Products:
@@ -232,7 +270,9 @@ class _Visit:
         registry.forget((self._site, position))  # of an earlier visit, with other facts
         backward = self._place.is_backward(node)
         may_derive = not registry.is_empty and (backward or in_jvp(node))
-        other = registry.forward_of(self._key(node, avals), self._site, sources) if may_derive else None
+        other = None
+        if may_derive:
+            other = registry.forward_of((node.name, *self.line(node)), self._site, sources, avals, backward)
         if other is not None:
             as_sums = self._as_sums(node, other.cause)
             return other.cause and wide_product(other.cause, of_derivative=True, as_sums=as_sums)
@@ -242,20 +282,28 @@ class _Visit:
         elif may_derive and self.line(node) in registry.systems:
             return wide_product(Cause.SYSTEM)
         else:
-            cause = None if backward and not self._causes.scales(node) else self._causes.of(node)
+            cause = self._causes.of(node) if not backward or self._is_no_derivative(node) else None
+        if not backward:
+            registry.forward.append((self, node, avals))
         if cause is not None or guarded:
-            registry.add((self._site, position), self._key(node, avals), _Forward(self._site, sources, cause))
+            forward = _Forward(self._site, sources, avals, cause)
+            registry.add((self._site, position), (node.name, *self.line(node)), forward)
         return cause and wide_product(cause, as_sums=cause in _AS_SUMS)
+
+    def _is_no_derivative(self, node: Node) -> bool:
+        """Whether a product in a backward pass derives no layer of the program.
+
+        So are one that a loss's own cotangent scales, and those of data in functions that `jax.linear_transpose` gave,
+        which are in the program transposed alone.
+        """
+        if self._causes.scales(node):
+            return True
+        return self._causes.reads_data(node) and not self._products.registry.forward_avals(self.line(node))
 
     def _as_sums(self, node: Node, cause: Cause | None) -> bool:
         """Whether a derivative is best written as multiplications and additions: as a few, or as one long sum."""
         sizes = DotSizes.of(self.values.program, node) if cause in _AS_SUMS else None
         return sizes is not None and (sizes.contracted < TENSOR_CORE_DEPTH or sizes.contracted > sizes.result)
-
-    def _key(self, node: Node, avals: Sequence[Any]) -> Any:
-        """Equal for a product and its derivatives: the same primitive, on and of values of the same three sizes."""
-        sizes = [str(static_size(aval.shape) or aval.shape) for aval in avals]
-        return node.name, *self.line(node), tuple(sorted(sizes))
 
     def line(self, node: Node) -> tuple:
         """Equal for an operation and its derivatives, and for others of one line."""
