@@ -53,6 +53,14 @@ def squares(x):
     return jnp.sum(x**2, -1)
 
 
+@jax.custom_jvp
+def halved(x):
+    return x / 2
+
+
+halved.defjvp(lambda primals, tangents: (primals[0] / 2, tangents[0] / 2))
+
+
 def covariances_of(x):
     """Covariances `[2, 64, 64]` that a loop carries."""
     step = lambda p, _: (jnp.linalg.solve(jnp.eye(64) + p, p),) * 2  # noqa: E731
@@ -108,6 +116,23 @@ WIDE = {
         lambda w, x: lax.scan(
             lambda p, _: (x[:, :32] @ p @ x[:, :32].T * w[:32, :32] + jnp.eye(32), None), jnp.eye(32), None, 2)[0],
         W, X, Cause.STATE),
+    "a normalised recurrence": (
+        lambda w, x: lax.scan(
+            lambda a, _: ((a @ x[:, :32]) / jnp.sum(a @ x[:, :32], -1, keepdims=True), None), x[:8, 32:] * w[0, :32],
+            None, 2)[0],
+        W, jnp.abs(X), Cause.STATE),
+    "a rematerialized recurrence": (
+        lambda w, x: lax.scan(
+            jax.checkpoint(lambda a, _: (a @ x[:, :32] / 8, None)), x[:8, 32:] * w[0, :32], None, 2)[0],
+        W, X, Cause.STATE),
+    "a recurrence with a rule of its own": (
+        lambda w, x: lax.scan(lambda a, _: (halved(a) @ x[:, :32] / 4, None), x[:8, 32:] * w[0, :32], None, 2)[0],
+        W, X, Cause.STATE),
+    "covariances of a rematerialized filter": (
+        lambda w, x: lax.scan(
+            jax.checkpoint(lambda p, _: (w @ jnp.linalg.solve(jnp.eye(64) + p, p) @ w.T, None)), jnp.eye(64),
+            None, 2)[0],
+        W / 8, X, Cause.SOLUTION),
     "a solution": (
         lambda w, x: (x * w[0]) @ jnp.linalg.solve(jnp.eye(64) + jnp.outer(x[0], x[0]), x.T), W, X, Cause.SOLUTION),
     "a Cholesky factor": (

@@ -6,13 +6,14 @@ Decides them by following dependencies through the body. Does not decide dtypes;
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import jax.numpy as jnp
 
 from ..._jaxpr import FlatJaxpr, Loop, Node, flatten, loop_of
 from ..ir import Place, is_float32, is_sixteen_bit
 from ..primitives import DOTS, Trait, having
+from .dot_sizes import size_of
 
 _COMMUTES = frozenset({"add", "add_any"})
 _ADDS = having(Trait.ACCUMULATES)
@@ -168,7 +169,8 @@ def is_residual_stream(program: FlatJaxpr, start: int, result: int) -> bool:
 def are_linear(program: FlatJaxpr, ends: Sequence[tuple[int, int]]) -> list[bool]:
     """Of each carry whether it is the state of a linear system: it comes back as products of itself, and sums.
 
-    Each rounding of such a state stays in it, and they add up.
+    Each rounding of such a state stays in it, and they add up. What scales its rows by their sums or norms leaves it
+    linear, as in a power iteration or the forward algorithm of a hidden Markov model.
 
     Args:
       program: the loop's body.
@@ -178,9 +180,12 @@ def are_linear(program: FlatJaxpr, ends: Sequence[tuple[int, int]]) -> list[bool
     depends, product, other = ([0] * len(program.avals) for _ in range(3))
     for position, (start, _) in enumerate(ends):
         depends[start] = 1 << position
+    makers: dict[int, Node] = {}
     for node in program.nodes:
         once = twice = multiplied = nonlinear = 0
-        for number in node.ins:
+        several = node.name in ("mul", "div") and depends[node.ins[0]] and depends[node.ins[1]]
+        operands = _but_for_scale(program, node, makers) if several else node.ins
+        for number in operands:
             twice |= once & depends[number]
             once |= depends[number]
             multiplied |= product[number]
@@ -190,12 +195,27 @@ def are_linear(program: FlatJaxpr, ends: Sequence[tuple[int, int]]) -> list[bool
         if node.name not in _LINEAR:
             nonlinear = once
         elif node.name not in _TERMS:
-            nonlinear |= twice | (depends[node.ins[1]] if node.name == "div" else 0)
+            nonlinear |= twice | (depends[operands[1]] if node.name == "div" and len(operands) > 1 else 0)
         for number in node.outs:
+            makers[number] = node
             depends[number], other[number] = once, nonlinear
             product[number] = once if node.name == "dot_general" else multiplied
     linear = [product[result] & ~other[result] for _, result in ends]
     return [bool(found >> position & 1) for position, found in enumerate(linear)]
+
+
+def _but_for_scale(program: FlatJaxpr, node: Node, makers: Mapping[int, Node]) -> tuple[int, ...]:
+    """The operands of a product or quotient but for one of fewer numbers, repeated: it scales rows of the other."""
+
+    def size(number: int) -> int:
+        while number in makers and makers[number].name in _PASSES:
+            number = makers[number].ins[0]
+        return size_of(program.avals[number])
+
+    left, right = node.ins
+    if size(right) < size(left):
+        return (left,)
+    return (right,) if node.name == "mul" and size(left) < size(right) else node.ins
 
 
 def solves(program: FlatJaxpr, start: int, result: int) -> bool:

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._jaxpr import ClosedJaxpr, FlatJaxpr, Jaxpr, Loop, Node, in_jvp, loop_of, source_line
+from ..._jaxpr import ClosedJaxpr, FlatJaxpr, Jaxpr, Loop, Node, flatten, in_jvp, loop_of, source_line
 from ..._sizes import static_size
 from ..ir import Place, Precision, is_float32, is_sixteen_bit
 from ..primitives import TABLE, Entry, Rule, Trait, having
@@ -44,6 +44,7 @@ _PROVENANCE_OF = {Precision.LOW: Provenance.NARROW, Precision.WEAK: Provenance.P
 _PRODUCTS = having(Trait.DOT)
 _SYSTEMS = having(Trait.SYSTEM)
 _BODY = ("jaxpr", "call_jaxpr")
+_CALLS = ("remat2", "custom_jvp_call", "custom_vjp_call")
 
 
 class _Forward(NamedTuple):
@@ -228,8 +229,9 @@ class _Visit:
     def _loop(self, node: Node, loop: Loop, facts: list[Fact]) -> list[Fact]:
         """The results of a loop: its carries start as they are given and come back as the body returns them."""
         body, consts, carry, *_ = loop
-        program, _ = self._planner.recorded(body, self._place.inside(node))
-        first = consts + carry
+        program, first = self._planner.recorded(body, self._place.inside(node))[0], consts + carry
+        if any([each.name in _CALLS for each in program.nodes]):
+            program = flatten(body, also=_CALLS)
         solutions = [
             number
             for number, fact in zip(program.inputs[first:], facts[first:], strict=True)
