@@ -56,6 +56,9 @@ BODIES = {
     "a product and a quotient of terms": (lambda c, d: (c @ d) / (1 + d * d), {LINEAR}),
     "a product and a quotient": (lambda c, d: d / (c @ d), set()),
     "a product, scaled by its sums": (lambda c, d: (c @ d) / jnp.sum(c @ d, -1, keepdims=True), {LINEAR}),
+    "scaled by repeated sums": (
+        lambda c, d: (c @ d) / jnp.broadcast_to(jnp.sum(c, -1, keepdims=True), (4, 4)), {LINEAR}),
+    "a row of a product, times terms": (lambda c, d: (c @ d)[:1] * d, {LINEAR}),
     "scaled by a norm": (lambda c, d: jnp.linalg.norm(c, axis=-1)[:, None] * (c @ d), {LINEAR}),
     "scaled by a norm from the right": (lambda c, d: (c @ d) * jnp.sqrt(jnp.sum(c**2)), {LINEAR}),
     "a norm, divided by a product": (lambda c, d: jnp.sum(c, -1, keepdims=True) / (c @ d), set()),
