@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from jax.core import Tracer
 
@@ -22,6 +23,8 @@ from ..primitives import TABLE, Rule, Trait, having
 # What is larger, or takes more equations to make, is not known.
 _MOST_NUMBERS = 2**20
 _MOST_EQUATIONS = 256
+# More are compiled together.
+_FEW_EQUATIONS = 8
 
 _CONSTANT = having(Trait.CONSTANT)
 _ARITHMETIC = (Rule.LOW, Rule.HIGH, Rule.FOLLOW, Rule.SHAPE, Rule.WIDEST)
@@ -112,15 +115,17 @@ class Constants:
                 raise LookupError(f"constant {each} is not known")
             return value if hasattr(value, "dtype") else np.asarray(value, program.avals[each].dtype)
 
-        def run() -> np.ndarray:
+        def run() -> Any:
             for node in nodes:
                 values.update(zip(node.outs, bind(node.eqn, list(map(read, node.ins))), strict=True))
-            return np.asarray(read(number))
+            return read(number)
 
+        # XLA compiles each equation by itself; many, as those of random numbers, it compiles together in less time.
+        made = jax.jit(run) if len(nodes) > _FEW_EQUATIONS else run
         # In a thread of its own: neither the trace nor the mesh around this one may hold the numbers.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             try:
-                return thread.submit(run).result()
+                return thread.submit(lambda: np.asarray(made())).result()
             except Exception:  # an array of another process, an axis without a mesh: not known before the program runs
                 return None
 
