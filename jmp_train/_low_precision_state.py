@@ -188,13 +188,14 @@ def _check_wide(leaves: Sequence[StateLeaf], of_wide: Sequence[StateLeaf]) -> No
 
 
 def _warn_if_nothing(leaves: Sequence[StateLeaf], is_low: Sequence[bool], params: Any) -> None:
-    largest = max((math.prod(jnp.shape(x)) for x in jax.tree.leaves(params) if is_array(x)), default=0)
+    sizes = [math.prod(jnp.shape(x)) for x in jax.tree.leaves(params) if is_array(x)]
     could = [
         leaf.path
         for leaf in leaves
-        if leaf.can_be_stored and not leaf.is_copy and math.prod(leaf.shape) >= max(largest, 2)
+        if leaf.can_be_stored and not leaf.is_copy and math.prod(leaf.shape) >= max([*sizes, 2])
     ]
-    if could and not any(is_low):
+    # `optax.tree_utils.tree_map_params` initialises with placeholders for the parameters.
+    if could and sizes and not any(is_low):
         warnings.warn(
             f"with_low_precision_state stores nothing in 16 bits: no array of the state has the path and the shape of "
             f"a parameter. Pick some with `where`; large ones are {', '.join(could[:3])}{', ...' * (len(could) > 3)}.",

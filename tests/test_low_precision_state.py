@@ -156,6 +156,16 @@ def test_a_warning_if_nothing_is_stored():
     assert len(stored(picked)) == 4
 
 
+@pytest.mark.filterwarnings("error")
+def test_no_warning_where_placeholders_stand_for_parameters():
+    """As in `optax.tree_map_params`, for which Muon's state holds no array but its coefficients."""
+    tx = with_low_precision_state(contrib.muon(1e-2))
+    state = tx.init(parameters())
+    ones = optax.tree_map_params(tx, jnp.ones_like, state)
+    assert len(stored(ones)) == len(stored(state)) > 0
+    chex.assert_trees_all_equal_shapes_and_dtypes(ones, state)
+
+
 def test_models_with_functions_as_leaves():
     """As Equinox has them: masked at `init`, or given whole to `update`."""
     arrays = parameters()
