@@ -160,6 +160,11 @@ WIDE = {
     "a power of a matrix of data": (lambda w, x: (x * w[0])[:, :32] @ (x * w[0])[:, :32], W, X, Cause.STATE),
     "a centred Gram matrix": (
         lambda w, x: (w.T @ w) @ (jnp.eye(64) - jnp.full((64, 64), 1 / 64)), W, X, Cause.SOLUTION),
+    "a centred kernel of a Gram matrix": (
+        lambda w, x: jnp.exp(w.T @ w / 8) @ (jnp.eye(64) - jnp.full((64, 64), 1 / 64)), W, X, Cause.SOLUTION),
+    "a kernel of a Gram matrix times another": (
+        lambda w, x: jnp.tanh((x * w[0]).T @ (x * w[0])) @ jnp.exp((x * w[1]).T @ (x * w[1]) / 64),
+        W, X, Cause.SOLUTION),
     "running sums of data": (lambda w, x: (x * w[0]) @ jnp.tril(jnp.ones((64, 64))), W, X, Cause.GRID),
     "distances between two sets": (
         lambda w, x: squares(x * w[0])[:, None] + squares(x + 1) - 2 * (x * w[0]) @ (x + 1).T, W, X, Cause.DISTANCE),
@@ -348,6 +353,28 @@ def test_layers_transposed_stay_narrow(name):
     found = products(LAYERS_TRANSPOSED[name], W, X)
     assert any(backward for *_, backward in found)
     assert {dtype for dtype, *_ in found} == {"float16"}
+
+
+def shared_attention(w, x):
+    queries = x @ w
+    return jax.nn.softmax(queries @ queries.T) @ (x @ w.T)
+
+
+def frozen_network_of_features(w, x):
+    features = jnp.sum(jnp.exp(-((x @ x.T)[..., None] - jnp.linspace(0, 1, 64) ** 2)), 1)
+    return jnp.tanh(features @ FROZEN) @ w
+
+
+def layer_of_a_kernel(w, x):
+    return jnp.exp(x.T @ x / 64) @ w @ w
+
+
+@pytest.mark.parametrize("fn", [shared_attention, frozen_network_of_features, layer_of_a_kernel])
+def test_layers_that_read_functions_of_a_gram_matrix_stay_narrow(fn):
+    """The weights of an attention, and features of what a kernel compares; the Gram matrix itself is float32."""
+    found = products(jax.grad(loss_of(fn)), W, X)
+    assert {reason.rpartition(": ")[2] for dtype, _, reason, _ in found if dtype == "float32"} <= {Cause.SQUARE.value}
+    assert sum(dtype == "float16" and not backward for dtype, _, _, backward in found) >= 2
 
 
 def test_a_layer_on_the_line_of_a_gram_matrix_stays_narrow():

@@ -16,7 +16,7 @@ from jmp_train._autocast.planner import Planner
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(16, 16)).astype(np.float32)
 X, Y = (jnp.asarray(RNG.normal(size=(16, 16)).astype(np.float32)) for _ in range(2))
-EXACT, TABLE, PARAMETER, NARROW, DATA, ACTIVATION, STATE, FACTOR, SOLUTION, ESTIMATE = Provenance
+EXACT, TABLE, PARAMETER, NARROW, DATA, ACTIVATION, STATE, FACTOR, SOLUTION, KERNEL, ESTIMATE = Provenance
 
 
 def states(step):
@@ -78,7 +78,16 @@ CASES = {
     "a weighted Gram matrix of data": (lambda w, x: x.T @ (jnp.sin(x) * x), SOLUTION),
     "a Gram matrix and a parameter": (lambda w, x: x.T @ x + w, DATA),
     "a Gram matrix and results": (lambda w, x: x.T @ x + x @ w, DATA),
-    "an exponential of a Gram matrix": (lambda w, x: jnp.exp(x.T @ x), SOLUTION),
+    "an exponential of a Gram matrix": (lambda w, x: jnp.exp(x.T @ x), KERNEL),
+    "of a Gram matrix of results": (lambda w, x: (lambda h: jnp.exp(h.T @ h))(x @ w), KERNEL),
+    "a kernel matrix, scaled": (lambda w, x: 2 * jnp.exp(x.T @ x) + 1, KERNEL),
+    "a kernel matrix, its rows scaled": (lambda w, x: jax.nn.softmax(x.T @ x), KERNEL),
+    "a kernel matrix and a Gram matrix": (lambda w, x: jnp.exp(x.T @ x) + x.T @ x, SOLUTION),
+    "a kernel matrix and results": (lambda w, x: jnp.exp(x.T @ x) + x @ w, DATA),
+    "sums of a kernel matrix": (lambda w, x: jnp.sum(jnp.exp(x.T @ x), 0), DATA),
+    "sums of a Gram matrix": (lambda w, x: jnp.sum(x.T @ x, 0), SOLUTION),
+    "a kernel matrix times data": (lambda w, x: jnp.exp(x.T @ x) @ x, DATA),
+    "an exponential of a solution": (lambda w, x: jnp.exp(jnp.linalg.solve(1 + x, x)), KERNEL),
     "a factor of data": (lambda w, x: jnp.linalg.cholesky(1 + x), SOLUTION),
     "a factor of parameters": (lambda w, x: jnp.linalg.qr(w)[0], FACTOR),
     "a solution for parameters": (lambda w, x: lax.linalg.triangular_solve(w, w, left_side=True), FACTOR),

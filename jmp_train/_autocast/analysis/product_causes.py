@@ -72,8 +72,10 @@ class ProductCauses:
             return Cause.DISTANCE
         # Times a parameter, a solution or Gram matrix is what a layer is given.
         solution = Provenance.SOLUTION in provenances and Provenance.PARAMETER not in provenances
-        estimate = Provenance.ESTIMATE in provenances and all(each not in ROUNDED_PROVENANCES for each in provenances)
-        if solution or estimate:
+        # Times activations, a kernel matrix is the weights of an attention.
+        kernel = Provenance.KERNEL in provenances and Provenance.PARAMETER not in provenances
+        rounded = any(each in ROUNDED_PROVENANCES for each in provenances)
+        if solution or ((kernel or Provenance.ESTIMATE in provenances) and not rounded):
             return Cause.SOLUTION
         if are_data and (are_one or Provenance.STATE in provenances):  # a power of a matrix is a recurrence, too
             return Cause.STATE

@@ -26,6 +26,7 @@ from .wide_product import Cause, WideProduct
 _BOOL = np.dtype(np.bool_)
 _COMPUTES_FLOAT32 = (Rule.HIGH, Rule.COLLECTIVE, Rule.RECORDED)
 _SYSTEMS = having(Trait.SYSTEM)
+_SUMS = having(Trait.DOT) | {"reduce_sum"}
 
 
 class Provenance(enum.Enum):
@@ -40,6 +41,7 @@ class Provenance(enum.Enum):
     STATE = "state"  # float32 data that a loop which is linear in it carries
     FACTOR = "factor"  # float32 solutions and factors of linear systems that parameters alone decide
     SOLUTION = "solution"  # the same where more than parameters decide; and sums of squares, such as Gram matrices
+    KERNEL = "kernel"  # what functions that are not linear make of solutions: kernel matrices, weights of attention
     ESTIMATE = "estimate"  # what a loop that solves linear systems for it carries, as the covariance of a Kalman filter
 
 
@@ -49,12 +51,15 @@ UNROUNDED_PROVENANCES = (
     Provenance.STATE,
     Provenance.FACTOR,
     Provenance.SOLUTION,
+    Provenance.KERNEL,
     Provenance.ESTIMATE,
 )
 FLOAT32_PROVENANCES = (*UNROUNDED_PROVENANCES, Provenance.ACTIVATION)
 PARAMETER_PROVENANCES = (Provenance.EXACT, Provenance.PARAMETER, Provenance.FACTOR)
 ROUNDED_PROVENANCES = (Provenance.NARROW, Provenance.ACTIVATION)
-_SOLVED = (Provenance.FACTOR, Provenance.SOLUTION, Provenance.ESTIMATE)
+_SOLVED = (Provenance.FACTOR, Provenance.SOLUTION, Provenance.KERNEL, Provenance.ESTIMATE)
+# What other functions than linear ones and systems make of them.
+_LOST = {Provenance.ESTIMATE: Provenance.DATA, Provenance.SOLUTION: Provenance.KERNEL}
 _STAY = (Provenance.EXACT, *_SOLVED)  # what an operation that runs in float32 leaves them
 
 
@@ -69,7 +74,8 @@ def joined(provenances: Iterable[Provenance]) -> Provenance:
         return Provenance.ESTIMATE
     if all([each in UNROUNDED_PROVENANCES for each in found]):
         # What is computed from a solution or state and data is one, as the covariance of a Kalman filter.
-        return next((each for each in (Provenance.SOLUTION, Provenance.STATE) if each in found), Provenance.DATA)
+        strongest = (Provenance.SOLUTION, Provenance.KERNEL, Provenance.STATE)
+        return next((each for each in strongest if each in found), Provenance.DATA)
     if any([each in UNROUNDED_PROVENANCES[1:] for each in found]):
         return Provenance.DATA
     return Provenance.ACTIVATION if any([each in ROUNDED_PROVENANCES for each in found]) else Provenance.DATA
@@ -157,7 +163,9 @@ class Values:
                 provenance = joined((provenance, provenances[number]))
         if name in _SYSTEMS:
             provenance = self._solution(node, provenance)
-        elif provenance is Provenance.ESTIMATE and name not in KEEPS_ESTIMATES:
+        elif provenance in _LOST and name not in KEEPS_ESTIMATES:
+            provenance = _LOST[provenance]
+        elif provenance is Provenance.KERNEL and name in _SUMS:  # features of what the kernel compares, in a row each
             provenance = Provenance.DATA
         cause = entry.cause if isinstance(entry, WideProduct) else None
         if not node.ins or (rule in _COMPUTES_FLOAT32 and provenance not in _STAY and cause is not Cause.STATE):
