@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -30,6 +30,8 @@ LOW_PRECISION_MARK = "jmp_train_low_precision"
 
 # Call primitives whose body is the parent's business: they change nothing but the name stack.
 _INLINED = frozenset({"jit", "closed_call", "call", "eval_jaxpr"})
+# Calls that change when their body runs or how it is differentiated, but not what it computes.
+CALLS = frozenset({"remat2", "custom_jvp_call", "custom_vjp_call"})
 _COMBINE = {
     "scatter": lambda old, new: new,
     "scatter-add": jax.lax.add,
@@ -136,7 +138,7 @@ def region_mark(eqn: JaxprEqn) -> str | None:
     return name if name in (FULL_PRECISION_MARK, LOW_PRECISION_MARK) else None
 
 
-def _inlined_body(eqn: JaxprEqn, also: Sequence[str]) -> ClosedJaxpr | Jaxpr | None:
+def _inlined_body(eqn: JaxprEqn, also: Collection[str]) -> ClosedJaxpr | Jaxpr | None:
     if eqn.primitive.name not in _INLINED and eqn.primitive.name not in also:
         return None
     if region_mark(eqn) == FULL_PRECISION_MARK:
@@ -152,7 +154,7 @@ def _specified(sharding: Any) -> bool:
 
 def flatten(
     jaxpr: ClosedJaxpr | Jaxpr,
-    also: Sequence[str] = (),
+    also: Collection[str] = (),
     replaced: Callable[[JaxprEqn], ClosedJaxpr | Jaxpr | None] = lambda eqn: None,
 ) -> FlatJaxpr:
     """Inline every plain call of `jaxpr`; time and size linear in the equations made.

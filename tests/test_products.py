@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from jmp_train import DEFAULT_RULES, autocast, explain, full_precision, get_policy, low_precision
-from jmp_train._autocast.analysis.products import _are_mapped
+from jmp_train._autocast.analysis.derivatives import are_mapped
 from jmp_train._autocast.analysis.wide_product import Cause, WideProduct
 from jmp_train._autocast.ir import TOP, Precision
 from jmp_train._autocast.planner import Planner
@@ -398,7 +398,7 @@ def test_a_layer_on_the_line_of_a_gram_matrix_stays_narrow():
 ])  # fmt: skip
 def test_sizes_of_derivatives_that_are_mapped_over(sizes, others, expected):
     one, other = ([jax.ShapeDtypeStruct((size,), "float32") for size in each] for each in (sizes, others))
-    assert _are_mapped(one, other) == expected
+    assert are_mapped(one, other) == expected
 
 
 def cross_of_rows(a):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .._jaxpr import ClosedJaxpr, FlatJaxpr, Jaxpr, Node, flatten
+from .._jaxpr import CALLS, ClosedJaxpr, FlatJaxpr, Jaxpr, Node, flatten
 from .._policy import Policy
 from .analysis.entries import entries_of
 from .analysis.products import Products
@@ -93,6 +93,7 @@ class Planner:
         self.policy, self.rules, self.rewrites = policy, rules, rewrites
         self.wide: set[int] = set()  # the ids of equations that are products kept in float32
         self._recorded: dict[tuple[int, Place], tuple[Any, FlatJaxpr, list[Entry]]] = {}
+        self._inlined: dict[int, FlatJaxpr] = {}  # of jaxprs that `_recorded` keeps alive
         self._flows: dict[tuple, Backward] = {}
 
     def fresh(self) -> Planner:
@@ -188,6 +189,12 @@ class Planner:
                 program = rewrite.of_recorded(program)
             self._recorded[key] = (jaxpr, program, entries_of(program, self.rules, place, self.rewrites))
         return self._recorded[key][1:]
+
+    def inlined(self, jaxpr: ClosedJaxpr | Jaxpr) -> FlatJaxpr:
+        """The flattened program, rematerialized calls and functions with derivative rules written out, too."""
+        if id(jaxpr) not in self._inlined:
+            self._inlined[id(jaxpr)] = flatten(jaxpr, also=CALLS)
+        return self._inlined[id(jaxpr)]
 
     def flow(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, out_flags: Sequence[Flags]) -> Backward:
         """What becomes of each value, given what becomes of the results."""

@@ -1,8 +1,7 @@
 """The products of a whole program that run in float32 because they are no layers, with their derivatives.
 
 A product that is no layer of a network (`product_causes.py`), or for which somebody asked for float32 by name, runs in
-float32 forward and backward. A derivative is told by its place in the user's code: JAX records it under the line and
-the scope of the product that it derives, on values of the same three sizes.
+float32 forward and backward (`derivatives.py`).
 
 Decides which products these are and why, before dtypes are assigned, those inside loops, branches and calls included.
 Does not decide anything about other equations; see `passes`.
@@ -10,15 +9,15 @@ Does not decide anything about other equations; see `passes`.
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from ..._jaxpr import ClosedJaxpr, FlatJaxpr, Jaxpr, Loop, Node, flatten, in_jvp, loop_of, source_line
-from ..._sizes import static_size
+from ..._jaxpr import CALLS, ClosedJaxpr, FlatJaxpr, Jaxpr, Loop, Node, in_jvp, loop_of, source_line
 from ..ir import Place, Precision, is_float32, is_sixteen_bit
 from ..primitives import TABLE, Entry, Rule, Trait, having
 from .consumers import sums_of_rows
+from .derivatives import Forward, Registry
 from .dot_sizes import DotSizes, asks_for_float32
 from .loops import are_linear, dependents, has_system, solves, systems_of
 from .producers import row_of
@@ -44,84 +43,6 @@ _PROVENANCE_OF = {Precision.LOW: Provenance.NARROW, Precision.WEAK: Provenance.P
 _PRODUCTS = having(Trait.DOT)
 _SYSTEMS = having(Trait.SYSTEM)
 _BODY = ("jaxpr", "call_jaxpr")
-_CALLS = ("remat2", "custom_jvp_call", "custom_vjp_call")
-
-
-class _Forward(NamedTuple):
-    """A product whose derivatives are decided with it: where it stands, what it multiplies, why it is in float32.
-
-    `avals` are those of its operands and its result. `cause` is `None` where it is narrow although its precision was
-    set.
-    """
-
-    site: tuple
-    sources: set[Any]
-    avals: Sequence[Any]
-    cause: Cause | None
-
-
-class _Registry:
-    """The products whose derivatives are to be found, by what they share with these: primitive, line and scope."""
-
-    def __init__(self):
-        self._by_key: dict[Any, dict[tuple, _Forward]] = {}
-        self._keys: dict[tuple, Any] = {}
-        self.systems: set[tuple] = set()  # the lines and scopes of linear systems, whose derivatives are products
-        self.forward: list[tuple[_Visit, Node, Sequence[Any]]] = []  # whose lines nobody has asked for yet
-        self._forward_avals: dict[tuple, list[Sequence[Any]]] = {}
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self._keys or self.systems)
-
-    def add(self, where: tuple, key: Any, product: _Forward) -> None:
-        self._keys[where] = key
-        self._by_key.setdefault(key, {})[where] = product
-
-    def forward_avals(self, line: tuple) -> list[Sequence[Any]]:
-        """The values of the products of the forward pass so far that are recorded at a line and scope."""
-        while self.forward:
-            visit, node, avals = self.forward.pop()
-            self._forward_avals.setdefault(visit.line(node), []).append(avals)
-        return self._forward_avals.get(line, [])
-
-    def forget(self, where: tuple) -> None:
-        if where in self._keys:
-            del self._by_key[self._keys.pop(where)][where]
-
-    def forward_of(
-        self, key: tuple, site: tuple, sources: set[Any], avals: Sequence[Any], backward: bool
-    ) -> _Forward | None:
-        """The product that one with this key derives: in the same program, only if they share an operand."""
-        products = self._by_key.get(key, {}).values()
-        products = [p for p in products if p.site != site or not sources.isdisjoint(p.sources)]
-        derived = [p for p in products if _are_of_same_sizes(avals, p.avals)]
-        if not derived and backward:
-            derived = [p for p in products if _are_mapped(avals, p.avals)]
-            if derived and any(_are_of_same_sizes(avals, each) for each in self.forward_avals(key[1:])):
-                return None  # of a layer on the same line
-        if not derived:
-            return None
-        derived[0].sources.update(sources)  # derivatives of derivatives share an operand with these
-        return derived[0]
-
-
-def _are_of_same_sizes(avals: Sequence[Any], others: Sequence[Any]) -> bool:
-    one, other = ([str(static_size(aval.shape) or aval.shape) for aval in each] for each in (avals, others))
-    return sorted(one) == sorted(other)
-
-
-def _are_mapped(avals: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether one value is as large as one of the others, and two are larger than the rest by one factor.
-
-    So it is where a function is transposed and then mapped over cotangents, as `jax.jacrev` does.
-    """
-    larger, smaller = ([static_size(aval.shape) or 0 for aval in each] for each in (avals, others))
-    return all([*larger, *smaller]) and any(
-        one == same and two % first == 0 and two * second == three * first
-        for one, two, three in itertools.permutations(larger)
-        for same, first, second in itertools.permutations(smaller)
-    )
 
 
 class Products:
@@ -130,7 +51,7 @@ class Products:
     def __init__(self, planner: Planner):
         self.planner = planner
         self._found: dict[tuple, list[tuple[list[Entry], int, Node, WideProduct]]] = {}
-        self.registry = _Registry()
+        self.registry = Registry()
 
     def find(self, jaxpr: ClosedJaxpr | Jaxpr, kinds: Sequence[Precision], place: Place) -> None:
         """Gives those products a `WideProduct` for an entry, in the programs that the planner remembers."""
@@ -169,24 +90,26 @@ class Products:
         return [visit.values.fact(number) for number in program.outputs]
 
 
-def _carry_kinds(
-    program: FlatJaxpr, ends: Sequence[tuple[int, int]], solutions: Sequence[int]
-) -> list[tuple[bool, bool]]:
+def _carry_kinds(program: FlatJaxpr, loop: Loop, rows: Sequence[Fact]) -> list[tuple[bool, bool]]:
     """Of each carry of a loop whether it is the state of a linear recurrence, and whether it is an estimate.
 
     The mean of a Kalman filter is a linear state that its gain moves, and the gain comes from the covariance, an
     estimate. A smoother is given both row by row.
 
     Args:
-      program: the loop's body.
-      ends: each carry, as the body is given it and as it returns it.
-      solutions: the rows that are solutions of linear systems.
+      program: the loop's body, calls written out.
+      loop: where its carries are.
+      rows: what is known of the rows that it is given.
     """
+    first = loop.consts + loop.carry
+    ends = list(zip(program.inputs[loop.consts : first], program.outputs[: loop.carry], strict=True))
     linear = are_linear(program, ends)
     if not has_system(program):
         return [(each, False) for each in linear]
     solved = [solves(program, *end) for end in ends]
     estimates = [start for (start, _), is_estimate in zip(ends, solved, strict=True) if is_estimate]
+    given = zip(program.inputs[first:], rows, strict=True)
+    solutions = [number for number, fact in given if fact.provenance is Provenance.SOLUTION]
     moved = dependents(program, systems_of(program, [*estimates, *solutions]))
     return [
         (is_linear, is_estimate or (is_linear and result in moved))
@@ -229,18 +152,15 @@ class _Visit:
     def _loop(self, node: Node, loop: Loop, facts: list[Fact]) -> list[Fact]:
         """The results of a loop: its carries start as they are given and come back as the body returns them."""
         body, consts, carry, *_ = loop
-        program, first = self._planner.recorded(body, self._place.inside(node))[0], consts + carry
-        if any([each.name in _CALLS for each in program.nodes]):
-            program = flatten(body, also=_CALLS)
-        solutions = [
-            number
-            for number, fact in zip(program.inputs[first:], facts[first:], strict=True)
-            if fact.provenance is Provenance.SOLUTION
-        ]
-        ends = list(zip(program.inputs[consts:first], program.outputs[:carry], strict=True))
-        kinds = _carry_kinds(program, ends, solutions)
+        given, program = facts[consts + carry :], self._planner.recorded(body, self._place.inside(node))[0]
+        calls = [each for each in program.nodes if each.name in CALLS]
+        if calls:
+            carried = dependents(program, program.inputs[consts : consts + carry])
+            if any([not carried.isdisjoint(each.ins) for each in calls]):
+                program = self._planner.inlined(body)
+        kinds = _carry_kinds(program, loop, given)
         estimates = any(is_estimate for _, is_estimate in kinds)
-        rows = [self._row(fact, estimates, node) for fact in facts[first:]]
+        rows = [self._row(fact, estimates, node) for fact in given]
         carried = [
             carried_provenance(fact.provenance, *kind) for fact, kind in zip(facts[consts:], kinds, strict=False)
         ]
@@ -286,9 +206,9 @@ class _Visit:
         else:
             cause = self._causes.of(node) if not backward or self._is_no_derivative(node) else None
         if not backward:
-            registry.forward.append((self, node, avals))
+            registry.forward.append((functools.partial(self.line, node), avals))
         if cause is not None or guarded:
-            forward = _Forward(self._site, sources, avals, cause)
+            forward = Forward(self._site, sources, avals, cause)
             registry.add((self._site, position), (node.name, *self.line(node)), forward)
         return cause and wide_product(cause, as_sums=cause in _AS_SUMS)
 

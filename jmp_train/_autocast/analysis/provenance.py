@@ -58,8 +58,6 @@ FLOAT32_PROVENANCES = (*UNROUNDED_PROVENANCES, Provenance.ACTIVATION)
 PARAMETER_PROVENANCES = (Provenance.EXACT, Provenance.PARAMETER, Provenance.FACTOR)
 ROUNDED_PROVENANCES = (Provenance.NARROW, Provenance.ACTIVATION)
 _SOLVED = (Provenance.FACTOR, Provenance.SOLUTION, Provenance.KERNEL, Provenance.ESTIMATE)
-# What other functions than linear ones and systems make of them.
-_LOST = {Provenance.ESTIMATE: Provenance.DATA, Provenance.SOLUTION: Provenance.KERNEL}
 _STAY = (Provenance.EXACT, *_SOLVED)  # what an operation that runs in float32 leaves them
 
 
@@ -163,8 +161,10 @@ class Values:
                 provenance = joined((provenance, provenances[number]))
         if name in _SYSTEMS:
             provenance = self._solution(node, provenance)
-        elif provenance in _LOST and name not in KEEPS_ESTIMATES:
-            provenance = _LOST[provenance]
+        elif provenance is Provenance.ESTIMATE and name not in KEEPS_ESTIMATES:
+            provenance = Provenance.DATA
+        elif provenance is Provenance.SOLUTION and name not in KEEPS_ESTIMATES:
+            provenance = Provenance.KERNEL
         elif provenance is Provenance.KERNEL and name in _SUMS:  # features of what the kernel compares, in a row each
             provenance = Provenance.DATA
         cause = entry.cause if isinstance(entry, WideProduct) else None

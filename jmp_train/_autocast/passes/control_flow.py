@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from ..._dtypes import FLOAT32
-from ..._jaxpr import ClosedJaxpr, Loop, Node, flatten, loop_of, open_jaxpr, trace
+from ..._jaxpr import ClosedJaxpr, Loop, Node, loop_of, open_jaxpr, trace
 from ..analysis.loop_ends import narrowed_decision, narrowed_stop
 from ..analysis.loops import is_counted, may_be_narrow
 from ..analysis.uses import Flags, merged
@@ -148,7 +148,7 @@ def _plan_loop(
     recorded, _ = planner.recorded(body, inside)
     first, starts = consts + carry, seen[consts : consts + carry]
     as_recorded = [precision_of(recorded.avals[number]) for number in recorded.inputs[consts:first]]
-    whole = flatten(body, also=("remat2",)) if Precision.LOW in starts else recorded
+    whole = planner.inlined(body) if Precision.LOW in starts else recorded
     weights = [n for n, p in zip(whole.inputs[first:], seen[first:], strict=True) if p is Precision.WEAK]
     ends = zip(starts, whole.inputs[consts:first], whole.outputs[:carry], strict=True)
     low = [
