@@ -103,7 +103,7 @@ def test_which_precisions_ask_for_float32(precision, policys, asks):
 EXACT, TABLE, PARAMETER, NARROW = Provenance.EXACT, Provenance.TABLE, Provenance.PARAMETER, Provenance.NARROW
 DATA, ACTIVATION, STATE, SOLUTION = Provenance.DATA, Provenance.ACTIVATION, Provenance.STATE, Provenance.SOLUTION
 ESTIMATE = Provenance.ESTIMATE
-FACTOR = Provenance.FACTOR
+FACTOR, KERNEL = Provenance.FACTOR, Provenance.KERNEL
 
 
 @pytest.mark.parametrize(
@@ -129,6 +129,11 @@ FACTOR = Provenance.FACTOR
         ([SOLUTION, NARROW], DATA),
         ([SOLUTION, PARAMETER], DATA),
         ([FACTOR, DATA], DATA),
+        ([KERNEL, DATA], KERNEL),
+        ([KERNEL, STATE], KERNEL),
+        ([KERNEL, SOLUTION], SOLUTION),
+        ([KERNEL, NARROW], DATA),
+        ([ESTIMATE, KERNEL], ESTIMATE),
         ([ESTIMATE, SOLUTION], ESTIMATE),
         ([ESTIMATE, PARAMETER], ESTIMATE),
         ([ESTIMATE, NARROW], DATA),
@@ -140,7 +145,7 @@ def test_what_an_operation_makes_of_several_provenances(provenances, expected):
 
 @pytest.mark.parametrize("provenance", Provenance)
 def test_what_a_loop_carries(provenance):
-    adds_up = provenance in (DATA, STATE, SOLUTION, ESTIMATE, NARROW, ACTIVATION)
+    adds_up = provenance in (DATA, STATE, SOLUTION, KERNEL, ESTIMATE, NARROW, ACTIVATION)
     assert carried_provenance(provenance, is_state=True, is_estimate=False) is (STATE if adds_up else provenance)
     for is_state in (True, False):
         assert carried_provenance(provenance, is_state, is_estimate=True) is ESTIMATE

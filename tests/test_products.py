@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from test_autocast import equations
 
 from jmp_train import DEFAULT_RULES, autocast, explain, full_precision, get_policy, low_precision
 from jmp_train._autocast.analysis.derivatives import are_mapped
@@ -353,6 +354,13 @@ def test_layers_transposed_stay_narrow(name):
     found = products(LAYERS_TRANSPOSED[name], W, X)
     assert any(backward for *_, backward in found)
     assert {dtype for dtype, *_ in found} == {"float16"}
+
+
+def test_the_rule_of_a_layer_is_narrow_from_outside():
+    """Where JAX asks for the rule's residuals and cotangents, both are float32, as data are."""
+    loss = autocast(lambda w: jnp.sum(jnp.sin(dense(X[:8], w))), "mixed_float16")
+    found = [dtypes[0] for name, dtypes, _ in equations(jax.grad(loss), W) if name == "dot_general"]
+    assert len(found) == 3 and set(found) == {np.dtype("float16")}
 
 
 def shared_attention(w, x):

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..._jaxpr import CALLS, ClosedJaxpr, FlatJaxpr, Jaxpr, Loop, Node, in_jvp, loop_of, source_line
+from ..._jaxpr import CALLS, ClosedJaxpr, FlatJaxpr, Jaxpr, Loop, Node, in_jvp, is_backward, loop_of, source_line
 from ..ir import Place, Precision, is_float32, is_sixteen_bit
 from ..primitives import TABLE, Entry, Rule, Trait, having
 from .consumers import sums_of_rows
@@ -205,7 +205,7 @@ class _Visit:
             return wide_product(Cause.SYSTEM)
         else:
             cause = self._causes.of(node) if not backward or self._is_no_derivative(node) else None
-        if not backward:
+        if not is_backward(node):  # what a derivative rule computes anew is no derivative either
             registry.forward.append((functools.partial(self.line, node), avals))
         if cause is not None or guarded:
             forward = Forward(self._site, sources, avals, cause)
@@ -220,7 +220,8 @@ class _Visit:
         """
         if self._causes.scales(node):
             return True
-        return self._causes.reads_data(node) and not self._products.registry.forward_avals(self.line(node))
+        alone = is_backward(node) and self._causes.reads_data(node)
+        return alone and not self._products.registry.forward_avals(self.line(node))
 
     def _as_sums(self, node: Node, cause: Cause | None) -> bool:
         """Whether a derivative is best written as multiplications and additions: as a few, or as one long sum."""
