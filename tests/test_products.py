@@ -335,7 +335,8 @@ def dense(x, w):
 
 def dense_backward(operands, cotangent):
     x, w = operands
-    return cotangent @ w.T, x.T @ cotangent
+    to_w = x.T @ cotangent
+    return cotangent @ w.T, to_w
 
 
 dense.defvjp(lambda x, w: (x @ w, (x, w)), dense_backward)
