@@ -1,0 +1,94 @@
+"""Which product of a program is the derivative of which.
+
+Told by its place in the user's code: JAX records a derivative under the line and the scope of the product that it
+derives, on values of the same three sizes, or of larger ones where cotangents are mapped over.
+
+Decides this for products whose derivatives matter: those that run in float32, and those whose precision was set. Does
+not decide why a product does; see `products.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ..._sizes import static_size
+from .wide_product import Cause
+
+
+class Forward(NamedTuple):
+    """A product whose derivatives are decided with it: where it stands, what it multiplies, why it is in float32.
+
+    `avals` are those of its operands and its result. `cause` is `None` where it is narrow although its precision was
+    set.
+    """
+
+    site: tuple
+    sources: set[Any]
+    avals: Sequence[Any]
+    cause: Cause | None
+
+
+class Registry:
+    """The products whose derivatives are to be found, by what they share with these: primitive, line and scope."""
+
+    def __init__(self):
+        self._by_key: dict[Any, dict[tuple, Forward]] = {}
+        self._keys: dict[tuple, Any] = {}
+        self.systems: set[tuple] = set()  # the lines and scopes of linear systems, whose derivatives are products
+        self.forward: list[tuple[Callable[[], tuple], Sequence[Any]]] = []  # whose lines nobody has asked for yet
+        self._forward_avals: dict[tuple, list[Sequence[Any]]] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self._keys or self.systems)
+
+    def add(self, where: tuple, key: Any, product: Forward) -> None:
+        self._keys[where] = key
+        self._by_key.setdefault(key, {})[where] = product
+
+    def forward_avals(self, line: tuple) -> list[Sequence[Any]]:
+        """The values of the products of the forward pass so far that are recorded at a line and scope."""
+        while self.forward:
+            line_of, avals = self.forward.pop()
+            self._forward_avals.setdefault(line_of(), []).append(avals)
+        return self._forward_avals.get(line, [])
+
+    def forget(self, where: tuple) -> None:
+        if where in self._keys:
+            del self._by_key[self._keys.pop(where)][where]
+
+    def forward_of(
+        self, key: tuple, site: tuple, sources: set[Any], avals: Sequence[Any], backward: bool
+    ) -> Forward | None:
+        """The product that one with this key derives: in the same program, only if they share an operand."""
+        products = self._by_key.get(key, {}).values()
+        products = [p for p in products if p.site != site or not sources.isdisjoint(p.sources)]
+        derived = [p for p in products if _are_of_same_sizes(avals, p.avals)]
+        if not derived and backward:
+            derived = [p for p in products if are_mapped(avals, p.avals)]
+            if derived and any(_are_of_same_sizes(avals, each) for each in self.forward_avals(key[1:])):
+                return None  # of a layer on the same line
+        if not derived:
+            return None
+        derived[0].sources.update(sources)  # derivatives of derivatives share an operand with these
+        return derived[0]
+
+
+def _are_of_same_sizes(avals: Sequence[Any], others: Sequence[Any]) -> bool:
+    one, other = ([str(static_size(aval.shape) or aval.shape) for aval in each] for each in (avals, others))
+    return sorted(one) == sorted(other)
+
+
+def are_mapped(avals: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether one value is as large as one of the others, and two are larger than the rest by one factor.
+
+    So it is where a function is transposed and then mapped over cotangents, as `jax.jacrev` does.
+    """
+    larger, smaller = ([static_size(aval.shape) or 0 for aval in each] for each in (avals, others))
+    return all([*larger, *smaller]) and any(
+        one == same and two % first == 0 and two * second == three * first
+        for one, two, three in itertools.permutations(larger)
+        for same, first, second in itertools.permutations(smaller)
+    )
