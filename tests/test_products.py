@@ -166,6 +166,8 @@ WIDE = {
     "a kernel of a Gram matrix times another": (
         lambda w, x: jnp.tanh((x * w[0]).T @ (x * w[0])) @ jnp.exp((x * w[1]).T @ (x * w[1]) / 64),
         W, X, Cause.SOLUTION),
+    "a kernel of a Gram matrix between data": (
+        lambda w, x: (x * w[0]) @ jnp.exp((x * w[1]).T @ (x * w[1]) / 64) @ x.T, W, X, Cause.SOLUTION),
     "running sums of data": (lambda w, x: (x * w[0]) @ jnp.tril(jnp.ones((64, 64))), W, X, Cause.GRID),
     "distances between two sets": (
         lambda w, x: squares(x * w[0])[:, None] + squares(x + 1) - 2 * (x * w[0]) @ (x + 1).T, W, X, Cause.DISTANCE),

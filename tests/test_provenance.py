@@ -86,7 +86,7 @@ CASES = {
     "a kernel matrix and results": (lambda w, x: jnp.exp(x.T @ x) + x @ w, DATA),
     "sums of a kernel matrix": (lambda w, x: jnp.sum(jnp.exp(x.T @ x), 0), DATA),
     "sums of a Gram matrix": (lambda w, x: jnp.sum(x.T @ x, 0), SOLUTION),
-    "a kernel matrix times data": (lambda w, x: jnp.exp(x.T @ x) @ x, DATA),
+    "a kernel matrix times data": (lambda w, x: jnp.exp(x.T @ x) @ x, KERNEL),
     "an exponential of a solution": (lambda w, x: jnp.exp(jnp.linalg.solve(1 + x, x)), KERNEL),
     "a factor of data": (lambda w, x: jnp.linalg.cholesky(1 + x), SOLUTION),
     "a factor of parameters": (lambda w, x: jnp.linalg.qr(w)[0], FACTOR),

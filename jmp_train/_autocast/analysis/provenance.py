@@ -26,7 +26,6 @@ from .wide_product import Cause, WideProduct
 _BOOL = np.dtype(np.bool_)
 _COMPUTES_FLOAT32 = (Rule.HIGH, Rule.COLLECTIVE, Rule.RECORDED)
 _SYSTEMS = having(Trait.SYSTEM)
-_SUMS = having(Trait.DOT) | {"reduce_sum"}
 
 
 class Provenance(enum.Enum):
@@ -165,7 +164,7 @@ class Values:
             provenance = Provenance.DATA
         elif provenance is Provenance.SOLUTION and name not in KEEPS_ESTIMATES:
             provenance = Provenance.KERNEL
-        elif provenance is Provenance.KERNEL and name in _SUMS:  # features of what the kernel compares, in a row each
+        elif provenance is Provenance.KERNEL and name == "reduce_sum":  # features of what a kernel compares
             provenance = Provenance.DATA
         cause = entry.cause if isinstance(entry, WideProduct) else None
         if not node.ins or (rule in _COMPUTES_FLOAT32 and provenance not in _STAY and cause is not Cause.STATE):
