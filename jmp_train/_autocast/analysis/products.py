@@ -152,13 +152,8 @@ class _Visit:
     def _loop(self, node: Node, loop: Loop, facts: list[Fact]) -> list[Fact]:
         """The results of a loop: its carries start as they are given and come back as the body returns them."""
         body, consts, carry, *_ = loop
-        given, program = facts[consts + carry :], self._planner.recorded(body, self._place.inside(node))[0]
-        calls = [each for each in program.nodes if each.name in CALLS]
-        if calls:
-            carried = dependents(program, program.inputs[consts : consts + carry])
-            if any([not carried.isdisjoint(each.ins) for each in calls]):
-                program = self._planner.inlined(body)
-        kinds = _carry_kinds(program, loop, given)
+        given = facts[consts + carry :]
+        kinds = _carry_kinds(self._body(node, loop), loop, given)
         estimates = any(is_estimate for _, is_estimate in kinds)
         rows = [self._row(fact, estimates, node) for fact in given]
         carried = [
@@ -172,6 +167,16 @@ class _Visit:
             if after == carried:
                 return [Fact(provenance_after_loop(fact.provenance)) for fact in results]
             carried = after
+
+    def _body(self, node: Node, loop: Loop) -> FlatJaxpr:
+        """A loop's body, its calls written out if a carry enters one."""
+        program, _ = self._planner.recorded(loop.body, self._place.inside(node))
+        calls = [each for each in program.nodes if each.name in CALLS]
+        if not calls:
+            return program
+        carried = dependents(program, program.inputs[loop.consts : loop.consts + loop.carry])
+        enters = any([not carried.isdisjoint(each.ins) for each in calls])
+        return self._planner.inlined(loop.body) if enters else program
 
     def _row(self, fact: Fact, estimates: bool, node: Node) -> Fact:
         """What is known of a row of a value, inside of a scan that is given the rows one by one."""
