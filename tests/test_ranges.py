@@ -12,6 +12,7 @@ from jmp_train._autocast.analysis.ranges import (
     Range,
     divides_by_terms,
     filled_with,
+    numbers_through,
     overflows_through,
     range_of,
     range_through,
@@ -182,3 +183,9 @@ def test_numbers_exceed_a_dtype_that_would_make_them_infinite():
 )
 def test_a_mean_of_16_bit_numbers_fits_where_they_do(terms, divisor, fits):
     assert divides_by_terms(Numbers(terms=terms), Numbers(divisor)) == fits
+
+
+def test_zeros_and_ones_are_known_though_no_operand_is_floating():
+    (node,) = flatten(jax.make_jaxpr(lambda x: x.astype(np.float32))(np.array(True))).nodes
+    assert numbers_through(node, [], FLOAT16).range == Range(1, 1)
+    assert numbers_through(node, [UNKNOWN], FLOAT16) is UNKNOWN

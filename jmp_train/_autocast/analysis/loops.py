@@ -6,7 +6,7 @@ Decides them by following dependencies through the body. Does not decide dtypes;
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import jax.numpy as jnp
 
@@ -14,6 +14,7 @@ from ..._jaxpr import FlatJaxpr, Loop, Node, flatten, loop_of
 from ..ir import Place, is_float32, is_sixteen_bit
 from ..primitives import DOTS, Trait, having
 from .dot_sizes import size_of
+from .producers import Producers
 
 _COMMUTES = frozenset({"add", "add_any"})
 _ADDS = having(Trait.ACCUMULATES)
@@ -180,11 +181,11 @@ def are_linear(program: FlatJaxpr, ends: Sequence[tuple[int, int]]) -> list[bool
     depends, product, other = ([0] * len(program.avals) for _ in range(3))
     for position, (start, _) in enumerate(ends):
         depends[start] = 1 << position
-    makers: dict[int, Node] = {}
+    producers = Producers(program)
     for node in program.nodes:
         once = twice = multiplied = nonlinear = 0
         several = node.name in ("mul", "div") and depends[node.ins[0]] and depends[node.ins[1]]
-        operands = _but_for_scale(program, node, makers) if several else node.ins
+        operands = _but_for_scale(node, producers) if several else node.ins
         for number in operands:
             twice |= once & depends[number]
             once |= depends[number]
@@ -197,25 +198,19 @@ def are_linear(program: FlatJaxpr, ends: Sequence[tuple[int, int]]) -> list[bool
         elif node.name not in _TERMS:
             nonlinear |= twice | (depends[operands[1]] if node.name == "div" and len(operands) > 1 else 0)
         for number in node.outs:
-            makers[number] = node
             depends[number], other[number] = once, nonlinear
             product[number] = once if node.name == "dot_general" else multiplied
     linear = [product[result] & ~other[result] for _, result in ends]
     return [bool(found >> position & 1) for position, found in enumerate(linear)]
 
 
-def _but_for_scale(program: FlatJaxpr, node: Node, makers: Mapping[int, Node]) -> tuple[int, ...]:
+def _but_for_scale(node: Node, producers: Producers) -> tuple[int, ...]:
     """The operands of a product or quotient but for one of fewer numbers, repeated: it scales rows of the other."""
-
-    def size(number: int) -> int:
-        while number in makers and makers[number].name in _PASSES:
-            number = makers[number].ins[0]
-        return size_of(program.avals[number])
-
     left, right = node.ins
-    if size(right) < size(left):
+    one, other = (size_of(producers.program.avals[producers.source(number)]) for number in node.ins)
+    if other < one:
         return (left,)
-    return (right,) if node.name == "mul" and size(left) < size(right) else node.ins
+    return (right,) if node.name == "mul" and one < other else node.ins
 
 
 def solves(program: FlatJaxpr, start: int, result: int) -> bool:

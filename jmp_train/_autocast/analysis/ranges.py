@@ -120,9 +120,16 @@ def overflows_through(node: Node, operands: Sequence[Numbers], dtype: np.dtype) 
         others = [each for each in operands if each.range is None]
         return bool(others) and all(each.overflows for each in others)
     if (fill := filled_with(node)) is not None:
-        return operands[0].overflows or Numbers(fill).exceed(dtype)
+        return any([each.overflows for each in operands]) or Numbers(fill).exceed(dtype)
     if node.name in _MIXES:
         return any([each.range is None for each in operands]) and any([each.exceed(dtype) for each in operands])
     if node.name == "div":
         return operands[0].overflows
     return (node.name in _CARRIES or node.name == "mul") and any([each.overflows for each in operands])
+
+
+def numbers_through(node: Node, operands: Sequence[Numbers], dtype: np.dtype) -> Numbers:
+    """What is known of the numbers of a node's results, given what is known of its floating operands."""
+    if operands and operands.count(UNKNOWN) == len(operands) and node.name != "gather":  # which has numbers of its own
+        return UNKNOWN
+    return Numbers(range_through(node, [each.range for each in operands]), overflows_through(node, operands, dtype))

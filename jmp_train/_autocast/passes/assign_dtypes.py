@@ -32,16 +32,7 @@ from ..._dtypes import FLOAT32
 from ..._jaxpr import Node
 from ..analysis.accesses import Accesses
 from ..analysis.dot_sizes import asks_for_float32, leaves_small_result
-from ..analysis.ranges import (
-    UNKNOWN,
-    Numbers,
-    Range,
-    divides_by_terms,
-    filled_with,
-    overflows_through,
-    range_of,
-    range_through,
-)
+from ..analysis.ranges import Numbers, Range, divides_by_terms, filled_with, numbers_through, range_of
 from ..analysis.uses import Flags, axes_of
 from ..analysis.wide_product import WideProduct
 from ..ir import (
@@ -327,10 +318,8 @@ def _equation(node: Node, entry: Entry, reads: Sequence[np.dtype | None], **fiel
 
 def _numbers_of(node: Node, operands: Sequence[Fact], precision: Precision, low: np.dtype) -> Numbers:
     floats = [operand.numbers for operand in operands if operand.precision is not Precision.RECORDED]
-    overflows = precision is Precision.OVERFLOWS
+    found = numbers_through(node, floats, low)
+    overflows = precision is Precision.OVERFLOWS or (precision is not Precision.RECORDED and found.overflows)
     summed = node.name == "reduce_window_sum" and operands[0].precision is Precision.LOW
     terms = math.prod(node.params["window_dimensions"]) if summed else None
-    if floats and floats.count(UNKNOWN) == len(floats) and node.name != "gather":  # which has numbers of its own
-        return Numbers(None, overflows, terms)
-    overflows = overflows or (precision is not Precision.RECORDED and overflows_through(node, floats, low))
-    return Numbers(range_through(node, [numbers.range for numbers in floats]), overflows, terms)
+    return Numbers(found.range, overflows, terms)
