@@ -120,7 +120,7 @@ def overflows_through(node: Node, operands: Sequence[Numbers], dtype: np.dtype) 
         others = [each for each in operands if each.range is None]
         return bool(others) and all(each.overflows for each in others)
     if (fill := filled_with(node)) is not None:
-        return any([each.overflows for each in operands]) or Numbers(fill).exceed(dtype)
+        return operands[0].overflows or Numbers(fill).exceed(dtype)
     if node.name in _MIXES:
         return any([each.range is None for each in operands]) and any([each.exceed(dtype) for each in operands])
     if node.name == "div":
@@ -130,6 +130,8 @@ def overflows_through(node: Node, operands: Sequence[Numbers], dtype: np.dtype) 
 
 def numbers_through(node: Node, operands: Sequence[Numbers], dtype: np.dtype) -> Numbers:
     """What is known of the numbers of a node's results, given what is known of its floating operands."""
-    if operands and operands.count(UNKNOWN) == len(operands) and node.name != "gather":  # which has numbers of its own
+    if not operands:
+        return Numbers(range_through(node, ()))
+    if operands.count(UNKNOWN) == len(operands) and node.name != "gather":  # which has numbers of its own
         return UNKNOWN
     return Numbers(range_through(node, [each.range for each in operands]), overflows_through(node, operands, dtype))
