@@ -51,6 +51,55 @@ def test_how_the_gradient_of_a_bias_reads_the_cotangent_of_the_logits(name):
     assert [access.value for access in bias.accesses] == [expected]
 
 
+def window_sums(x):
+    return jax.lax.reduce_window(x, 0.0, jax.lax.add, (2, 1), (2, 1), "VALID")
+
+
+def normalized(x, axis):
+    return (x - jnp.mean(x, axis, keepdims=True)) / jnp.sqrt(1 + jnp.var(x, axis, keepdims=True))
+
+
+# A loss of the parameters (w, b, g, v) and of the inputs, how many rows and columns, how the gradient of `b` is read.
+NORMS: dict[str, tuple[Callable[..., Any], tuple[int, int], str]] = {
+    "over the batch": (lambda w, b, g, v, x: g * normalized(x @ w + b, 0), (2**14, 256), "fused"),
+    "over the batch, of fewer numbers": (lambda w, b, g, v, x: g * normalized(x @ w + b, 0), (2**13, 256), "stored"),
+    "over a smaller batch": (lambda w, b, g, v, x: g * normalized(x @ w + b, 0), (2**12, 2**11), "stored"),
+    "over the batch, behind an activation": (
+        lambda w, b, g, v, x: g * normalized(jnp.tanh(x @ w + b), 0), (2**14, 256), "fused"),
+    "over the batch, before a layer": (lambda w, b, g, v, x: normalized(x @ w + b, 0) @ v, (2**14, 256), "fused"),
+    "over groups of rows": (
+        lambda w, b, g, v, x: g * normalized((x @ w + b).reshape(4, -1, 256), 1).reshape(-1, 256), (2**14, 256),
+        "fused"),
+    "over rows": (lambda w, b, g, v, x: normalized(x @ w + b, 1), (2**14, 256), "fused"),
+    "over rows, then scaled by a parameter": (
+        lambda w, b, g, v, x: g * normalized(x @ w + b, 1), (2**14, 256), "stored"),
+    "over the batch, then over rows and scaled": (
+        lambda w, b, g, v, x: g * normalized(normalized(x @ w + b, 0), 1), (2**14, 256), "stored"),
+    "over the batch, before sums of windows": (
+        lambda w, b, g, v, x: window_sums(g * normalized(x @ w + b, 0)),
+        (2**14, 256), "fused"),
+    "of the layer before": (lambda w, b, g, v, x: normalized((x @ w + b) @ v, 0), (2**14, 256), "stored"),
+    "without a norm": (lambda w, b, g, v, x: g * jnp.tanh(x @ w + b), (2**14, 256), "stored"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_how_the_gradient_of_a_bias_reads_the_cotangent_of_a_norm(name):
+    fn, (rows, columns), expected = NORMS[name]
+    shapes = (8, columns), (columns,), (columns,), (columns, columns), (rows, 8)
+    *params, x = (np.zeros(shape, np.float32) for shape in shapes)
+
+    def loss(params, x):
+        return jnp.mean((fn(*params, x) @ params[-1]) ** 2)
+
+    program = after("assign_dtypes", jax.grad(loss), params, x)
+    makers = {number: equation for equation in program.equations for number in equation.results}
+    bias = makers[program.outputs[1]]
+    while program.avals[bias.operands[0]].shape != (rows, columns):  # moved since
+        bias = makers[bias.operands[0]]
+    assert [access.value for access in bias.accesses] == [expected]
+
+
 def test_a_sum_that_the_program_returns_is_no_gradient():
     program = after("assign_dtypes", lambda w, x: jnp.sum(jax.nn.softmax(x @ w), 0), np.zeros((8, 256), np.float32),
                     np.zeros((LARGE, 8), np.float32))  # fmt: skip

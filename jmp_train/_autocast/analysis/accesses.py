@@ -1,7 +1,8 @@
 """How an operand gets to its equation: fused into it, or through memory, where its copy in 16 bits will do.
 
 A sum is a kernel of its own and reads what is stored. But what a loss's own softmax makes is only computed when the sum
-over its rows is known, in a kernel that can add up a bias's gradient as well: that sum is fused into it.
+over its rows is known, in a kernel that can add up a bias's gradient as well: that sum is fused into it. So is that of
+a bias before a norm, whose backward pass computes the cotangent when its own sums over rows or batches are known.
 
 Above all this is about residual streams in loops. A loop's carry starts as its first value is. An embedding is a
 parameter, and the gradient of a network's head is float32, yet outside of a loop the first layer would narrow both.
@@ -21,11 +22,14 @@ from ..._jaxpr import FlatJaxpr, Node, scan_counts
 from ..._sizes import is_less
 from ..ir import Access, Fact, Place, Precision
 from ..primitives import Entry, Rule, Trait, having
+from .dot_sizes import size_of
 
 _POOLS = having(Trait.POOL)
 _ELEMENTWISE = having(Trait.FUSES | Trait.EXPENSIVE)
 # Compiled for an H200, heads with fewer logits keep the sum in a kernel of its own, and XLA stores float32 for it.
-_MANY = 2**20
+_MANY_LOGITS = 2**20
+# The same for the cotangents of norms, and where fewer numbers are added up.
+_MANY, _MANY_ROWS = 2**22, 2**13
 
 
 class Accesses:
@@ -34,19 +38,24 @@ class Accesses:
     def __init__(self, program: FlatJaxpr, place: Place, returned: Container[int]):
         self._program, self._place, self._returned = program, place, returned
         self._scans: dict[int, Node] = {}
-        self._summed: set[int] = set()  # the depths at which a gradient that is returned was summed
-        self._after_sum: set[int] = set()  # computed from sums of the forward pass, without a dot between
+        self._summed: dict[int, list[int]] = {}  # the sizes of the gradients summed and returned so far, by depth
+        # Values computed from sums of the forward pass, and from others of the backward pass, without a dot between,
+        # and how many numbers the largest of these sums has.
+        self._after_sum: dict[int, int] = {}
+        self._after_statistic: dict[int, int] = {}
 
     def of(self, node: Node, entry: Entry, facts: Sequence[Fact]) -> list[Access]:
         """For each operand of `node`, given what is known of every value so far."""
         if entry.rule is not Rule.ENTER:
             is_sum = entry.has_own_kernel
+            backward, adds = is_sum and self._place.is_backward(node), node.name == "reduce_sum"
             # Of a bias, as autodiff records it: a sum of the cotangent that is returned as it is.
-            gradient = node.name == "reduce_sum" and node.outs[0] in self._returned and self._place.is_backward(node)
-            fused = gradient and self._is_bias_of_head(node, facts)
+            gradient = backward and adds and node.outs[0] in self._returned
+            fused = gradient and (self._is_bias_of_head(node, facts) or self._is_bias_before_norm(node, facts))
             if gradient:
-                self._summed.add(facts[node.ins[0]].depth)
-            self._note(node, entry, facts, is_sum)
+                self._summed.setdefault(facts[node.ins[0]].depth, []).append(self._size(node.outs[0]))
+            self._note(self._after_sum, node, entry, facts, is_sum and not backward)
+            self._note(self._after_statistic, node, entry, facts, backward and adds)
             kernel = (is_sum and not fused) or node.name in _POOLS
             return [Access.STORED if kernel else Access.FUSED] * len(node.ins)
         if node.name != "scan":  # XLA keeps a rematerialized call apart, behind a barrier
@@ -66,14 +75,37 @@ class Accesses:
         (logits,) = node.ins
         first = facts[logits].depth not in self._summed
         size = math.prod(self._program.avals[logits].shape)
-        return first and logits in self._after_sum and not is_less(size, _MANY)
+        return first and logits in self._after_sum and not is_less(size, _MANY_LOGITS)
 
-    def _note(self, node: Node, entry: Entry, facts: Sequence[Fact], is_sum: bool) -> None:
-        found = self._after_sum.intersection(node.ins)
-        after_sum = bool(found) and max([facts[n].depth for n in node.ins]) == max([facts[n].depth for n in found])
-        fuses = is_sum or node.name in _ELEMENTWISE or entry.rule is Rule.SHAPE
-        if (after_sum and fuses) or (is_sum and not self._place.is_backward(node)):
-            self._after_sum.update(node.outs)
+    def _is_bias_before_norm(self, node: Node, facts: Sequence[Fact]) -> bool:
+        """Whether the sum of a gradient that the program returns is one over a large cotangent that a norm hands back.
+
+        The kernel of that cotangent adds up the gradients of the norm's parameters already, unless the norm's
+        statistics, which come first, are over some of the same axes, as those of a BatchNorm are.
+        """
+        (cotangent,) = node.ins
+        size, rows = self._size(cotangent), self._size(cotangent) // max(self._size(node.outs[0]), 1)
+        statistic = self._after_statistic.get(cotangent)
+        if statistic is None or size < _MANY or rows < _MANY_ROWS:
+            return False
+        # Two sums over different axes leave all of the axes, one or the other of them.
+        gradients = self._summed.get(facts[cotangent].depth, ())
+        return not any([gradient * statistic >= size for gradient in gradients])
+
+    def _note(self, sums: dict[int, int], node: Node, entry: Entry, facts: Sequence[Fact], is_one: bool) -> None:
+        """Notes among the values computed from `sums` what a node computes from them, or if it is one."""
+        if not (sums or is_one):
+            return
+        depth = max([facts[number].depth for number in node.ins], default=0)
+        found = [sums[number] for number in node.ins if number in sums and facts[number].depth == depth]
+        if is_one:
+            found.append(self._size(node.outs[0]))
+        fuses = entry.has_own_kernel or node.name in _ELEMENTWISE or entry.rule is Rule.SHAPE
+        if found and fuses:
+            sums.update(dict.fromkeys(node.outs, max(found)))
+
+    def _size(self, number: int) -> int:
+        return size_of(self._program.avals[number])
 
     def _carried(self, node: Node, facts: Sequence[Fact], carry: Sequence[int]) -> list[Access]:
         candidates = [number for number in carry if self._can_start_narrow(facts[number])]
