@@ -18,7 +18,9 @@ CAPTURED = jnp.asarray(np.arange(1.0, 4.0, dtype=np.float32))
 def numbers_of(fn, *args, given=None):
     """The numbers of a program's result; `given` those of its first argument."""
     program = flatten(jax.make_jaxpr(fn)(*args))
-    constants = Constants(program, {} if given is None else {program.inputs[0]: lambda: given})
+    constants = Constants(program)
+    if given is not None:
+        constants.give(program.inputs[0], lambda: given)
     for node in program.nodes:
         constants.add(node)
     return constants.numbers(program.outputs[0])
@@ -67,7 +69,8 @@ def test_a_constant_of_the_program_around_is_one():
 
 def test_a_constant_of_the_program_around_that_is_not_known_makes_none():
     program = flatten(jax.make_jaxpr(lambda x: 2 * x)(np.ones(3)))
-    constants = Constants(program, {program.inputs[0]: lambda: None})
+    constants = Constants(program)
+    constants.give(program.inputs[0], lambda: None)
     assert constants.add(program.nodes[0]) and constants.numbers(program.outputs[0]) is None
 
 
@@ -77,7 +80,8 @@ def test_what_cannot_be_evaluated_while_planning_is_not_known():
     def fails():
         raise RuntimeError("an array of another process")
 
-    constants = Constants(program, {program.inputs[0]: fails})
+    constants = Constants(program)
+    constants.give(program.inputs[0], fails)
     constants.add(program.nodes[0])
     assert constants.numbers(program.outputs[0]) is None
 
@@ -86,7 +90,7 @@ def test_what_is_captured_from_another_trace_is_no_constant():
     @jax.jit
     def around(x):
         program = flatten(jax.make_jaxpr(lambda: x + 1)())
-        constants = Constants(program, {})
+        constants = Constants(program)
         assert not constants.add(program.nodes[0]) and constants.numbers(program.outputs[0]) is None
         return x
 

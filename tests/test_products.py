@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from pass_tools import with_batching_rule
 from test_autocast import equations
 
 from jmp_train import DEFAULT_RULES, autocast, explain, full_precision, get_policy, low_precision
@@ -97,6 +98,10 @@ WIDE = {
         lambda w, x: jax.nn.softmax(x @ w) @ jnp.sinh(jnp.linspace(-20, 20, 64)), W, X, Cause.TABLE),
     "a table of large integers": (
         lambda w, x: jax.nn.softmax(x @ w) @ jnp.stack([jnp.arange(64) * 1001, jnp.arange(64)], 1), W, X, Cause.TABLE),
+    "a table of large numbers from a call": (
+        lambda w, x: jax.nn.softmax(x @ w) @ jax.nn.relu(jnp.linspace(-1e6, 1e6, 64)), W, X, Cause.TABLE),
+    "a table of large numbers from a rematerialized call": (
+        lambda w, x: jax.nn.softmax(x @ w) @ jax.checkpoint(jnp.sinh)(jnp.linspace(-20, 20, 64)), W, X, Cause.TABLE),
     "a transform of data": (
         lambda w, x: (x * w[0]) @ jnp.cos(jnp.arange(4096.0).reshape(64, 64)), W, X, Cause.GRID),
     "a table of tiny numbers": (
@@ -635,6 +640,12 @@ CONDITIONS = {
     "one exponential, repeated": (lambda w, x: jnp.ones((4, 1)) @ jnp.exp(x @ w)[:1], Cause.SHORT),
     "scaled exponentials": (lambda w, x: 3 * jnp.eye(4) @ jnp.exp(x @ w)[:4], Cause.SHORT),
     # The same of a precision, which guards what it would round.
+    "a precision in a function with a batching rule": (
+        lambda w, x: with_batching_rule(lambda x: jnp.dot(x, x + 1, precision="highest"))(x[:32, :32]),
+        Cause.PRECISION),
+    "a precision in a function with a transpose of its own": (
+        lambda w, x: jax.custom_derivatives.linear_call(
+            lambda r, x: jnp.dot(r, x, precision="highest"), lambda r, ct: r.T @ ct, x, w), Cause.PRECISION),
     "an interpolation of results, of a precision": (
         lambda w, x: jnp.dot((x @ w)[:, :8], jnp.repeat(jnp.eye(8), 2, 1), precision="highest"), None),
     "an interpolation of data, of a precision": (

@@ -67,6 +67,9 @@ CASES = {
         lambda w, x: lax.dynamic_slice_in_dim(x @ w, x[0, 0].astype(int), 2), NARROW),
     "scattered into a parameter": (lambda w, x: w.at[x[0].astype(int)].set(0.0), PARAMETER),
     "scattered into zeros": (lambda w, x: jnp.zeros((16, 16)).at[x[0].astype(int)].add(x), DATA),
+    "subtracted from results": (
+        lambda w, x: (lambda h: h.at[jnp.argmax(x)].subtract(h[0]))(x @ w), ACTIVATION),
+    "a larger one of results": (lambda w, x: (x @ w).at[x[0].astype(int)].max(x @ w), ACTIVATION),
     "in a region": (lambda w, x: jmp.full_precision(jnp.dot)(x @ w, w), ACTIVATION),
     "a dot of a precision": (lambda w, x: jnp.dot(x, w, precision="highest"), DATA),
     "a dot of a precision of results": (lambda w, x: jnp.dot(x @ w, w, precision="highest"), ACTIVATION),

@@ -61,7 +61,8 @@ def autocast(
     Raises:
       TypeError: `fn` is not callable, `rules` or `argnums` is something else, or an argument is none that `jax.jit`
         takes.
-      ValueError: `rules` set a scope to a 16-bit dtype that is not the policy's.
+      ValueError: `rules` set a scope to a 16-bit dtype that is not the policy's, or the function is called with fewer
+        positional arguments than `argnums` names.
 
     Reference: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.
 
@@ -184,7 +185,12 @@ def _argument_precisions(
     """What the planner knows of each argument leaf: a parameter, data, or not float32."""
     precisions: list[Precision] = []
     avals = iter([var.aval for var in body.invars])
-    parameters = sorted({n % len(args) for n in chosen if -len(args) <= n < len(args)})
+    if args and not all(-len(args) <= n < len(args) for n in chosen):
+        raise ValueError(
+            f"`argnums` is {chosen}, but the function was called with {len(args)} positional arguments; name those "
+            f"that hold the parameters, and pass `argnums=()` if none does."
+        )
+    parameters = sorted({n % len(args) for n in chosen}) if args else []
     # One argument keeps its own paths; several are told apart by their place in a tuple. Globs match either.
     trees = [args[n] for n in parameters]
     overrides = iter(policy.override_dtypes(trees[0] if len(trees) == 1 else tuple(trees)))

@@ -110,6 +110,9 @@ class Planner:
         """Plans a program that is inside no other, whose results leave as recorded; arguments as of `plan`."""
         self.find_products(jaxpr, precisions, place)
         program = self.plan(jaxpr, precisions, out_flags, place)
+        # Lowering asks for none of these, and they would keep the jaxpr alive, by which `autocast` knows the plan.
+        for cache in (self._recorded, self._inlined, self._flows):
+            cache.clear()
         return dataclasses.replace(program, result_dtypes=recorded_dtypes(program.recorded))
 
     def find_products(self, jaxpr: ClosedJaxpr | Jaxpr, precisions: Sequence[Precision], place: Place = TOP) -> None:

@@ -231,8 +231,7 @@ DATA_OPERANDS = {
     "gather": slice(0, 1),
     "dynamic_slice": slice(0, 1),
     "dynamic_update_slice": slice(0, 2),
-    "scatter": slice(0, 3, 2),
-    "scatter-add": slice(0, 3, 2),
+    **dict.fromkeys("scatter scatter-add scatter-sub scatter-mul scatter-max scatter-min".split(), slice(0, 3, 2)),
     "select_n": slice(1, None),
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,21 +52,22 @@ class Constants:
 
     Args:
       program: the program.
-      given: for inputs that are constants outside, a function that gives their numbers.
 
     Attributes:
       is_constant: of every value, once the node that makes it was added.
     """
 
-    def __init__(self, program: FlatJaxpr, given: Mapping[int, Callable[[], np.ndarray | None]]):
-        self._program, self._given = program, given
-        self._leaves = program.known.keys() | given.keys()
+    def __init__(self, program: FlatJaxpr):
+        self._program = program
+        self._given: dict[int, Callable[[], np.ndarray | None]] = {}
         self._numbers: dict[int, np.ndarray | None] = {}
         self.is_constant = [False] * len(program.avals)
-        for number in given:
-            self.is_constant[number] = True
         for number, value in program.known.items():
             self.is_constant[number] = not isinstance(value, Tracer)
+
+    def give(self, number: int, numbers: Callable[[], np.ndarray | None]) -> None:
+        """Notes of an input, or of the result of a call, that it is a constant of another program, and its numbers."""
+        self._given[number], self.is_constant[number] = numbers, True
 
     def add(self, node: Node) -> bool:
         """Notes whether the results of a node are constants, after the nodes before it; returns that.
@@ -92,7 +93,7 @@ class Constants:
         """The nodes that make a constant, in order; `None` if they are many, or some of their values large."""
         nodes, values, pending = [], {number}, {number}
         for node in reversed(self._program.nodes):
-            pending -= self._leaves
+            pending = {each for each in pending if each not in self._program.known and each not in self._given}
             if not pending or len(nodes) > _MOST_EQUATIONS:
                 break
             if not pending.isdisjoint(node.outs):

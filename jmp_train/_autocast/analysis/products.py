@@ -13,7 +13,20 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..._jaxpr import CALLS, ClosedJaxpr, FlatJaxpr, Jaxpr, Loop, Node, in_jvp, is_backward, loop_of, source_line
+from ..._jaxpr import (
+    CALLS,
+    ClosedJaxpr,
+    FlatJaxpr,
+    Jaxpr,
+    Loop,
+    Node,
+    in_jvp,
+    is_backward,
+    loop_of,
+    open_jaxpr,
+    source_line,
+    sub_jaxprs,
+)
 from ..ir import Place, Precision, is_float32, is_sixteen_bit
 from ..primitives import TABLE, Entry, Rule, Trait, having
 from .consumers import sums_of_rows
@@ -42,7 +55,7 @@ _AS_SUMS = frozenset({Cause.SHORT, Cause.INNER})
 _PROVENANCE_OF = {Precision.LOW: Provenance.NARROW, Precision.WEAK: Provenance.PARAMETER}
 _PRODUCTS = having(Trait.DOT)
 _SYSTEMS = having(Trait.SYSTEM)
-_BODY = ("jaxpr", "call_jaxpr")
+_CALLS = having(Trait.CALL)
 
 
 class Products:
@@ -87,7 +100,7 @@ class Products:
             elif node.name in _SYSTEMS:
                 self.registry.systems.add(visit.line(node))
             visit.values.add(node, entry)
-        return [visit.values.fact(number) for number in program.outputs]
+        return [visit.values.result(number) for number in program.outputs]
 
 
 def _carry_kinds(program: FlatJaxpr, loop: Loop, rows: Sequence[Fact]) -> list[tuple[bool, bool]]:
@@ -136,18 +149,21 @@ class _Visit:
         """Visits the programs inside a node and notes what its results are made of."""
         results = self._results(node, [self.values.fact(number) for number in node.ins])
         for number, fact in zip(node.outs, results, strict=True):
-            self.values.provenances[number] = fact.provenance
+            self.values.give(number, fact)
 
     def _results(self, node: Node, facts: list[Fact]) -> list[Fact]:
-        params = node.params
         if (loop := loop_of(node.eqn)) is not None:
             return self._loop(node, loop, facts[loop.skip :])
-        bodies = params["branches"] if node.name == "cond" else [params[key] for key in _BODY if key in params][:1]
-        operands = facts[1:] if node.name == "cond" else facts
-        found = [self._inside(node, body, operands, i) for i, body in enumerate(bodies)]
-        if not found:
-            return [Fact(Provenance.DATA)] * len(node.outs)
-        return [Fact(joined(fact.provenance for fact in each)) for each in zip(*found, strict=True)]
+        bodies = list(sub_jaxprs(node.params))
+        if node.name == "cond":
+            branches = [self._inside(node, body, facts[1:], i) for i, body in enumerate(bodies)]
+            return [Fact(joined(fact.provenance for fact in each)) for each in zip(*branches, strict=True)]
+        if node.name in _CALLS:
+            results = self._inside(node, bodies[0], facts, 0)
+            return results if node.name in CALLS else [Fact(fact.provenance) for fact in results]
+        for i, body in enumerate(bodies):  # planned behind float32 boundaries
+            self._inside(node, body, [Fact(Provenance.DATA)] * len(open_jaxpr(body).invars), i)
+        return [Fact(Provenance.DATA)] * len(node.outs)
 
     def _loop(self, node: Node, loop: Loop, facts: list[Fact]) -> list[Fact]:
         """The results of a loop: its carries start as they are given and come back as the body returns them."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,23 +126,35 @@ class Values:
 
     def __init__(self, program: FlatJaxpr, facts: Sequence[Fact]):
         self.program = program
-        given = {n: fact.numbers for n, fact in zip(program.inputs, facts, strict=True) if fact.numbers}
-        self.constants = Constants(program, given)
+        self.constants = Constants(program)
         self.producers = Producers(program, tuple(fact.token for fact in facts))
         sums = {number: fact.sums for number, fact in zip(program.inputs, facts, strict=True) if fact.sums}
         self.consumers = Consumers(program, self.producers, sums)
         self.provenances = [Provenance.DATA] * len(program.avals)
         for number, fact in zip(program.inputs, facts, strict=True):
-            self.provenances[number] = fact.provenance
+            self.give(number, fact)
         for number in program.known:
             single = number not in program.captured or is_single(program.avals[number])  # literals are
             self.provenances[number] = Provenance.EXACT if single else Provenance.DATA
 
     def fact(self, number: int) -> Fact:
-        """What is known of a value where it enters or leaves another program."""
-        numbers = functools.partial(self.constants.numbers, number) if self.constants.is_constant[number] else None
+        """What is known of a value where it enters another program."""
         sums = functools.partial(self.consumers.sums_outside, number)
-        return Fact(self.provenances[number], outside(self.producers.source(number)), numbers, sums)
+        return Fact(self.provenances[number], outside(self.producers.source(number)), self._numbers(number), sums)
+
+    def result(self, number: int) -> Fact:
+        """What is known of a result where a call returns it."""
+        return Fact(self.provenances[number], numbers=self._numbers(number))
+
+    def _numbers(self, number: int) -> Callable[[], np.ndarray | None] | None:
+        """Gives the numbers of a constant: computed only if a product asks for them."""
+        return functools.partial(self.constants.numbers, number) if self.constants.is_constant[number] else None
+
+    def give(self, number: int, fact: Fact) -> None:
+        """Notes what is known of an input, or of the result of a call."""
+        self.provenances[number] = fact.provenance
+        if fact.numbers is not None:
+            self.constants.give(number, fact.numbers)
 
     def add(self, node: Node, entry: Entry) -> None:
         """Notes what the results of a node are, given its operands and the entry that holds for it.

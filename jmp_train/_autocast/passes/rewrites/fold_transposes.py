@@ -50,8 +50,10 @@ class FoldTransposes(Rewrite):
 def _only_transpose(readers: dict[int, list[Equation | None]], equation: Equation) -> Equation | None:
     found = readers.get(equation.results[0], [])
     only = found[0] if len(found) == 1 else None
+    if only is None or only.node.name != "transpose" or only.entry.rule is not Rule.SHAPE:
+        return None  # a region, a scope or an edit may ask for another dtype than the dot's
     # A residual is read on another side of a dot than it is computed on.
-    return only if only is not None and only.node.name == "transpose" and not only.uses[0].residual else None
+    return None if only.uses[0].residual else only
 
 
 def _swap(program: Program, dot: Equation) -> tuple[int, ...]:
