@@ -1,5 +1,6 @@
 """What `autocast` promises of any function, on the smallest program that could break each promise."""
 
+import gc
 from typing import Any
 
 import cloudpickle
@@ -11,6 +12,7 @@ import pytest
 from comparisons import assert_same_bits, assert_two_programs_agree
 
 from jmp_train import DEFAULT_RULES, autocast, explain, full_precision
+from jmp_train._autocast.autocast import Plan
 
 F16 = np.dtype(np.float16)
 W, X = np.full((8, 8), 0.25, np.float32), np.ones((4, 8), np.float32)
@@ -486,6 +488,28 @@ def test_bad_arguments_are_a_sentence(arguments, message):
     call: dict[str, Any] = {"fn": len, "policy": "float32", **arguments}
     with pytest.raises(TypeError, match=message):
         autocast(**call)
+
+
+@pytest.mark.parametrize("argnums", [2, (0, 2), -3])
+def test_argnums_that_name_no_argument_are_a_sentence(argnums):
+    with pytest.raises(ValueError, match=r"^`argnums` is .*, but the function was called with 2 positional arguments"):
+        autocast(lambda w, x: x @ w, "mixed_float16", argnums=argnums)(W, X)
+    assert autocast(lambda w, x: x @ w, "mixed_float16")(w=W, x=X).dtype == jnp.float32
+
+
+def test_plans_live_as_long_as_the_programs_that_jax_keeps():
+    def plans():
+        gc.collect()
+        return sum(isinstance(each, Plan) for each in gc.get_objects())
+
+    jax.clear_caches()
+    before = plans()
+    fn = autocast(jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w))), "mixed_float16")
+    for _ in range(3):
+        fn(W, X)
+        assert plans() == before + 1
+        jax.clear_caches()
+    assert plans() == before
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "float32"])

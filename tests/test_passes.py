@@ -161,6 +161,20 @@ def test_insert_casts_writes_saved_copies_and_rematerialized_equations():
     """)
 
 
+def test_insert_casts_rematerializes_long_chains():
+    """An unrolled iteration: each step reads the one before, and so do the steps that are rematerialized."""
+
+    def iterated(w, x):
+        y = functools.reduce(lambda y, _: jnp.sin(y), range(400), x @ w)
+        return jnp.sum((y @ w.T) ** 2)
+
+    w, x = RNG.normal(size=(16, 32)).astype(np.float32), RNG.normal(size=(8, 16)).astype(np.float32)
+    program = after("insert_casts", jax.grad(iterated), w, x)
+    assert Counter(e.name for e in program.equations if e.remat) == {"sin": 399, "cos": 400}
+    makers = {number: i for i, e in enumerate(program.equations) for number in e.results}
+    assert all(makers[n] < i for i, e in enumerate(program.equations) for n in e.operands if n in makers)
+
+
 def test_shared_roundings_rounds_what_a_rematerialized_exponential_reads():
     program = after("insert_casts", jax.grad(softmax_between_dots), W, X)
     makers = {number: e for e in program.equations for number in e.results}
@@ -278,6 +292,28 @@ def test_fold_transposes_swaps_the_operands_of_a_gradients_dot():
     fn, *args = REWRITTEN["FoldTransposes"]
     assert Counter(e.name for e in after("insert_casts", fn, *args, rewrites=()).equations)["transpose"] == 1
     assert Counter(e.name for e in after("insert_casts", fn, *args).equations)["transpose"] == 0
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        DEFAULT_RULES.replace({"transpose": "high"}),
+        DEFAULT_RULES.replace({"transpose": "recorded"}),
+        DEFAULT_RULES.with_scopes({"moved": "float32"}),
+    ],
+    ids=["an edit", "as recorded", "a scope"],
+)
+def test_fold_transposes_leaves_a_transpose_in_another_dtype_than_its_dots(rules):
+    def fn(w, x):
+        y = x @ w
+        with jax.named_scope("moved"):
+            y = y.T
+        return jnp.tanh(y) * 2.0
+
+    program = after("insert_casts", fn, W, X, rules=rules)
+    (transpose,) = (e for e in program.equations if e.name == "transpose")
+    assert program.avals[transpose.results[0]].dtype == np.float32
+    assert run(fn, W, X, rules=rules)[0].shape == (4, 2)
 
 
 def test_hoist_weight_casts_leaves_no_cast_of_the_weight_in_the_loop():

@@ -120,11 +120,17 @@ class _Writer:
         return self._add(Op.ROUND, cast, self._like(cast), at)
 
     def _rematerialized(self, value: int, at: Node | None) -> int:
-        if value not in self.rematerialized:
-            equation = self.makers[value]
+        # Not by recursion: an unrolled iteration is a chain of hundreds of equations.
+        needed, pending = set(), {value} - self.rematerialized.keys()
+        while pending:
+            needed |= pending
+            operands = {operand for each in pending for operand in self.makers[each].operands}
+            pending = (operands & self.residuals.remat) - self.rematerialized.keys() - needed
+        for each in sorted(needed):  # values are numbered in the order in which they are computed
+            equation = self.makers[each]
             uses = [use._replace(residual=self.residuals.has(use.value)) for use in equation.uses]
             operands = [Use(self.read(use, at)) for use in uses]
-            self.rematerialized[value] = result = self._like(value)
+            self.rematerialized[each] = result = self._like(each)
             again = equation.replace(uses=operands, results=(result,), at=at, remat=True, dead=False)
             self.equations.append(again)
         return self.rematerialized[value]
