@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.extend import linear_util, source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import Primitive as Primitive
 from jax.extend.core.primitives import convert_element_type_p
 from jax.extend.random import threefry2x32_p as threefry2x32_p
@@ -40,7 +40,6 @@ _COMBINE = {
     "scatter-max": jax.lax.max,
     "scatter-min": jax.lax.min,
 }
-_BODY_PARAMS = ("jaxpr", "call_jaxpr")
 _RECOMPUTED = "rematted_computation"  # what JAX calls the forward pass that rematerialisation runs again
 _WRAPPER = re.compile(r"^[\w.\-]*\((.*)\)$")
 
@@ -103,11 +102,6 @@ def trace(fn: Callable, /, *avals, **kwavals) -> tuple[ClosedJaxpr, Any]:
     return jax.make_jaxpr(fn, return_shape=True)(*avals, **kwavals)
 
 
-def as_function(jaxpr: ClosedJaxpr | Jaxpr) -> Callable[..., list[Any]]:
-    """`jaxpr` as a function of arrays; what it records keeps its source lines and scopes."""
-    return jaxpr_as_fun(jaxpr)  # pyright: ignore[reportArgumentType] - before JAX 0.11, a ClosedJaxpr
-
-
 def trace_in_place_of(eqn: JaxprEqn, fn: Callable) -> ClosedJaxpr | Jaxpr:
     """The jaxpr of `fn` on the operands of `eqn`, recorded at the source line of `eqn`."""
     with source_info_util.user_context(eqn.source_info.traceback):
@@ -132,6 +126,11 @@ def sub_jaxprs(params: dict[str, Any]) -> Iterator[ClosedJaxpr | Jaxpr]:
                 yield item
 
 
+def body_of(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr:
+    """The program that a call runs."""
+    return next(sub_jaxprs(eqn.params))
+
+
 def region_mark(eqn: JaxprEqn) -> str | None:
     """The precision region that an inner `jit` stands for, which survives differentiation by its name."""
     name = eqn.params.get("name") if eqn.primitive.name == "jit" else None
@@ -145,7 +144,7 @@ def _inlined_body(eqn: JaxprEqn, also: Collection[str]) -> ClosedJaxpr | Jaxpr |
         return None
     if any(_specified(s) for key in ("in_shardings", "out_shardings") for s in eqn.params.get(key, ())):
         return None  # a `jit` with shardings of its own is a constraint, not only a call
-    return next((eqn.params[key] for key in _BODY_PARAMS if key in eqn.params), None)
+    return next(sub_jaxprs(eqn.params), None)
 
 
 def _specified(sharding: Any) -> bool:

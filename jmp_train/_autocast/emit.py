@@ -60,8 +60,7 @@ def captured_arrays(program: Program) -> list[Any]:
 
 def to_jaxpr(program: Program) -> ClosedJaxpr:
     """`program` as a jaxpr of its arguments."""
-    captured, avals = captured_arrays(program), [program.avals[number] for number in program.inputs]
-    return trace(lambda *args: emit(program, args, captured), *avals)[0]
+    return trace(lambda *args: emit(program, args), *(program.avals[number] for number in program.inputs))[0]
 
 
 def _last_reads(program: Program) -> list[list[int]]:
@@ -78,7 +77,7 @@ def _last_reads(program: Program) -> list[list[int]]:
 def _run(equation: Equation, operands: list[Any]) -> list[Any]:
     if equation.op is Op.RECORDED:
         if equation.bodies:
-            return _BODIES.get(equation.node.name, _boundary)(equation, operands)
+            return _BODIES.get(equation.node.name, _with_bodies)(equation, operands)
         return bind(equation.node.eqn, operands, **equation.params)
     if equation.op is Op.REWRITTEN and equation.rewrite is not None:
         return equation.rewrite(equation.node, operands)
@@ -124,11 +123,6 @@ def _copy_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any,
 
 
 _ADDED = {Op.CAST: _cast, Op.SAVED: _saved, Op.ROUND: _round, Op.CHAINED: _chained, Op.HOISTED: _hoisted}
-
-
-def _call(equation: Equation, operands: list[Any]) -> list[Any]:
-    """`jit` with shardings of its own: everything but the body stays as recorded."""
-    return bind(equation.node.eqn, operands, jaxpr=to_jaxpr(equation.bodies[0]))
 
 
 def _remat(equation: Equation, operands: list[Any]) -> list[Any]:
@@ -218,15 +212,14 @@ def _shard_map(equation: Equation, operands: list[Any]) -> list[Any]:
     return list(function(*operands))
 
 
-def _boundary(equation: Equation, operands: list[Any]) -> list[Any]:
-    """Any other primitive with closed bodies."""
+def _with_bodies(equation: Equation, operands: list[Any]) -> list[Any]:
+    """A primitive whose parameters stay as they were recorded, but for its bodies."""
     keys = [key for key, value in equation.node.params.items() if isinstance(value, ClosedJaxpr)]
     bodies = dict(zip(keys, map(to_jaxpr, equation.bodies), strict=True))
     return bind(equation.node.eqn, operands, **bodies)
 
 
 _BODIES: dict[str, Callable[[Equation, list[Any]], list[Any]]] = {
-    "jit": _call,
     "remat2": _remat,
     "cond": _cond,
     "scan": _scan,

@@ -50,7 +50,7 @@ def precision_of(aval: Any, precision: Precision = Precision.FULL) -> Precision:
     return precision if is_float32(aval) else Precision.RECORDED
 
 
-def float32_where_floating(precisions: Iterable[Precision]) -> list[np.dtype | None]:
+def recorded_reads(precisions: Iterable[Precision]) -> list[np.dtype | None]:
     """The dtypes in which an equation reads operands of some precisions as they were recorded."""
     return [None if precision is Precision.RECORDED else FLOAT32 for precision in precisions]
 
@@ -161,7 +161,7 @@ class Equation:
       results: the values it defines.
       op: what it does.
       params: parameters of the primitive that differ from the recorded ones.
-      computes: the dtype in which the primitive returns each result, where that is cast to another one.
+      computes: the dtype in which the primitive returns each result, if it says so: another one is cast.
       rewrite: computes the results from the operands, for `Op.REWRITTEN`.
       bodies: the programs inside.
       counts: how many of a scan's operands are constants and carries, where they are not the recorded ones.
@@ -202,6 +202,13 @@ class Equation:
         return self.entry.rule is Rule.LOW and self.node.name in DOTS
 
     @property
+    def has_narrow_dot(self) -> bool:
+        """Whether it or an equation of its bodies does, so that the depth of what it returns is another, too."""
+        if not self.bodies:
+            return self.is_narrow_dot
+        return any(inner.has_narrow_dot for body in self.bodies for inner in body.equations)
+
+    @property
     def operands(self) -> tuple[int, ...]:
         return tuple(map(_VALUE, self.uses))
 
@@ -217,7 +224,15 @@ class Equation:
         return copy
 
 
+def equation_of(node: Node, entry: Entry, reads: Sequence[np.dtype | None], **fields: Any) -> Equation:
+    """The equation of a recorded node that reads its operands in some dtypes."""
+    return Equation(node, entry, list(map(Use, node.ins, reads)), node.outs, **fields)
+
+
 _FIELDS = operator.attrgetter(*(field.name for field in dataclasses.fields(Equation)))
+
+
+Decided = tuple[Equation, list[Precision]]  # an equation, and what its results are
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

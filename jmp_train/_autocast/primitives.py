@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 
 
 class Rule(enum.Enum):
@@ -29,7 +28,6 @@ class Rule(enum.Enum):
 class Trait(enum.Flag):
     """What a primitive does to numbers, as far as passes ask. A primitive has any number of traits."""
 
-    NONE = 0
     MOVES = enum.auto()  # the result is the first operand's elements, all of them, rearranged or repeated
     PICKS = enum.auto()  # the result is some of the first operand's elements
     JOINS = enum.auto()  # every element of the result is one of an operand's
@@ -64,13 +62,11 @@ class Entry:
       rule: how the primitive may run.
       reason: why, as `explain` prints it.
       never_low: whether 16 bits would accumulate in it or do not exist for it.
-      traits: what it does to numbers.
     """
 
     rule: Rule
     reason: str
     never_low: bool = False
-    traits: Trait = Trait.NONE
 
     @property
     def has_own_kernel(self) -> bool:
@@ -237,17 +233,7 @@ DATA_OPERANDS = {
 
 
 def _entries(rule: Rule, lines: dict[str, str], never_low: bool = False) -> dict[str, Entry]:
-    return {
-        name: Entry(rule, reason, never_low, _traits_of(name))
-        for names, reason in lines.items()
-        for name in names.split()
-    }
-
-
-def _traits_of(name: str) -> Trait:
-    return functools.reduce(
-        Trait.__or__, (trait for trait, names in TRAITS.items() if name in names.split()), Trait.NONE
-    )
+    return {name: Entry(rule, reason, never_low) for names, reason in lines.items() for name in names.split()}
 
 
 TABLE: dict[str, Entry] = {
@@ -271,7 +257,9 @@ def having(traits: Trait) -> frozenset[str]:
     >>> sorted(having(Trait.POOL | Trait.BOUNDS))
     ['clamp', 'max', 'min', 'reduce_window_max', 'reduce_window_min']
     """
-    return frozenset(name for name, entry in TABLE.items() if entry.traits & traits)
+    return frozenset(name for trait, names in TRAITS.items() if trait in traits for name in names.split())
 
 
 DOTS = having(Trait.DOT | Trait.ATTENTION)
+SYSTEMS = having(Trait.SYSTEM)
+EXPONENTIALS = having(Trait.EXPONENTIAL)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..._jaxpr import FlatJaxpr, Node
-from ..primitives import DELICATE_OPERAND, Trait, having
+from ..primitives import DELICATE_OPERAND, SYSTEMS, Trait, having
 from .dot_sizes import DotSizes, size_of
 from .producers import Producers, outside, row_of
 from .ranges import Range, range_of
@@ -25,7 +25,6 @@ from .ranges import Range, range_of
 _ADDS = having(Trait.ADDS)
 _BOUNDS = having(Trait.BOUNDS)
 _PICKS = having(Trait.PICKS)
-_SYSTEMS = having(Trait.SYSTEM)
 _SQUARES = frozenset({"square", "integer_pow", "pow", "mul", "dot_general"})
 # Operands of which an absolute error counts, or a rounding to zero. Not those of bounds: a layer's result has some.
 _DELICATE = {name: position for name, position in DELICATE_OPERAND.items() if name not in _BOUNDS and position >= 0}
@@ -73,7 +72,7 @@ class Consumers:
 
     @functools.cached_property
     def _in_systems(self) -> set[int]:
-        systems = [node for node in self._program.nodes if node.name in _SYSTEMS]
+        systems = [node for node in self._program.nodes if node.name in SYSTEMS]
         return {dot.outs[0] for node in systems for number in node.ins for dot in self._products_in(number)}
 
     @functools.cached_property

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ..._jaxpr import FlatJaxpr, Loop, Node, flatten, loop_of
 from ..ir import Place, is_float32, is_sixteen_bit
-from ..primitives import DOTS, Trait, having
+from ..primitives import DOTS, SYSTEMS, Trait, having
 from .dot_sizes import size_of
 from .producers import Producers
 
@@ -21,9 +21,8 @@ _ADDS = having(Trait.ACCUMULATES)
 _PASSES = having(Trait.MOVES) | {"convert_element_type"}
 _ADDS_TO_STREAM = having(Trait.ADDS) | _PASSES | {"select_n"}
 _TERMS = having(Trait.ADDS | Trait.JOINS)  # linear in all of their operands together
-_SYSTEMS = having(Trait.SYSTEM)
 _LINEAR = having(Trait.LINEAR | Trait.PICKS) | _PASSES | _TERMS
-KEEPS_ESTIMATES = _LINEAR | _SYSTEMS
+KEEPS_ESTIMATES = _LINEAR | SYSTEMS
 
 
 def dependents(
@@ -35,11 +34,6 @@ def dependents(
         if not found.isdisjoint(node.ins) and not around(node):
             found.update(node.outs)
     return found
-
-
-def reaches(program: FlatJaxpr, numbers: Iterable[int], result: int) -> bool:
-    """Whether a value depends on any of `numbers`."""
-    return result in dependents(program, numbers)
 
 
 def may_be_narrow(
@@ -218,26 +212,27 @@ def solves(program: FlatJaxpr, start: int, result: int) -> bool:
 
     So it is for a Kalman filter's covariance. A network is other functions.
     """
-    dependent, leading = dependents(program, [start]), _leads_to(program, result)
+    dependent, leading = dependents(program, [start]), sources(program, result)
     between = [n for n in program.nodes if not (dependent.isdisjoint(n.ins) or leading.isdisjoint(n.outs))]
     floating = [n for n in between if any(jnp.issubdtype(program.avals[out].dtype, jnp.floating) for out in n.outs)]
-    return any(n.name in _SYSTEMS for n in between) and all(n.name in KEEPS_ESTIMATES for n in floating)
+    return any(n.name in SYSTEMS for n in between) and all(n.name in KEEPS_ESTIMATES for n in floating)
 
 
 def has_system(program: FlatJaxpr) -> bool:
     """Whether a linear system is solved or factorized in a program, the programs inside it left out."""
-    return not _SYSTEMS.isdisjoint([node.name for node in program.nodes])
+    return not SYSTEMS.isdisjoint([node.name for node in program.nodes])
 
 
 def systems_of(program: FlatJaxpr, numbers: Iterable[int]) -> set[int]:
     """What linear systems make of values that depend on any of `numbers`."""
     found = dependents(program, numbers)
     return {
-        out for node in program.nodes if node.name in _SYSTEMS and not found.isdisjoint(node.ins) for out in node.outs
+        out for node in program.nodes if node.name in SYSTEMS and not found.isdisjoint(node.ins) for out in node.outs
     }
 
 
-def _leads_to(program: FlatJaxpr, result: int) -> set[int]:
+def sources(program: FlatJaxpr, result: int) -> set[int]:
+    """The values that `result` depends on, which is among them."""
     found = {result}
     for node in reversed(program.nodes):
         if not found.isdisjoint(node.outs):
@@ -249,13 +244,13 @@ def is_counted(loop: Loop) -> bool:
     """Whether the end of a loop depends on no floating value that its body computes, as that of a `scan`."""
     if loop.condition is None:
         return True
-    condition, body, carried = flatten(loop.condition), flatten(loop.body), range(loop.carry)
-    deciding = {i for i in carried if reaches(condition, [condition.inputs[loop.skip + i]], condition.outputs[0])}
-    pending = list(deciding)
+    condition, body = flatten(loop.condition), flatten(loop.body)
+    read = sources(condition, condition.outputs[0])
+    pending = {i for i, number in enumerate(condition.inputs[loop.skip :]) if number in read}
+    deciding: set[int] = set()
     while pending:
-        result = body.outputs[pending.pop()]
-        more = {i for i in carried if reaches(body, [body.inputs[loop.consts + i]], result)} - deciding
-        deciding |= more
-        pending.extend(more)
+        deciding |= pending
+        read = set().union(*(sources(body, body.outputs[i]) for i in pending))
+        pending = {i for i in range(loop.carry) if body.inputs[loop.consts + i] in read} - deciding
     avals = [body.avals[number] for number in body.outputs]
     return not any(jnp.issubdtype(avals[i].dtype, jnp.inexact) for i in deciding)

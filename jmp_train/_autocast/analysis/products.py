@@ -20,6 +20,7 @@ from ..._jaxpr import (
     Jaxpr,
     Loop,
     Node,
+    body_of,
     in_jvp,
     is_backward,
     loop_of,
@@ -28,7 +29,7 @@ from ..._jaxpr import (
     sub_jaxprs,
 )
 from ..ir import Place, Precision, is_float32, is_sixteen_bit
-from ..primitives import TABLE, Entry, Rule, Trait, having
+from ..primitives import SYSTEMS, TABLE, Entry, Rule, Trait, having
 from .consumers import sums_of_rows
 from .derivatives import Forward, Registry
 from .dot_sizes import DotSizes, asks_for_float32
@@ -54,7 +55,6 @@ _AS_SUMS = frozenset({Cause.SHORT, Cause.INNER})
 
 _PROVENANCE_OF = {Precision.LOW: Provenance.NARROW, Precision.WEAK: Provenance.PARAMETER}
 _PRODUCTS = having(Trait.DOT)
-_SYSTEMS = having(Trait.SYSTEM)
 _CALLS = having(Trait.CALL)
 
 
@@ -97,7 +97,7 @@ class Products:
                 if wide is not None:
                     found.append((entries, position, node, wide))
                     entry = wide
-            elif node.name in _SYSTEMS:
+            elif node.name in SYSTEMS:
                 self.registry.systems.add(visit.line(node))
             visit.values.add(node, entry)
         return [visit.values.result(number) for number in program.outputs]
@@ -154,14 +154,13 @@ class _Visit:
     def _results(self, node: Node, facts: list[Fact]) -> list[Fact]:
         if (loop := loop_of(node.eqn)) is not None:
             return self._loop(node, loop, facts[loop.skip :])
-        bodies = list(sub_jaxprs(node.params))
-        if node.name == "cond":
-            branches = [self._inside(node, body, facts[1:], i) for i, body in enumerate(bodies)]
-            return [Fact(joined(fact.provenance for fact in each)) for each in zip(*branches, strict=True)]
         if node.name in _CALLS:
-            results = self._inside(node, bodies[0], facts, 0)
+            results = self._inside(node, body_of(node.eqn), facts, 0)
             return results if node.name in CALLS else [Fact(fact.provenance) for fact in results]
-        for i, body in enumerate(bodies):  # planned behind float32 boundaries
+        if node.name == "cond":
+            branches = [self._inside(node, body, facts[1:], i) for i, body in enumerate(node.params["branches"])]
+            return [Fact(joined(fact.provenance for fact in each)) for each in zip(*branches, strict=True)]
+        for i, body in enumerate(sub_jaxprs(node.params)):  # planned behind float32 boundaries
             self._inside(node, body, [Fact(Provenance.DATA)] * len(open_jaxpr(body).invars), i)
         return [Fact(Provenance.DATA)] * len(node.outs)
 

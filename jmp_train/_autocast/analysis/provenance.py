@@ -16,7 +16,7 @@ import numpy as np
 from ..._dtypes import BFLOAT16, FLOAT16
 from ..._jaxpr import FlatJaxpr, Node
 from ..._sizes import is_single
-from ..primitives import DATA_OPERANDS, Entry, Rule, Trait, having
+from ..primitives import DATA_OPERANDS, SYSTEMS, Entry, Rule
 from .constants import Constants
 from .consumers import Consumers
 from .loops import KEEPS_ESTIMATES
@@ -25,7 +25,6 @@ from .wide_product import Cause, WideProduct
 
 _BOOL = np.dtype(np.bool_)
 _COMPUTES_FLOAT32 = (Rule.HIGH, Rule.COLLECTIVE, Rule.RECORDED)
-_SYSTEMS = having(Trait.SYSTEM)
 
 
 class Provenance(enum.Enum):
@@ -170,7 +169,7 @@ class Values:
                 provenance = provenances[number]
             elif provenances[number] is not provenance:
                 provenance = joined((provenance, provenances[number]))
-        if name in _SYSTEMS:
+        if name in SYSTEMS:
             provenance = self._solution(node, provenance)
         elif provenance is Provenance.ESTIMATE and name not in KEEPS_ESTIMATES:
             provenance = Provenance.DATA

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 from ..._jaxpr import FlatJaxpr, Node
 from ..ir import Place
-from ..primitives import DELICATE_OPERAND, DOTS, Entry, Rule, Trait, having
+from ..primitives import DELICATE_OPERAND, DOTS, EXPONENTIALS, Entry, Rule, Trait, having
 from .wide_product import WideProduct
 
 # Rounding before these is rounding after them: every element of the result is one of an operand's, or its negative.
 _EXACT = having(Trait.JOINS | Trait.BOUNDS | Trait.FLIPS)
 _EXACT_OR_POOLS = _EXACT | having(Trait.POOL)
-_EXPONENTIALS = having(Trait.EXPONENTIAL)
 _AFFINE = having(Trait.ADDS) | {"mul"}
 
 
@@ -117,7 +116,7 @@ class Backward:
         # What is bounded from above may be infinite in float16, and a divisor zero. What runs as recorded may do both.
         exact = rule is Rule.RECORDED or (out.exact and (passes or self._measures_from_constant(node)))
         exact = exact or name == "min" or (name == "integer_pow" and node.params["y"] < 0)
-        exponent = name in _EXPONENTIALS or (out.in_exponent and (passes or name in _AFFINE))
+        exponent = name in EXPONENTIALS or (out.in_exponent and (passes or name in _AFFINE))
         delicate = DELICATE_OPERAND.get(name)
         for position, number in enumerate(node.ins):
             is_delicate = delicate is not None and position == delicate % len(node.ins)

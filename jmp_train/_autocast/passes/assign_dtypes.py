@@ -37,24 +37,24 @@ from ..analysis.uses import Flags, axes_of
 from ..analysis.wide_product import WideProduct
 from ..ir import (
     Access,
+    Decided,
     Equation,
     Fact,
     Precision,
     Program,
     Use,
     dtype_of,
-    float32_where_floating,
+    equation_of,
     is_float32,
     is_sixteen_bit,
     precision_of,
+    recorded_reads,
 )
 from ..primitives import DOTS, Entry, Rule, Trait, having
 from . import control_flow
 
 if TYPE_CHECKING:
     from ..planner import Context
-
-Decided = tuple[Equation, list[Precision]]
 
 _ROUNDS = having(Trait.ROUNDS)
 _ATTENTION = having(Trait.ATTENTION)
@@ -127,11 +127,10 @@ class _Walk:
         seen = [self._seen(number, depth, access) for number, access in zip(node.ins, accesses, strict=True)]
         if entry.rule is Rule.ENTER:
             seen = [self._across(number, precision) for number, precision in zip(node.ins, seen, strict=True)]
-            equation, made, has_dot = control_flow.enter(self.context, node, entry, self.place, seen)
+            equation, made = control_flow.enter(self.context, node, entry, self.place, seen)
         else:
             equation, made = self._DECIDE[entry.rule](self, node, entry, seen)
-            has_dot = equation.is_narrow_dot
-        equation.depth = depth
+        equation.depth, has_dot = depth, equation.has_narrow_dot
         equation.accesses = [
             Access.CARRIED if access is Access.NARROW and use.dtype == FLOAT32 else access
             for access, use in zip(accesses, equation.uses, strict=True)
@@ -176,12 +175,12 @@ class _Walk:
             return Equation(node, entry, uses, node.outs, params={"preferred_element_type": FLOAT32}), full
         # Without a precision of its own a float32 dot runs in TF32 on GPUs that have it.
         params = {"precision": (lax.Precision.HIGHEST,) * 2} if node.params["precision"] is None else {}
-        return _equation(node, entry, float32_where_floating(seen), params=params), full
+        return equation_of(node, entry, recorded_reads(seen), params=params), full
 
     def _as_recorded(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         if isinstance(entry, WideProduct):
             return self._wide_product(node, entry, seen)
-        reads, made = float32_where_floating(seen), self._made(node)
+        reads, made = recorded_reads(seen), self._made(node)
         if node.name == "convert_element_type":
             if seen[0] is Precision.LOW and node.params["new_dtype"] == self.low:
                 reads = [self.low]  # the user asks for what the value already is
@@ -190,13 +189,10 @@ class _Walk:
                 made = [precision_of_known(known, self.avals[node.outs[0]], self.low)]
             elif self.avals[node.ins[0]].dtype == np.bool_:
                 made = [Precision.WEAK if p is Precision.FULL else p for p in made]  # zeros and ones fit anywhere
-        return _equation(node, entry, reads), made
+        return equation_of(node, entry, reads), made
 
     def _high(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
-        avals = [self.avals[number] for number in node.ins]
-        reads = [FLOAT32 if is_float32(aval) or is_sixteen_bit(aval) else None for aval in avals]
-        computes = [FLOAT32 if is_sixteen_bit(self.avals[number]) else None for number in node.outs]
-        return _equation(node, entry, reads, computes=computes), self._made(node)
+        return self._in_dtype(node, entry, FLOAT32)
 
     def _follow(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         floating = [precision for precision in seen if precision is not Precision.RECORDED]
@@ -216,13 +212,13 @@ class _Walk:
         params = {}
         if node.name == "convert_element_type" and made == [Precision.LOW]:
             params = {"new_dtype": self.low}  # recorded from float32 to float32: it changes the weak type alone
-        return _equation(node, entry, [dtype_of(precision, self.low) for precision in seen], params=params), made
+        return equation_of(node, entry, [dtype_of(precision, self.low) for precision in seen], params=params), made
 
     def _widest(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         only_wide = node.name in _ROUNDS and all(self.flow[number].only_wide for number in node.outs)
         if node.name == "div" and not only_wide and self._is_mean_to_store(node):
             entry = Entry(entry.rule, "a mean of 16-bit values, which fits where they do")
-            return _equation(node, entry, [FLOAT32, FLOAT32], computes=[FLOAT32]), [Precision.LOW]
+            return equation_of(node, entry, [FLOAT32, FLOAT32], computes=[FLOAT32]), [Precision.LOW]
         narrow = Precision.LOW if Precision.LOW in seen else Precision.WEAK
         precision = Precision.FULL if only_wide or Precision.FULL in seen else narrow
         return self._pairwise(node, entry, seen, precision)
@@ -234,7 +230,7 @@ class _Walk:
 
     def _pairwise(self, node: Node, entry: Entry, seen: list[Precision], precision: Precision) -> Decided:
         reads = [None if p is Precision.RECORDED else dtype_of(precision, self.low) for p in seen]
-        return _equation(node, entry, reads), self._made(node, precision)
+        return equation_of(node, entry, reads), self._made(node, precision)
 
     def _low(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         if node.name not in DOTS:
@@ -248,7 +244,7 @@ class _Walk:
         low = next((aval.dtype for aval in avals if is_sixteen_bit(aval)), self.low)
         reads = [None if precision is Precision.RECORDED else low for precision in seen]
         if not is_float32(self.avals[node.outs[0]]):
-            return _equation(node, entry, reads), [Precision.RECORDED]
+            return equation_of(node, entry, reads), [Precision.RECORDED]
         are_parameters = [self.facts[number].parameter for number in node.ins]
         # cuDNN has no convolution of 16-bit operands with a float32 result.
         gradient = node.name != "conv_general_dilated" and self.place.is_backward(node)
@@ -262,8 +258,8 @@ class _Walk:
         if asks_for_float32(node.params.get("precision"), None):
             params["precision"] = None  # of 16-bit operands there is one precision; compilers widen them for another
         if leaves == self.low:
-            return _equation(node, entry, reads, params=params), [Precision.LOW]
-        return _equation(node, entry, reads, params=params, computes=[leaves]), [Precision.FULL]
+            return equation_of(node, entry, reads, params=params), [Precision.LOW]
+        return equation_of(node, entry, reads, params=params, computes=[leaves]), [Precision.FULL]
 
     def _attention(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         settings, avals = node.params["settings"], [self.avals[number] for number in node.ins]
@@ -284,14 +280,16 @@ class _Walk:
         made = self._made(node, Precision.LOW)
         if node.name == ATTENTION:
             made[1] = Precision.FULL
-        return _equation(node, dataclasses.replace(entry, reason=reason), reads), made
+        return equation_of(node, dataclasses.replace(entry, reason=reason), reads), made
 
     def _collective(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
-        wire = self.context.reduce_dtype if self.place.is_backward(node) else FLOAT32
+        return self._in_dtype(node, entry, self.context.reduce_dtype if self.place.is_backward(node) else FLOAT32)
+
+    def _in_dtype(self, node: Node, entry: Entry, dtype: np.dtype) -> Decided:
+        """Computes in `dtype`, and returns what was recorded: of hand-cast 16-bit operands a 16-bit result."""
         avals = [self.avals[number] for number in (*node.ins, *node.outs)]
-        dtypes = [wire if is_float32(aval) or is_sixteen_bit(aval) else None for aval in avals]
-        reads, computes = dtypes[: len(node.ins)], dtypes[len(node.ins) :]
-        return _equation(node, entry, reads, computes=computes), self._made(node)
+        dtypes = [dtype if is_float32(aval) or is_sixteen_bit(aval) else None for aval in avals]
+        return equation_of(node, entry, dtypes[: len(node.ins)], computes=dtypes[len(node.ins) :]), self._made(node)
 
     _DECIDE = {  # noqa: RUF012
         Rule.LOW: _low,
@@ -310,10 +308,6 @@ class _Walk:
         precision = self._across(number, fact.precision)
         rounded = flags.to_dot and not delicate and precision is Precision.FULL and (fact.has_low_copy or carried)
         return Precision.LOW if rounded else precision
-
-
-def _equation(node: Node, entry: Entry, reads: Sequence[np.dtype | None], **fields: Any) -> Equation:
-    return Equation(node, entry, list(map(Use, node.ins, reads)), node.outs, **fields)
 
 
 def _numbers_of(node: Node, operands: Sequence[Fact], precision: Precision, low: np.dtype) -> Numbers:

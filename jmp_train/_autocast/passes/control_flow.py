@@ -17,40 +17,28 @@ import jax
 import numpy as np
 
 from ..._dtypes import FLOAT32
-from ..._jaxpr import ClosedJaxpr, Loop, Node, loop_of, open_jaxpr, trace
+from ..._jaxpr import ClosedJaxpr, Loop, Node, body_of, loop_of, open_jaxpr, trace
 from ..analysis.loop_ends import narrowed_decision, narrowed_stop
 from ..analysis.loops import is_counted, may_be_narrow
 from ..analysis.uses import Flags, merged
 from ..emit import cast, emit, is_array
 from ..ir import (
-    Equation,
+    Decided,
     Place,
     Precision,
     Program,
-    Use,
-    float32_where_floating,
+    equation_of,
     joined,
     precision_of,
     recorded_dtypes,
+    recorded_reads,
 )
-from ..primitives import Entry, Rule
+from ..primitives import Entry, Rule, Trait, having
 
 if TYPE_CHECKING:
     from ..planner import Context, Planner
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Entered:
-    """A node with its bodies planned: what its operands are read in, what its results are, the bodies.
-
-    `computes` and `derive` are as in `Equation`.
-    """
-
-    reads: list[np.dtype | None]
-    made: list[Precision]
-    bodies: tuple[Program, ...]
-    computes: list[np.dtype | None] = dataclasses.field(default_factory=list)
-    derive: Callable[..., Any] | None = None
+_CALLS = having(Trait.CALL)
 
 
 def flags_of(planner: Planner, node: Node, inside: Place, outs: list[Flags]) -> list[Flags]:
@@ -61,8 +49,8 @@ def flags_of(planner: Planner, node: Node, inside: Place, outs: list[Flags]) -> 
         return [Flags(), *map(merged, zip(*branches, strict=True))]
     if (loop := loop_of(node.eqn)) is not None:
         return [Flags()] * loop.skip + _loop_flags(planner, loop, inside, outs)
-    if node.name in _BODY:
-        return planner.in_flags(params[_BODY[node.name]], inside, outs)
+    if node.name in _CALLS:
+        return planner.in_flags(body_of(node.eqn), inside, outs)
     return [Flags(reaches_dot=True)] * len(node.ins)
 
 
@@ -75,69 +63,59 @@ def _loop_flags(planner: Planner, loop: Loop, inside: Place, outs: list[Flags]) 
     return planner.in_flags(loop.body, inside, [*fed_back, *outs[loop.carry :]])
 
 
-def enter(
-    context: Context, node: Node, entry: Entry, place: Place, seen: list[Precision]
-) -> tuple[Equation, list[Precision], bool]:
-    """Plans a node with a body: the equation, what its results are, and whether a dot is inside."""
+def enter(context: Context, node: Node, entry: Entry, place: Place, seen: list[Precision]) -> Decided:
+    """Plans a node with a body."""
     out_flags = [context.flow[number] for number in node.outs]
     handler = _HANDLERS.get(node.name, _boundary)
-    entered = handler(context.planner, node, place.inside(node), seen, out_flags)
-    if isinstance(entered, str):
-        entry, entered = Entry(Rule.RECORDED, entered), _as_recorded(node, seen)
-    equation = Equation(
-        node,
-        entry,
-        list(map(Use, node.ins, entered.reads)),
-        node.outs,
-        computes=entered.computes,
-        bodies=entered.bodies,
-        derive=entered.derive,
-    )
-    return equation, entered.made, any(map(_has_dot, entered.bodies))
-
-
-def _has_dot(program: Program) -> bool:
-    return any(equation.is_narrow_dot or any(map(_has_dot, equation.bodies)) for equation in program.equations)
+    decided = handler(context.planner, node, entry, place.inside(node), seen, out_flags)
+    return _as_recorded(node, Entry(Rule.RECORDED, decided), seen) if isinstance(decided, str) else decided
 
 
 def _recorded(variables: Sequence[Any]) -> list[Precision]:
     return [precision_of(var.aval) for var in variables]
 
 
-def _as_recorded(node: Node, seen: Sequence[Precision], bodies: Sequence[Program] = ()) -> Entered:
-    return Entered(float32_where_floating(seen), _recorded(node.eqn.outvars), tuple(bodies))
+def _as_recorded(node: Node, entry: Entry, seen: Sequence[Precision], bodies: Sequence[Program] = ()) -> Decided:
+    return equation_of(node, entry, recorded_reads(seen), bodies=tuple(bodies)), _recorded(node.eqn.outvars)
 
 
 def _returning(program: Program, dtypes: list[np.dtype | None]) -> Program:
     return dataclasses.replace(program, result_dtypes=dtypes)
 
 
-def _call(planner: Planner, node: Node, inside: Place, seen: list[Precision], outs: list[Flags]) -> Entered:
+def _call(
+    planner: Planner, node: Node, entry: Entry, inside: Place, seen: list[Precision], outs: list[Flags]
+) -> Decided:
     """`jit` with shardings of its own, `remat2` and `shard_map`: everything but the body stays as recorded."""
-    body = planner.plan(node.params[_BODY[node.name]], seen, outs, inside)
-    return Entered(body.input_dtypes, body.result_precisions, (body,))
+    body = planner.plan(body_of(node.eqn), seen, outs, inside)
+    return equation_of(node, entry, body.input_dtypes, bodies=(body,)), body.result_precisions
 
 
-def _cond(planner: Planner, node: Node, inside: Place, seen: list[Precision], outs: list[Flags]) -> Entered:
+def _cond(
+    planner: Planner, node: Node, entry: Entry, inside: Place, seen: list[Precision], outs: list[Flags]
+) -> Decided:
     branches = [planner.plan(branch, seen[1:], outs, inside) for branch in node.params["branches"]]
     made = [joined(each) for each in zip(*(branch.result_precisions for branch in branches), strict=True)]
     dtypes = branches[0].dtypes_of(made)
     bodies = tuple(_returning(branch, dtypes) for branch in branches)
-    return Entered([None, *bodies[0].input_dtypes], made, bodies)
+    return equation_of(node, entry, [None, *bodies[0].input_dtypes], bodies=bodies), made
 
 
-def _loop(planner: Planner, node: Node, inside: Place, seen: list[Precision], outs: list[Flags]) -> Entered | str:
+def _loop(
+    planner: Planner, node: Node, entry: Entry, inside: Place, seen: list[Precision], outs: list[Flags]
+) -> Decided | str:
     loop: Any = loop_of(node.eqn)
     body, carried = _plan_loop(planner, loop, inside, seen[loop.skip :], outs)
     made = [*carried, *body.result_precisions[loop.carry :]]
     returned = _returning(body, body.dtypes_of(made))
     if loop.condition is None:
         reason = narrowed_stop(body, loop)
-        return reason or Entered(body.input_dtypes, made, (returned,))
+        return reason or (equation_of(node, entry, body.input_dtypes, bodies=(returned,)), made)
     condition = planner.plan(loop.condition, [*seen[: loop.skip], *carried], [Flags()], inside)
     reason = None if is_counted(loop) else narrowed_decision(condition, body, loop)
     reads = [*condition.input_dtypes[: loop.skip], *body.input_dtypes]
-    return reason or Entered(reads, made, (returned, _returning(condition, [None])))
+    bodies = returned, _returning(condition, [None])
+    return reason or (equation_of(node, entry, reads, bodies=bodies), made)
 
 
 def _plan_loop(
@@ -170,8 +148,10 @@ def _plan_loop(
         carried = wider
 
 
-def _custom_jvp(planner: Planner, node: Node, inside: Place, seen: list[Precision], outs: list[Flags]) -> Entered:
-    body = planner.plan(node.params["call_jaxpr"], seen, outs, inside)
+def _custom_jvp(
+    planner: Planner, node: Node, entry: Entry, inside: Place, seen: list[Precision], outs: list[Flags]
+) -> Decided:
+    body = planner.plan(body_of(node.eqn), seen, outs, inside)
     # Of the arguments and their tangents.
     precisions = [*seen, *(Precision.FULL if p is Precision.OVERFLOWS else p for p in seen)]
 
@@ -180,12 +160,14 @@ def _custom_jvp(planner: Planner, node: Node, inside: Place, seen: list[Precisio
         recorded = [x if p is Precision.RECORDED or not is_array(x) else cast(x, FLOAT32) for x, p in pairs]
         return run_rule(planner, rule, recorded, precisions, inside)
 
-    return Entered(body.input_dtypes, body.result_precisions, (body,), derive=derive)
+    return equation_of(node, entry, body.input_dtypes, bodies=(body,), derive=derive), body.result_precisions
 
 
-def _custom_vjp(planner: Planner, node: Node, inside: Place, seen: list[Precision], outs: list[Flags]) -> Entered:
+def _custom_vjp(
+    planner: Planner, node: Node, entry: Entry, inside: Place, seen: list[Precision], outs: list[Flags]
+) -> Decided:
     """Keeps float32 at the boundary, since a rule's residuals may be the operands themselves; the inside is planned."""
-    body = planner.plan(node.params["call_jaxpr"], seen, outs, inside)
+    body = planner.plan(body_of(node.eqn), seen, outs, inside)
 
     def derive(rule: Callable, args: Sequence[Any], backward: bool = False) -> Any:
         if not backward:
@@ -194,8 +176,8 @@ def _custom_vjp(planner: Planner, node: Node, inside: Place, seen: list[Precisio
         return run_rule(planner, rule, args, found, inside._replace(backward=True))
 
     returned = _returning(body, recorded_dtypes(body.recorded))
-    computes = returned.result_dtypes
-    return Entered(float32_where_floating(seen), body.result_precisions, (returned,), computes, derive)
+    fields = {"bodies": (returned,), "computes": returned.result_dtypes, "derive": derive}
+    return equation_of(node, entry, recorded_reads(seen), **fields), body.result_precisions
 
 
 def run_rule(
@@ -221,7 +203,9 @@ def run_rule(
     return jax.tree.unflatten(tree, [next(arrays) if other is None else other for other in others])
 
 
-def _boundary(planner: Planner, node: Node, inside: Place, seen: list[Precision], outs: list[Flags]) -> Entered:
+def _boundary(
+    planner: Planner, node: Node, entry: Entry, inside: Place, seen: list[Precision], outs: list[Flags]
+) -> Decided:
     """Any other primitive with closed bodies: float32 at the boundary, the bodies planned behind it."""
     bodies = []
     for body in node.params.values():
@@ -229,17 +213,10 @@ def _boundary(planner: Planner, node: Node, inside: Place, seen: list[Precision]
             jaxpr = open_jaxpr(body)
             program = planner.plan(body, _recorded(jaxpr.invars), [Flags()] * len(jaxpr.outvars), inside)
             bodies.append(_returning(program, recorded_dtypes(program.recorded)))
-    return _as_recorded(node, seen, bodies)
+    return _as_recorded(node, entry, seen, bodies)
 
 
-_BODY = {
-    "jit": "jaxpr",
-    "remat2": "jaxpr",
-    "shard_map": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
-_HANDLERS: dict[str, Callable[..., Entered | str]] = {
+_HANDLERS: dict[str, Callable[..., Decided | str]] = {
     "jit": _call,
     "remat2": _call,
     "shard_map": _call,

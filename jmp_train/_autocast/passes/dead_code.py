@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ..ir import Equation, Op, Program
@@ -27,7 +26,7 @@ def mark_dead(program: Program, context: Context) -> Program:
     needed, again = set(program.outputs), set()  # values read as they are, and those that are rematerialized
     remat, equations = program.residuals.remat, []
     for equation in reversed(program.equations):
-        dead = equation.dead or (not equation.node.eqn.effects and needed.isdisjoint(equation.results))
+        dead = equation.dead or not (has_effects(equation) or not needed.isdisjoint(equation.results))
         if not dead:
             for number, _, residual in equation.uses:
                 (again if residual and number in remat else needed).add(number)
@@ -38,9 +37,9 @@ def mark_dead(program: Program, context: Context) -> Program:
     return dataclasses.replace(program, equations=equations[::-1])
 
 
-def remove_dead_code(program: Program, needed: Iterable[int] = ()) -> Program:
-    """The program without equations whose results are neither read, nor returned, nor among the `needed`."""
-    alive, equations = {*program.outputs, *needed}, []
+def remove_dead_code(program: Program) -> Program:
+    """The program without equations whose results are neither read nor returned."""
+    alive, equations = {*program.outputs}, []
     for equation in reversed(program.equations):
         if has_effects(equation) or not alive.isdisjoint(equation.results):
             alive.update(equation.operands)

@@ -205,7 +205,7 @@ class _Decisions:
 
 def _is_from_dot(equation: Equation, operands: Sequence[_Value]) -> bool:
     """Whether a value in the compute dtype is in memory because a kernel of its own computed or rearranged it."""
-    mean = bool(equation.computes)
+    mean = equation.entry.rule is Rule.WIDEST and bool(equation.computes)  # others compute what they return
     moved = equation.entry.rule is Rule.SHAPE and not fuses(equation) and any([o.from_dot for o in operands])
     return equation.is_narrow_dot or mean or moved
 

@@ -25,13 +25,12 @@ from ..._jaxpr import scan_counts
 from ..._sizes import size_in_bytes
 from ..analysis.residual_costs import ResidualCosts, Storage, Values, fuses
 from ..ir import Equation, Op, Program, Use
-from ..primitives import Trait, having
+from ..primitives import EXPONENTIALS
 from .dead_code import remove_dead_code
 
 if TYPE_CHECKING:
     from ..planner import Planner
 
-_EXPONENTIALS = having(Trait.EXPONENTIAL)
 _CONST, _CARRY, _ROW = range(3)
 
 
@@ -280,7 +279,7 @@ def _rounded_for_exponentials(body: Program, chain: list[Equation]) -> Program:
 
     exponents: set[int] = set()
     for equation in reversed(chain):
-        in_exponent = equation.node.name in _EXPONENTIALS or not exponents.isdisjoint(equation.results)
+        in_exponent = equation.node.name in EXPONENTIALS or not exponents.isdisjoint(equation.results)
         if in_exponent and equation.op is not Op.ROUND:
             exponents.update(equation.operands)
     casts = {equation.operands[0] for equation in chain if equation.results[0] in exponents and widens(equation)}

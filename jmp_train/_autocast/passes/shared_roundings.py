@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING
 
 from ..analysis.wide_product import WideProduct
 from ..ir import Precision, Program
-from ..primitives import Rule, Trait, having
+from ..primitives import EXPONENTIALS, Rule
 
 if TYPE_CHECKING:
     from ..planner import Context
 
-_EXPONENTIALS = having(Trait.EXPONENTIAL)
 _SCALES = frozenset({"mul", "div", "neg"})
 
 
@@ -35,7 +34,7 @@ def shared_roundings(program: Program, context: Context) -> Program:
     squared = _low(program, _moved_from(program, _squared(program)))
     residuals = program.residuals
     exponentials = [
-        number for equation in program.equations if equation.node.name in _EXPONENTIALS for number in equation.results
+        number for equation in program.equations if equation.node.name in EXPONENTIALS for number in equation.results
     ]
     read = rematerialized_from(program, exponentials)
     exponents = _low(program, read & (residuals.saved | residuals.remat))
