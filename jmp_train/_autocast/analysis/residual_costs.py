@@ -25,8 +25,9 @@ from ..._sizes import is_less
 from ..ir import Equation, Op
 from ..primitives import Trait, having
 
-_ELEMENTWISE = having(Trait.FUSES | Trait.EXPENSIVE | Trait.COMPARES)
-_IN_RULES = _ELEMENTWISE | having(Trait.BITWISE)
+_FUSES = having(Trait.FUSES | Trait.EXPENSIVE | Trait.COMPARES)
+_IN_RULES = _FUSES | having(Trait.BITWISE)
+_EXPENSIVE = having(Trait.EXPENSIVE)
 # A value computed from more than this is its own source: keeps planning linear.
 _MOST_SOURCES = 16
 # A source that is more than this many times smaller than the value counts for nothing: the bias or mean of many rows.
@@ -48,10 +49,21 @@ def fuses(equation: Equation) -> bool:
     """Whether an equation is elementwise, so that XLA computes it in the kernel of whatever reads it."""
     if equation.bodies:
         rule = equation.node.name == "custom_jvp_call" and len(equation.results) == 1
-        return rule and all([inner.node.name in _IN_RULES for inner in equation.bodies[0].equations])
+        return rule and _IN_RULES.issuperset(_names_inside(equation))
     if equation.op is Op.RECORDED:
-        return equation.node.name in _ELEMENTWISE
+        return equation.node.name in _FUSES
     return equation.op in (Op.CAST, Op.ROUND, Op.SAVED)
+
+
+def is_expensive(equation: Equation) -> bool:
+    """Whether XLA would rather store the result of an equation than compute it twice."""
+    if equation.bodies:
+        return equation.node.name == "custom_jvp_call" and not _EXPENSIVE.isdisjoint(_names_inside(equation))
+    return equation.node.name in _EXPENSIVE
+
+
+def _names_inside(equation: Equation) -> list[str]:
+    return [inner.node.name for inner in equation.bodies[0].equations]
 
 
 class ResidualCosts:

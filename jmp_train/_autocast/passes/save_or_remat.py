@@ -41,7 +41,7 @@ import numpy as np
 
 from ..._jaxpr import Node
 from ..._sizes import is_less, size_in_bytes
-from ..analysis.residual_costs import ResidualCosts, Storage, fuses
+from ..analysis.residual_costs import ResidualCosts, Storage, fuses, is_expensive
 from ..ir import Access, Equation, Fact, Precision, Program, Residuals
 from ..primitives import Rule, Trait, having
 from .rewrites.relu_mask import is_positive, relu_operand
@@ -49,8 +49,7 @@ from .rewrites.relu_mask import is_positive, relu_operand
 if TYPE_CHECKING:
     from ..planner import Context
 
-_EXPENSIVE = having(Trait.EXPENSIVE)
-_ELEMENTWISE = _EXPENSIVE | having(Trait.FUSES)
+_ELEMENTWISE = having(Trait.FUSES | Trait.EXPENSIVE)
 
 
 def save_or_remat(program: Program, context: Context) -> Program:
@@ -282,10 +281,3 @@ def _is_residual(
         return False
     shared = fact.has_low_copy or (value.expensive and context.flow.readers[use.value] > 1)
     return equation.depth > fact.depth or (shared and access is not Access.FUSED)
-
-
-def is_expensive(equation: Equation) -> bool:
-    """Whether XLA would rather store the result than compute it twice."""
-    if equation.bodies and equation.node.name == "custom_jvp_call":
-        return any([inner.node.name in _EXPENSIVE for inner in equation.bodies[0].equations])
-    return equation.node.name in _EXPENSIVE

@@ -15,11 +15,11 @@ Decides which values these are.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from ..analysis.wide_product import WideProduct
-from ..ir import Precision, Program
+from ..ir import Equation, Precision, Program
 from ..primitives import EXPONENTIALS, Rule
 
 if TYPE_CHECKING:
@@ -31,24 +31,24 @@ _SCALES = frozenset({"mul", "div", "neg"})
 def shared_roundings(program: Program, context: Context) -> Program:
     """The program whose residuals say which values are rounded for all readers."""
     del context
-    squared = _low(program, _moved_from(program, _squared(program)))
     residuals = program.residuals
+    squared = _low(program, sources(program, _squared(program), _moves_or_scales))
     exponentials = [
         number for equation in program.equations if equation.node.name in EXPONENTIALS for number in equation.results
     ]
-    read = rematerialized_from(program, exponentials)
+    read = sources(program, exponentials, lambda equation: not residuals.remat.isdisjoint(equation.results))
     exponents = _low(program, read & (residuals.saved | residuals.remat))
     return dataclasses.replace(
         program, residuals=dataclasses.replace(residuals, rounded=exponents | squared, squared=squared)
     )
 
 
-def rematerialized_from(program: Program, numbers: Iterable[int]) -> set[int]:
-    """All that rematerializing some values reads, saved or rematerialized itself, and these."""
-    found, remat = set(numbers), program.residuals.remat
+def sources(program: Program, numbers: Iterable[int], through: Callable[[Equation], bool]) -> set[int]:
+    """All that some values are computed from by equations that may be followed, and these."""
+    found = set(numbers)
     for equation in reversed(program.equations):
-        if not (remat.isdisjoint(equation.results) or found.isdisjoint(equation.results)):
-            found.update(equation.node.ins)
+        if not found.isdisjoint(equation.results) and through(equation):
+            found.update(equation.operands)
     return found
 
 
@@ -69,12 +69,5 @@ def _squared(program: Program) -> set[int]:
     return found
 
 
-def _moved_from(program: Program, numbers: set[int]) -> set[int]:
-    """The values that some are moved or scaled from, and these."""
-    found = set(numbers)
-    for equation in reversed(program.equations):
-        if found.isdisjoint(equation.results):
-            continue
-        if equation.entry.rule is Rule.SHAPE or equation.node.name in _SCALES:
-            found.update(equation.operands)
-    return found
+def _moves_or_scales(equation: Equation) -> bool:
+    return equation.entry.rule is Rule.SHAPE or equation.node.name in _SCALES

@@ -11,7 +11,6 @@ values of the compute dtype, and sums in float32 registers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from ...._sizes import is_less
 from ...ir import Equation, Op, Program
 from ...primitives import Entry, Rule
 from .rewrite import Rewrite
-from .windows import elements_at, starts_of_places
+from .windows import are_small, elements_at, starts_of_places
 
 _MOST_PLACES = 64  # of a window: each adds a few operations to the program
 
@@ -49,14 +48,8 @@ class MaxPoolGradient(Rewrite):
 
 
 def windows_are_small(node: Node) -> bool:
-    """Whether the windows of a `select_and_scatter_add` have so few places that each can be written out.
-
-    Along every axis there must be a window, also where the sizes are symbolic: an array with none is not worth its own
-    arithmetic of paddings.
-    """
-    source: Any = node.eqn.invars[0].aval  # one value a window
-    places = math.prod(node.params["window_dimensions"])
-    return places <= _MOST_PLACES and all(is_less(0, count) for count in source.shape)
+    """Whether the windows of a `select_and_scatter_add` have so few places that each can be written out."""
+    return are_small(node, node.eqn.invars[0].aval, _MOST_PLACES)
 
 
 def scatter_to_windows(node: Node, operands: Sequence[Any]) -> list[jax.Array]:

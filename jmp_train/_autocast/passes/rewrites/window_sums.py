@@ -16,11 +16,10 @@ import jax
 from jax import lax
 
 from ...._jaxpr import Node
-from ...._sizes import is_less, static_size
 from ...ir import Equation, Op, Program
 from ...primitives import Rule
 from .rewrite import Rewrite
-from .windows import elements_at, starts_of_places
+from .windows import are_small, elements_at, starts_of_places
 
 _MOST_PLACES = 16  # of a window: each reads the operand once more
 
@@ -36,16 +35,9 @@ class WindowSums(Rewrite):
 
 
 def _can_be_written_out(node: Node) -> bool:
-    """Whether each window has few elements, next to each other, and there is a window along every axis."""
-    places = static_size(node.params["window_dimensions"])
+    """Whether each window has few elements, next to each other."""
     dilations = {*node.params["base_dilation"], *node.params["window_dilation"]}
-    windows: Any = node.eqn.outvars[0].aval
-    return (
-        places is not None
-        and places <= _MOST_PLACES
-        and dilations == {1}
-        and all(is_less(0, count) for count in windows.shape)
-    )
+    return dilations == {1} and are_small(node, node.eqn.outvars[0].aval, _MOST_PLACES)
 
 
 def add_places(node: Node, operands: Sequence[Any]) -> list[jax.Array]:

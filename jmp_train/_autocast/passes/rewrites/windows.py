@@ -14,6 +14,22 @@ import numpy as np
 from jax import lax
 
 from ...._jaxpr import Node
+from ...._sizes import is_less, static_size
+
+
+def are_small(node: Node, windows: Any, most_places: int) -> bool:
+    """Whether windows have so few places that each can be written out.
+
+    Along every axis there must be a window, also where the sizes are symbolic: an array with none is not worth its own
+    arithmetic of paddings.
+
+    Args:
+      node: says how large a window is.
+      windows: the abstract value that has one number a window.
+      most_places: how many places a window may have.
+    """
+    places = static_size(node.params["window_dimensions"])
+    return places is not None and places <= most_places and all(is_less(0, count) for count in windows.shape)
 
 
 def starts_of_places(node: Node) -> list[list[int]]:
