@@ -93,10 +93,10 @@ def test_how_the_gradient_of_a_bias_reads_the_cotangent_of_a_norm(name):
         return jnp.mean((fn(*params, x) @ params[-1]) ** 2)
 
     program = after("assign_dtypes", jax.grad(loss), params, x)
-    makers = {number: equation for equation in program.equations for number in equation.results}
-    bias = makers[program.outputs[1]]
+    producers = {number: equation for equation in program.equations for number in equation.results}
+    bias = producers[program.outputs[1]]
     while program.avals[bias.operands[0]].shape != (rows, columns):  # moved since
-        bias = makers[bias.operands[0]]
+        bias = producers[bias.operands[0]]
     assert [access.value for access in bias.accesses] == [expected]
 
 

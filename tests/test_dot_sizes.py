@@ -100,7 +100,7 @@ def test_which_precisions_ask_for_float32(precision, policys, asks):
     assert asks_for_float32(precision, policys) == asks
 
 
-EXACT, TABLE, PARAMETER, NARROW = Provenance.EXACT, Provenance.TABLE, Provenance.PARAMETER, Provenance.NARROW
+EXACT, TABLE, PARAMETER, NARROW = Provenance.SCALAR, Provenance.TABLE, Provenance.PARAMETER, Provenance.NARROW
 DATA, ACTIVATION, STATE, SOLUTION = Provenance.DATA, Provenance.ACTIVATION, Provenance.STATE, Provenance.SOLUTION
 ESTIMATE = Provenance.ESTIMATE
 FACTOR, KERNEL = Provenance.FACTOR, Provenance.KERNEL

@@ -171,17 +171,17 @@ def test_insert_casts_rematerializes_long_chains():
     w, x = RNG.normal(size=(16, 32)).astype(np.float32), RNG.normal(size=(8, 16)).astype(np.float32)
     program = after("insert_casts", jax.grad(iterated), w, x)
     assert Counter(e.name for e in program.equations if e.remat) == {"sin": 399, "cos": 400}
-    makers = {number: i for i, e in enumerate(program.equations) for number in e.results}
-    assert all(makers[n] < i for i, e in enumerate(program.equations) for n in e.operands if n in makers)
+    producers = {number: i for i, e in enumerate(program.equations) for number in e.results}
+    assert all(producers[n] < i for i, e in enumerate(program.equations) for n in e.operands if n in producers)
 
 
 def test_shared_roundings_rounds_what_a_rematerialized_exponential_reads():
     program = after("insert_casts", jax.grad(softmax_between_dots), W, X)
-    makers = {number: e for e in program.equations for number in e.results}
+    producers = {number: e for e in program.equations for number in e.results}
     exponentials = [e for e in program.equations if e.name == "exp"]
     assert [e.remat for e in exponentials] == [False, True]
-    near, far = (makers[e.operands[0]] for e in exponentials)
-    assert near.name == "round" and makers[far.operands[0]].name == "saved"  # what is saved is rounded by that
+    near, far = (producers[e.operands[0]] for e in exponentials)
+    assert near.name == "round" and producers[far.operands[0]].name == "saved"  # what is saved is rounded by that
 
 
 @pytest.mark.parametrize("scale", [lambda x: x, lambda x: 2 * x.T.T, lambda x: -x / 2], ids=["1", "2", "-1/2"])
@@ -193,9 +193,9 @@ def test_shared_roundings_rounds_what_is_squared_beside_a_product(scale):
         return jnp.sum(a**2, -1)[:, None] + jnp.sum(b**2, -1) - scale(a) @ b.T
 
     program = after("insert_casts", fn, W, X)
-    makers = {number: e for e in program.equations for number in e.results}
+    producers = {number: e for e in program.equations for number in e.results}
     squares = [e for e in program.equations if e.name in ("integer_pow", "square")]
-    assert [makers[e.operands[0]].name for e in squares] == ["round", "round"]
+    assert [producers[e.operands[0]].name for e in squares] == ["round", "round"]
 
 
 def test_mark_dead_leaves_out_what_is_only_rematerialized():

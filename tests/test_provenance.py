@@ -9,7 +9,7 @@ from pass_tools import with_batching_rule
 
 import jmp_train as jmp
 from jmp_train._autocast.analysis.products import Products
-from jmp_train._autocast.analysis.provenance import Fact, Provenance
+from jmp_train._autocast.analysis.provenance import Known, Provenance
 from jmp_train._autocast.ir import TOP
 from jmp_train._autocast.planner import Planner
 
@@ -144,6 +144,6 @@ def test_what_a_value_was_computed_from(name):
     fn, expected = CASES[name]
     jaxpr = jax.make_jaxpr(fn)(W, X)
     planner = Planner(jmp.get_policy("mixed_float16"), jmp.DEFAULT_RULES)
-    facts = [Fact(PARAMETER, ("argument", 0)), Fact(DATA, ("argument", 1))]
+    facts = [Known(PARAMETER, ("argument", 0)), Known(DATA, ("argument", 1))]
     (result,) = Products(planner).visit(jaxpr, TOP, facts, ())
     assert result.provenance is expected

@@ -1,7 +1,7 @@
 """`autocast`: a function that runs another one in mixed precision.
 
-Decides when a program is traced and planned, and how arguments and results look from outside: as if nothing had
-happened. Does not decide dtypes (`passes`) nor rules (`rules.py`, `primitives.py`).
+Decides when a program is traced and planned, and how arguments and results look from outside: they have the dtypes
+that were recorded. Does not decide dtypes (`passes`) nor rules (`rules.py`, `primitives.py`).
 """
 
 from __future__ import annotations

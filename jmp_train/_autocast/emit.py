@@ -65,7 +65,7 @@ def to_jaxpr(program: Program) -> ClosedJaxpr:
 
 def _last_reads(program: Program) -> list[list[int]]:
     """For each equation the values that nothing reads afterwards."""
-    alive = {*program.outputs, *program.constants}
+    alive = {*program.outputs, *program.constants}  # constants are kept by the program anyway
     dying: list[list[int]] = []
     for equation in reversed(program.equations):
         reads = {*equation.operands, *equation.results}
@@ -85,6 +85,7 @@ def _run(equation: Equation, operands: list[Any]) -> list[Any]:
 
 
 def _cast(params: Mapping[str, Any], value: Any) -> Any:
+    # Of a hoisted copy: `Op.HOISTED`, which reads it, has the derivative of a cast of the float32 weight.
     value = cast(value, params["dtype"])
     return lax.stop_gradient(value) if params.get("stop_gradient") else value
 
@@ -127,6 +128,7 @@ _ADDED = {Op.CAST: _cast, Op.SAVED: _saved, Op.ROUND: _round, Op.CHAINED: _chain
 
 def _remat(equation: Equation, operands: list[Any]) -> list[Any]:
     (program,) = equation.bodies
+    # The primitive takes a jaxpr without constants: those, and captured tracers, become operands.
     captured = captured_arrays(program)
     avals = [*map(jax.typeof, captured), *(program.avals[number] for number in program.inputs)]
     count = len(captured)
@@ -157,7 +159,7 @@ def _scan(equation: Equation, operands: list[Any]) -> list[Any]:
         return results[:carry], results[carry:]
 
     start, xs = list(operands[consts : consts + carry]), rows
-    if not is_static((length,)):  # accepted as the size of rows only
+    if not is_static((length,)):  # `lax.scan` takes a symbolic length as the size of its rows only
         xs, length = rows or jnp.zeros((length, 0)), None
     last, stacked = lax.scan(iteration, start, xs, length, params["reverse"], params["unroll"])
     return [*last, *stacked]

@@ -203,10 +203,8 @@ class Equation:
 
     @property
     def has_narrow_dot(self) -> bool:
-        """Whether it or an equation of its bodies does, so that the depth of what it returns is another, too."""
-        if not self.bodies:
-            return self.is_narrow_dot
-        return any(inner.has_narrow_dot for body in self.bodies for inner in body.equations)
+        """The same of an equation with bodies: whether one of theirs does."""
+        return self.is_narrow_dot or any(inner.has_narrow_dot for body in self.bodies for inner in body.equations)
 
     @property
     def operands(self) -> tuple[int, ...]:
@@ -266,7 +264,7 @@ class Program:
       avals: of every value, by number; after `insert_casts` in the dtype it has.
       facts: what is known of every recorded value.
       constants: values that are known: literals and captured arrays.
-      captured: the numbers among them that are arrays, which a body is given as arguments when it is traced.
+      captured: the numbers among them that are arrays or tracers; `emit` can be given others in their place.
       inputs, outputs: numbers of the arguments and results.
       input_dtypes, result_dtypes: the dtypes in which arguments come and results leave; `None` as recorded.
       result_precisions: what the results are to those who read them outside.
@@ -307,7 +305,7 @@ def with_dtype(aval: Any, dtype: np.dtype | None) -> Any:
 
 
 def recorded_dtypes(program: FlatJaxpr) -> list[np.dtype | None]:
-    """The dtype of each float32 result, for callers who must not see what became of it."""
+    """The dtypes of results that leave as they were recorded."""
     return [FLOAT32 if is_float32(program.avals[number]) else None for number in program.outputs]
 
 

@@ -91,9 +91,10 @@ class Planner:
 
     def __init__(self, policy: Policy, rules: Rules, rewrites: Sequence[Rewrite] = REWRITES):
         self.policy, self.rules, self.rewrites = policy, rules, rewrites
-        self.wide: set[int] = set()  # the ids of equations that are products kept in float32
+        # By the ids of equations and jaxprs, which `_recorded` keeps alive, so that no other object gets the same.
+        self.wide: set[int] = set()  # products kept in float32
         self._recorded: dict[tuple[int, Place], tuple[Any, FlatJaxpr, list[Entry]]] = {}
-        self._inlined: dict[int, FlatJaxpr] = {}  # of jaxprs that `_recorded` keeps alive
+        self._inlined: dict[int, FlatJaxpr] = {}
         self._flows: dict[tuple, Backward] = {}
 
     def fresh(self) -> Planner:

@@ -41,7 +41,7 @@ class Trait(enum.Flag):
     ELEMENTWISE = enum.auto()  # of real numbers: an element of the result comes from one of each operand
     FUSES = enum.auto()  # elementwise, or moves values, and cheap: XLA computes it again in every fusion that reads it
     EXPENSIVE = enum.auto()  # elementwise, and XLA stores the result rather than compute it twice
-    COMPARES = enum.auto()  # an order of two numbers, which few roundings change; equality is another matter
+    COMPARES = enum.auto()  # an order of two numbers, which few roundings change; any changes `eq` and `ne`
     BITWISE = enum.auto()  # what JAX writes functions such as erfc's derivative with
     EXPONENTIAL = enum.auto()  # an absolute error of the operand is a relative one of the result
     PERIODIC = enum.auto()  # an absolute error of the operand is one of the result, however large the operand is
@@ -214,8 +214,8 @@ TRAITS = {
     "random_unwrap threefry2x32 reduce_and reduce_or complex",
     Trait.CALL: "jit remat2 shard_map custom_jvp_call custom_vjp_call",
 }
-# The operand of which a rounding to zero, to one or to infinity is no small change: a divisor, a bound, what is near a
-# pole or a branch point, a log-sum-exp. Negative positions count from the last operand.
+# The operand of which a rounding to zero, to one or to infinity is no small change: a divisor, a value that is bounded,
+# what is near a pole or a branch point, a log-sum-exp. Negative positions count from the last operand.
 DELICATE_OPERAND = {
     **dict.fromkeys("log log2 log1p sqrt rsqrt cbrt reciprocal pow digamma lgamma".split(), 0),
     **dict.fromkeys("erf_inv asin acos atanh acosh".split(), 0),

@@ -176,6 +176,7 @@ def _marked(fn: Callable[P, R], mark: str) -> Callable[P, R]:
 
         flat, tree = jax.tree.flatten((args, kwargs))
         arrays = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in flat]
+        # JAX records the name as a parameter of the call, which `grad`, `vmap` and loops hand on.
         body.__name__ = body.__qualname__ = mark
         return jax.jit(body)(*(leaf for is_array, leaf in zip(arrays, flat, strict=True) if is_array))
 

@@ -54,14 +54,16 @@ class Accesses:
             fused = gradient and (self._is_bias_of_head(node, facts) or self._is_bias_before_norm(node, facts))
             if gradient:
                 self._summed.setdefault(facts[node.ins[0]].depth, []).append(self._size(node.outs[0]))
-            self._note(self._after_sum, node, entry, facts, is_sum and not backward)
-            self._note(self._after_statistic, node, entry, facts, backward and adds)
+            if self._after_sum or (is_sum and not backward):
+                self._note(self._after_sum, node, entry, facts, is_sum and not backward)
+            if self._after_statistic or (backward and adds):
+                self._note(self._after_statistic, node, entry, facts, backward and adds)
             kernel = (is_sum and not fused) or node.name in _POOLS
             return [Access.STORED if kernel else Access.FUSED] * len(node.ins)
         if node.name != "scan":  # XLA keeps a rematerialized call apart, behind a barrier
             return [Access.STORED if node.name == "remat2" else Access.FUSED] * len(node.ins)
         consts, carry = scan_counts(node.eqn)
-        accesses = [Access.STORED] * len(node.ins)
+        accesses = [Access.STORED] * len(node.ins)  # a loop is no kernel: it reads memory
         accesses[consts : consts + carry] = self._carried(node, facts, node.ins[consts : consts + carry])
         self._scans.update(dict.fromkeys(node.outs, node))
         return accesses
@@ -93,16 +95,20 @@ class Accesses:
         return not any([gradient * statistic >= size for gradient in gradients])
 
     def _note(self, sums: dict[int, int], node: Node, entry: Entry, facts: Sequence[Fact], is_one: bool) -> None:
-        """Notes among the values computed from `sums` what a node computes from them, or if it is one."""
-        if not (sums or is_one):
-            return
-        depth = max([facts[number].depth for number in node.ins], default=0)
-        found = [sums[number] for number in node.ins if number in sums and facts[number].depth == depth]
-        if is_one:
-            found.append(self._size(node.outs[0]))
-        fuses = entry.has_own_kernel or node.name in _ELEMENTWISE or entry.rule is Rule.SHAPE
-        if found and fuses:
-            sums.update(dict.fromkeys(node.outs, max(found)))
+        """Notes among the values computed from `sums` what a node computes from them, or if it is one.
+
+        As `Values.add`, this runs for every equation, and calls no function that need not be.
+        """
+        depth, largest = -1, self._size(node.outs[0]) if is_one else 0
+        for number in node.ins:
+            if facts[number].depth > depth:
+                depth = facts[number].depth
+        for number in node.ins:
+            if number in sums and facts[number].depth == depth and sums[number] > largest:
+                largest = sums[number]
+        if largest and (entry.has_own_kernel or node.name in _ELEMENTWISE or entry.rule is Rule.SHAPE):
+            for number in node.outs:
+                sums[number] = largest
 
     def _size(self, number: int) -> int:
         return size_of(self._program.avals[number])

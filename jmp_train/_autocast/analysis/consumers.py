@@ -140,14 +140,14 @@ class Consumers:
             is_square = range_of(self._program.known.get(others[0], 0)) == Range(2, 2)
         else:
             is_square = node.params.get("y", 2) == 2
-        maker = self._producers.maker(value) if is_square else None
-        return maker.ins[0] if maker is not None and maker.name == "abs" else value if is_square else None
+        producer = self._producers.producer(value) if is_square else None
+        return producer.ins[0] if producer is not None and producer.name == "abs" else value if is_square else None
 
     def _products_in(self, number: int) -> Iterator[Node]:
         """The products that are terms of a value, moved, scaled or bounded."""
         pending = [number]
         for _ in range(_MOST_TERMS):
-            node = self._producers.maker(pending.pop()) if pending else None
+            node = self._producers.producer(pending.pop()) if pending else None
             if node is None:
                 continue
             if node.name == "dot_general":

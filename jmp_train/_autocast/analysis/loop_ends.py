@@ -57,12 +57,12 @@ def narrowed_stop(body: Program, loop: Loop) -> str | None:
 
 def _stops(body: Program, loop: Loop) -> set[int]:
     """The predicates by which a scan hands on all that it carries unchanged; none if it never does."""
-    makers = {number: (equation, i) for equation in body.equations for i, number in enumerate(equation.node.outs)}
+    producers = {number: (equation, i) for equation in body.equations for i, number in enumerate(equation.node.outs)}
     same = _copies(body)
     cases, found = {0, 1}, set()
     for start, result in zip(body.inputs[loop.consts :], body.outputs[: loop.carry], strict=False):
         if same.get(result, result) != start:
-            equation, position = makers.get(result, (None, 0))
+            equation, position = producers.get(result, (None, 0))
             cases &= _unchanged(equation, position, start, same) if equation else set()
             found.update(equation.node.ins[:1] if equation else ())
     return found if cases else set()

@@ -53,6 +53,7 @@ def may_be_narrow(
       start, result: the carry, as `body` is given it and as `body` returns it.
       wide: the ids of equations that are products kept in float32.
     """
+    # A 16-bit dot rounds the carry anyway; one that is kept in float32 does not.
     if result not in dependents(body, [start], lambda node: node.name in DOTS and id(node.eqn) not in wide):
         return True
     if not place.backward and any(map(place.is_backward, body.nodes)):

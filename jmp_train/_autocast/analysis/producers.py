@@ -46,7 +46,7 @@ class Producers:
         """What a value is but for moves and factors: the number of another value, or the token of an input."""
         return self._follow(number, _MOVES, scales=True)
 
-    def maker(self, number: int) -> Node | None:
+    def producer(self, number: int) -> Node | None:
         """The equation that computes the source of a value; `None` of an argument or a constant."""
         source = self.source(number)
         return self._producers.get(source) if isinstance(source, int) else None
@@ -82,7 +82,7 @@ class Producers:
 
     def factors(self, number: int) -> tuple[int, ...]:
         """The factors of a product or quotient of two arrays, moved and scaled; none of any other value."""
-        node = self.maker(number)
+        node = self.producer(number)
         if node is None or node.name not in ("mul", "div", "dot_general"):
             return ()
         # An einsum multiplies by a dot that contracts no axis.
@@ -100,8 +100,12 @@ class Producers:
 
     def are_disjoint(self, one: int, other: int) -> bool:
         """Whether two values are pads of which one is zero wherever the other is not: their sum joins them."""
-        makers = [self._producers.get(number) for number in (one, other)]
-        pads = [maker for maker in makers if maker is not None and maker.name == "pad" and self._is_zero(maker.ins[1])]
+        producers = [self._producers.get(number) for number in (one, other)]
+        pads = [
+            producer
+            for producer in producers
+            if producer is not None and producer.name == "pad" and self._is_zero(producer.ins[1])
+        ]
         if len(pads) < 2 or not is_static(self.program.avals[one].shape):
             return False
         places = [_padded_places(pad, self.program.avals[pad.ins[0]].shape) for pad in pads]
@@ -120,8 +124,8 @@ class Producers:
             if node.name == "transpose":
                 axes = [node.params["permutation"][axis] for axis in axes]
             elif node.name == "broadcast_in_dim":
-                source = {axis: i for i, axis in enumerate(node.params["broadcast_dimensions"])}
-                axes = [source.get(axis, -1) for axis in axes]
+                of_operand = {axis: i for i, axis in enumerate(node.params["broadcast_dimensions"])}
+                axes = [of_operand.get(axis, -1) for axis in axes]
             elif self.program.avals[number].shape != self.program.avals[operand].shape:
                 return None
             number = operand

@@ -27,12 +27,12 @@ TENSOR_CORE_DEPTH = 16
 # There is an instruction for half as many. Data times a weight of that depth is a layer's, as it is if there are more
 # and the result is larger than both: in float32 it would move more bytes.
 _HALF_DEPTH = 8
-# An expectation over fewer constants, of 16 bits each, is a short contraction.
-_MOST_EXPECTATIONS = 16
+# An expectation has at least so many times fewer results than numbers that it averages.
+_LEAST_AVERAGED = 16
 # A kernel with at most so many different filters of one channel, known when planning, is no layer.
 _FEW_FILTERS = 4
 
-_COMPUTED = (Provenance.EXACT, Provenance.TABLE)  # what a constant is, unless it is a captured array
+_COMPUTED = (Provenance.SCALAR, Provenance.TABLE)  # what a constant is, unless it is a captured array
 
 
 class ProductCauses:
@@ -86,7 +86,7 @@ class ProductCauses:
     def scales(self, node: Node) -> bool:
         """Whether an operand is one number that the program knows, as a loss's own cotangent is."""
         operands = zip(node.ins, self._provenances(node), strict=False)
-        return any(p is Provenance.EXACT and static_size(self._program.avals[n].shape) == 1 for n, p in operands)
+        return any(p is Provenance.SCALAR and static_size(self._program.avals[n].shape) == 1 for n, p in operands)
 
     def reads_data(self, node: Node) -> bool:
         """Whether all that a product multiplies is float32 that no product has rounded."""
@@ -137,7 +137,7 @@ class ProductCauses:
     def _is_in_memory(self, node: Node, provenances: Sequence[Provenance]) -> bool:
         """Whether a product of float32 data reads some of it from where it is float32 anyway."""
         # Zeros and ones stand beside data where a solver starts, and as the weights of a sum.
-        found = [provenance for provenance in provenances if provenance is not Provenance.EXACT]
+        found = [provenance for provenance in provenances if provenance is not Provenance.SCALAR]
         return bool(found) and _are_data(found) and any(self._producers.is_stored(number) for number in node.ins)
 
     def _is_data(self, node: Node, provenances: Sequence[Provenance], sizes: DotSizes) -> bool:
@@ -164,7 +164,7 @@ class ProductCauses:
             # A table that the program computes. One that is captured may be a frozen network's weight.
             if is_constant[number] and provenance in _COMPUTED and other in UNROUNDED_PROVENANCES:
                 return table is not None and not table.uniform  # uniform: a sum, which dots accumulate in float32
-        if sizes.result * _MOST_EXPECTATIONS > max(sizes.operands):
+        if sizes.result * _LEAST_AVERAGED > max(sizes.operands):
             return False
         for _, table, provenance, other in operands:
             if table is not None and (provenance is Provenance.TABLE or table.ordered):

@@ -37,7 +37,7 @@ from .loops import are_linear, dependents, has_system, solves, systems_of
 from .producers import row_of
 from .product_causes import TENSOR_CORE_DEPTH, ProductCauses
 from .provenance import (
-    Fact,
+    Known,
     Provenance,
     Values,
     carried_provenance,
@@ -66,9 +66,9 @@ class Products:
         self._found: dict[tuple, list[tuple[list[Entry], int, Node, WideProduct]]] = {}
         self.registry = Registry()
 
-    def find(self, jaxpr: ClosedJaxpr | Jaxpr, kinds: Sequence[Precision], place: Place) -> None:
+    def find(self, jaxpr: ClosedJaxpr | Jaxpr, precisions: Sequence[Precision], place: Place) -> None:
         """Gives those products a `WideProduct` for an entry, in the programs that the planner remembers."""
-        facts = [Fact(_PROVENANCE_OF.get(kind, Provenance.DATA), ("argument", i)) for i, kind in enumerate(kinds)]
+        facts = [Known(_PROVENANCE_OF.get(each, Provenance.DATA), ("argument", i)) for i, each in enumerate(precisions)]
         self.visit(jaxpr, place, facts, ())
         # A program that several nodes call is planned once: what one of them needs in float32 is.
         for found in self._found.values():
@@ -76,7 +76,7 @@ class Products:
                 entries[position] = entry
                 self.planner.wide.add(id(node.eqn))
 
-    def visit(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, facts: Sequence[Fact], site: tuple) -> list[Fact]:
+    def visit(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, facts: Sequence[Known], site: tuple) -> list[Known]:
         """Looks at every product of a program; returns what is known of its results.
 
         Args:
@@ -103,7 +103,7 @@ class Products:
         return [visit.values.result(number) for number in program.outputs]
 
 
-def _carry_kinds(program: FlatJaxpr, loop: Loop, rows: Sequence[Fact]) -> list[tuple[bool, bool]]:
+def _carry_kinds(program: FlatJaxpr, loop: Loop, rows: Sequence[Known]) -> list[tuple[bool, bool]]:
     """Of each carry of a loop whether it is the state of a linear recurrence, and whether it is an estimate.
 
     The mean of a Kalman filter is a linear state that its gain moves, and the gain comes from the covariance, an
@@ -151,20 +151,20 @@ class _Visit:
         for number, fact in zip(node.outs, results, strict=True):
             self.values.give(number, fact)
 
-    def _results(self, node: Node, facts: list[Fact]) -> list[Fact]:
+    def _results(self, node: Node, facts: list[Known]) -> list[Known]:
         if (loop := loop_of(node.eqn)) is not None:
             return self._loop(node, loop, facts[loop.skip :])
         if node.name in _CALLS:
             results = self._inside(node, body_of(node.eqn), facts, 0)
-            return results if node.name in CALLS else [Fact(fact.provenance) for fact in results]
+            return results if node.name in CALLS else [Known(fact.provenance) for fact in results]
         if node.name == "cond":
             branches = [self._inside(node, body, facts[1:], i) for i, body in enumerate(node.params["branches"])]
-            return [Fact(joined(fact.provenance for fact in each)) for each in zip(*branches, strict=True)]
+            return [Known(joined(fact.provenance for fact in each)) for each in zip(*branches, strict=True)]
         for i, body in enumerate(sub_jaxprs(node.params)):  # planned behind float32 boundaries
-            self._inside(node, body, [Fact(Provenance.DATA)] * len(open_jaxpr(body).invars), i)
-        return [Fact(Provenance.DATA)] * len(node.outs)
+            self._inside(node, body, [Known(Provenance.DATA)] * len(open_jaxpr(body).invars), i)
+        return [Known(Provenance.DATA)] * len(node.outs)
 
-    def _loop(self, node: Node, loop: Loop, facts: list[Fact]) -> list[Fact]:
+    def _loop(self, node: Node, loop: Loop, facts: list[Known]) -> list[Known]:
         """The results of a loop: its carries start as they are given and come back as the body returns them."""
         body, consts, carry, *_ = loop
         given = facts[consts + carry :]
@@ -175,12 +175,12 @@ class _Visit:
             carried_provenance(fact.provenance, *kind) for fact, kind in zip(facts[consts:], kinds, strict=False)
         ]
         while True:
-            inside = [*facts[:consts], *map(Fact, carried), *rows]
+            inside = [*facts[:consts], *map(Known, carried), *rows]
             results = self._inside(node, body, inside, 0)
             after = [joined((a, fact.provenance)) for a, fact in zip(carried, results, strict=False)]
             after = [carried_provenance(each, *kind) for each, kind in zip(after, kinds, strict=True)]
             if after == carried:
-                return [Fact(provenance_after_loop(fact.provenance)) for fact in results]
+                return [Known(provenance_after_loop(fact.provenance)) for fact in results]
             carried = after
 
     def _body(self, node: Node, loop: Loop) -> FlatJaxpr:
@@ -193,12 +193,12 @@ class _Visit:
         enters = any([not carried.isdisjoint(each.ins) for each in calls])
         return self._planner.inlined(loop.body) if enters else program
 
-    def _row(self, fact: Fact, estimates: bool, node: Node) -> Fact:
+    def _row(self, fact: Known, estimates: bool, node: Node) -> Known:
         """What is known of a row of a value, inside of a scan that is given the rows one by one."""
         sums = fact.sums and (lambda: sums_of_rows(fact.sums(), node.params["length"]))
-        return Fact(row_provenance(fact.provenance, estimates), row_of(fact.token), sums=sums)
+        return Known(row_provenance(fact.provenance, estimates), row_of(fact.token), sums=sums)
 
-    def _inside(self, node: Node, body: Any, facts: list[Fact], which: int) -> list[Fact]:
+    def _inside(self, node: Node, body: Any, facts: list[Known], which: int) -> list[Known]:
         facts = [fact if fact.token else fact._replace(token=("argument", i)) for i, fact in enumerate(facts)]
         return self._products.visit(body, self._place.inside(node), facts, (*self._site, id(node), which))
 

@@ -30,7 +30,7 @@ _COMPUTES_FLOAT32 = (Rule.HIGH, Rule.COLLECTIVE, Rule.RECORDED)
 class Provenance(enum.Enum):
     """What a value is to a multiplication: what its `Precision` will be, as far as products need it."""
 
-    EXACT = "exact"  # single numbers and booleans: zeros, ones, a literal
+    SCALAR = "scalar"  # single numbers and booleans: zeros, ones, a literal
     TABLE = "table"  # arrays that no argument decides
     PARAMETER = "parameter"  # narrows to what it meets
     NARROW = "narrow"  # rounded to 16 bits by a product, as activations are
@@ -53,17 +53,17 @@ UNROUNDED_PROVENANCES = (
     Provenance.ESTIMATE,
 )
 FLOAT32_PROVENANCES = (*UNROUNDED_PROVENANCES, Provenance.ACTIVATION)
-PARAMETER_PROVENANCES = (Provenance.EXACT, Provenance.PARAMETER, Provenance.FACTOR)
+PARAMETER_PROVENANCES = (Provenance.SCALAR, Provenance.PARAMETER, Provenance.FACTOR)
 ROUNDED_PROVENANCES = (Provenance.NARROW, Provenance.ACTIVATION)
 _SOLVED = (Provenance.FACTOR, Provenance.SOLUTION, Provenance.KERNEL, Provenance.ESTIMATE)
-_STAY = (Provenance.EXACT, *_SOLVED)  # what an operation that runs in float32 leaves them
+_STAY = (Provenance.SCALAR, *_SOLVED)  # what an operation that runs in float32 leaves them
 
 
 def joined(provenances: Iterable[Provenance]) -> Provenance:
     """What an operation makes of operands that it reads in one dtype: float32 data widens all others."""
-    found = [each for each in provenances if each is not Provenance.EXACT]  # no set: enums hash in Python
+    found = [each for each in provenances if each is not Provenance.SCALAR]  # no set: enums hash in Python
     if not found or found.count(found[0]) == len(found):
-        return found[0] if found else Provenance.EXACT
+        return found[0] if found else Provenance.SCALAR
     if not any([each in FLOAT32_PROVENANCES for each in found]):
         return Provenance.NARROW
     if Provenance.ESTIMATE in found and not any([each in ROUNDED_PROVENANCES for each in found]):
@@ -77,7 +77,7 @@ def joined(provenances: Iterable[Provenance]) -> Provenance:
     return Provenance.ACTIVATION if any([each in ROUNDED_PROVENANCES for each in found]) else Provenance.DATA
 
 
-class Fact(NamedTuple):
+class Known(NamedTuple):
     """What is known of a value at the boundary of a program.
 
     Attributes:
@@ -101,7 +101,7 @@ def carried_provenance(provenance: Provenance, is_state: bool, is_estimate: bool
     """
     if is_estimate:
         return Provenance.ESTIMATE
-    starts = (Provenance.EXACT, Provenance.TABLE, Provenance.PARAMETER, Provenance.FACTOR)
+    starts = (Provenance.SCALAR, Provenance.TABLE, Provenance.PARAMETER, Provenance.FACTOR)
     return Provenance.STATE if is_state and provenance not in starts else provenance_after_loop(provenance)
 
 
@@ -123,7 +123,7 @@ class Values:
       facts: what is known of its arguments.
     """
 
-    def __init__(self, program: FlatJaxpr, facts: Sequence[Fact]):
+    def __init__(self, program: FlatJaxpr, facts: Sequence[Known]):
         self.program = program
         self.constants = Constants(program)
         self.producers = Producers(program, tuple(fact.token for fact in facts))
@@ -134,22 +134,22 @@ class Values:
             self.give(number, fact)
         for number in program.known:
             single = number not in program.captured or is_single(program.avals[number])  # literals are
-            self.provenances[number] = Provenance.EXACT if single else Provenance.DATA
+            self.provenances[number] = Provenance.SCALAR if single else Provenance.DATA
 
-    def fact(self, number: int) -> Fact:
+    def fact(self, number: int) -> Known:
         """What is known of a value where it enters another program."""
         sums = functools.partial(self.consumers.sums_outside, number)
-        return Fact(self.provenances[number], outside(self.producers.source(number)), self._numbers(number), sums)
+        return Known(self.provenances[number], outside(self.producers.source(number)), self._numbers(number), sums)
 
-    def result(self, number: int) -> Fact:
+    def result(self, number: int) -> Known:
         """What is known of a result where a call returns it."""
-        return Fact(self.provenances[number], numbers=self._numbers(number))
+        return Known(self.provenances[number], numbers=self._numbers(number))
 
     def _numbers(self, number: int) -> Callable[[], np.ndarray | None] | None:
         """Gives the numbers of a constant: computed only if a product asks for them."""
         return functools.partial(self.constants.numbers, number) if self.constants.is_constant[number] else None
 
-    def give(self, number: int, fact: Fact) -> None:
+    def give(self, number: int, fact: Known) -> None:
         """Notes what is known of an input, or of the result of a call."""
         self.provenances[number] = fact.provenance
         if fact.numbers is not None:
@@ -163,9 +163,9 @@ class Values:
         provenances, name, rule = self.provenances, node.name, entry.rule
         constant = self.constants.add(node)
         values = node.ins[DATA_OPERANDS[name]] if name in DATA_OPERANDS else node.ins
-        provenance = Provenance.EXACT
+        provenance = Provenance.SCALAR
         for number in values:
-            if provenance is Provenance.EXACT:
+            if provenance is Provenance.SCALAR:
                 provenance = provenances[number]
             elif provenances[number] is not provenance:
                 provenance = joined((provenance, provenances[number]))
@@ -190,7 +190,7 @@ class Values:
             except AttributeError:  # a token
                 continue
             rounded = rule is Rule.LOW or dtype == FLOAT16 or dtype == BFLOAT16
-            provenances[number] = Provenance.EXACT if dtype == _BOOL else Provenance.NARROW if rounded else provenance
+            provenances[number] = Provenance.SCALAR if dtype == _BOOL else Provenance.NARROW if rounded else provenance
 
     def _solution(self, node: Node, provenance: Provenance) -> Provenance:
         """The provenance of what a linear system makes: as it is, where an iteration solves it to a tolerance."""

@@ -54,6 +54,7 @@ def range_of(value: Any) -> Range | None:
 def range_through(node: Node, operands: Sequence[Range | None]) -> Range | None:
     """The range of a node's results, given those of its floating operands; `None` where it is not known."""
     if node.name == "convert_element_type" and not operands:
+        # Of a boolean: zeros are left out.
         return Range(1, 1) if getattr(node.eqn.invars[0].aval, "dtype", None) == np.bool_ else None
     known = [operand for operand in operands if operand is not None]
     if not known or len(known) < len(operands):
@@ -64,6 +65,7 @@ def range_through(node: Node, operands: Sequence[Range | None]) -> Range | None:
     if node.name in _JOINS:
         return Range(min(r.smallest for r in known), max(r.largest for r in known))
     if node.name in ("add", "sub", "add_any"):
+        # Numbers that almost cancel are taken for zero: as `1 - mask` of ones, they mostly are.
         return Range(min(first.smallest, last.smallest), first.largest + last.largest)
     if node.name in ("mul", "div") and Range() in known:
         return Range()

@@ -34,8 +34,8 @@ _MOST_SOURCES = 16
 # Its few bytes would decide where the others cost as much as the value does.
 _NEGLIGIBLE = 4
 
-Values = frozenset[int]
-_NOTHING: Values = frozenset()
+Sources = frozenset[int]
+_NOTHING: Sources = frozenset()
 
 
 class Storage(enum.Enum):
@@ -81,7 +81,7 @@ class ResidualCosts:
         self._size_of = size_of
         self._sizes: dict[int, Any] = {}
         self._storage = dict.fromkeys(in_memory, Storage.IN_MEMORY)
-        self._sources: dict[int, Values] = {}
+        self._sources: dict[int, Sources] = {}
 
     def state(self, number: int, storage: Storage) -> None:
         """States where a value is. It is its own source, unless `rematerialize` says otherwise."""
@@ -92,7 +92,7 @@ class ResidualCosts:
         self._storage[number] = Storage.IN_MEMORY
         self._sources.pop(number, None)
 
-    def sources_of(self, operands: Iterable[int]) -> Values:
+    def sources_of(self, operands: Iterable[int]) -> Sources:
         """What operands are computed from at least cost; nothing for free ones."""
         found = _NOTHING
         for operand in operands:
@@ -102,7 +102,7 @@ class ResidualCosts:
                 found |= {operand}
         return found
 
-    def is_cheaper(self, sources: Values, number: int, saved: Container[int] = ()) -> bool:
+    def is_cheaper(self, sources: Sources, number: int, saved: Container[int] = ()) -> bool:
         """Whether a value's sources cost less than the value itself. Those that are `saved` are read only.
 
         Where both cost the same, the one that needs no more memory is chosen. A bias does not decide between them.
@@ -123,7 +123,7 @@ class ResidualCosts:
         value = sizes[number] * (2 if is_new else 1)
         return is_less(cost, value) or (is_new and are_in_memory and cost == value)
 
-    def rematerialize(self, number: int, sources: Values) -> bool:
+    def rematerialize(self, number: int, sources: Sources) -> bool:
         """Whether a value is best computed again from these sources; from then on they are its own."""
         if not self.is_cheaper(sources, number):
             return False

@@ -94,6 +94,7 @@ class Backward:
     def step(self, node: Node, entry: Entry) -> None:
         """Passes the flags of a node's results on to its operands, for every rule but ENTER."""
         name, rule, out = node.name, entry.rule, merged([self._flags[number] or _UNREAD for number in node.outs])
+        # Of an equation without results `out` is only_wide: nothing narrow reads them.
         reaches, to_dot, only_wide = out.reaches_dot, False, rule is Rule.HIGH
         if rule is Rule.LOW:
             reaches, to_dot = True, True

@@ -122,15 +122,18 @@ class _Walk:
         depth = max([self.facts[number].depth for number in node.ins], default=0)
         backward = self.place.is_backward(node)
         if backward:
+            # It runs when all of the forward pass has: what that computed is read across a dot, at whatever depth.
             depth = max(depth, self.forward_depth)
         accesses = self.accesses.of(node, entry, self.facts)
         seen = [self._seen(number, depth, access) for number, access in zip(node.ins, accesses, strict=True)]
         if entry.rule is Rule.ENTER:
             seen = [self._across(number, precision) for number, precision in zip(node.ins, seen, strict=True)]
             equation, made = control_flow.enter(self.context, node, entry, self.place, seen)
+            has_dot = equation.has_narrow_dot
         else:
             equation, made = self._DECIDE[entry.rule](self, node, entry, seen)
-        equation.depth, has_dot = depth, equation.has_narrow_dot
+            has_dot = equation.is_narrow_dot
+        equation.depth = depth
         equation.accesses = [
             Access.CARRIED if access is Access.NARROW and use.dtype == FLOAT32 else access
             for access, use in zip(accesses, equation.uses, strict=True)
@@ -173,7 +176,7 @@ class _Walk:
             # the product in float32 would drop the rounding that other readers see.
             uses = [Use(number, self.low, residual=True) for number in node.ins]
             return Equation(node, entry, uses, node.outs, params={"preferred_element_type": FLOAT32}), full
-        # Without a precision of its own a float32 dot runs in TF32 on GPUs that have it.
+        # Without a precision of its own a float32 dot runs in TF32 on GPUs that have it: 10 bits of mantissa.
         params = {"precision": (lax.Precision.HIGHEST,) * 2} if node.params["precision"] is None else {}
         return equation_of(node, entry, recorded_reads(seen), params=params), full
 
@@ -246,7 +249,8 @@ class _Walk:
         if not is_float32(self.avals[node.outs[0]]):
             return equation_of(node, entry, reads), [Precision.RECORDED]
         are_parameters = [self.facts[number].parameter for number in node.ins]
-        # cuDNN has no convolution of 16-bit operands with a float32 result.
+        # cuDNN has no convolution of 16-bit operands with a float32 result: asked for one, XLA casts both operands and
+        # runs it in float32, in three times the bytes.
         gradient = node.name != "conv_general_dilated" and self.place.is_backward(node)
         weights = self.weights if any(are_parameters) else None
         leaves = self.context.reduce_dtype if gradient and self.flow.ends_at(node.outs[0], weights) else low
@@ -278,7 +282,7 @@ class _Walk:
         fused = f"fused by cuDNN on GPUs from {generation(avals[0])} on" if why is None else ""
         reason = fused or f"in jax.numpy, every sum in float32: {why}"
         made = self._made(node, Precision.LOW)
-        if node.name == ATTENTION:
+        if node.name == ATTENTION:  # its second result is the log-sum-exp of each row, which cuDNN gives in float32
             made[1] = Precision.FULL
         return equation_of(node, dataclasses.replace(entry, reason=reason), reads), made
 

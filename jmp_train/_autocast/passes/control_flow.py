@@ -46,6 +46,7 @@ def flags_of(planner: Planner, node: Node, inside: Place, outs: list[Flags]) -> 
     params = node.params
     if node.name == "cond":
         branches = [planner.in_flags(branch, inside, outs) for branch in params["branches"]]
+        # The predicate is an integer: no rounding.
         return [Flags(), *map(merged, zip(*branches, strict=True))]
     if (loop := loop_of(node.eqn)) is not None:
         return [Flags()] * loop.skip + _loop_flags(planner, loop, inside, outs)
@@ -194,7 +195,7 @@ def run_rule(
         return [leaf for leaf in leaves if is_array(leaf)]
 
     given = [args[i] for i in positions]
-    jaxpr, _ = trace(arrays_of, *given)
+    jaxpr, _ = trace(arrays_of, *given)  # a new function each time: from JAX's cache it would not set `structure`
     fresh = planner.fresh()
     out_flags = [Flags()] * len(open_jaxpr(jaxpr).outvars)
     program = fresh.plan_whole(jaxpr, [precisions[i] for i in positions], out_flags, place)

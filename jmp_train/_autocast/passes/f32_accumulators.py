@@ -79,7 +79,7 @@ def _bind_wide(eqn: JaxprEqn, args: list[Any], wide: Positions, results: Positio
         body = _with_wide(params["body_jaxpr"], [i - params["cond_nconsts"] for i in wide], results)
         return bind(eqn, args, cond_jaxpr=condition, body_jaxpr=body)
     body = _with_wide(params["jaxpr"], wide, results)
-    if eqn.primitive.name == "remat2":
+    if eqn.primitive.name == "remat2":  # takes a jaxpr without constants
         return bind(eqn, [*consts_of(body), *args], jaxpr=open_jaxpr(body))
     return bind(eqn, args, jaxpr=body)
 
@@ -119,7 +119,7 @@ def _run(program: FlatJaxpr, node: Node, exact: dict[int, Any], stored: dict[int
     results = [i for i, number in enumerate(node.outs) if number in sums]
     operands = [stored[number] for number in node.ins]
     if not results:
-        run = functools.partial(_bind, node.eqn)
+        run = functools.partial(_bind, node.eqn)  # binding alone would lose the mark of the call that was inlined
         return (low_precision(run) if node.low_region else run)(*operands)
     if node.name == "convert_element_type":  # of a sum to another width: its float32 value is the same
         return [exact[node.ins[0]]]

@@ -49,7 +49,7 @@ class _Writer:
                 self.avals[number] = with_dtype(self.avals[number], program.low)
         self.constants = dict(program.constants)
         self.equations: list[Equation] = []
-        self.makers = {number: equation for equation in program.equations for number in equation.results}
+        self.producers = {number: equation for equation in program.equations for number in equation.results}
         self.copies: dict[tuple[int, np.dtype | None, bool], int] = {}
         self.rematerialized: dict[int, int] = {}
 
@@ -96,7 +96,7 @@ class _Writer:
         if dtype is None or dtype == self.avals[value].dtype:
             return value
         if value in self.constants and value not in self.source.captured:
-            with np.errstate(over="ignore"):  # infinite as quietly as on a device
+            with np.errstate(over="ignore"):  # becomes infinity without a warning, as on a device
                 self.constants[self._new(value, dtype)] = np.asarray(self.constants[value], dtype)
             return len(self.avals) - 1
         return self._cast(value, value, dtype, at)
@@ -124,10 +124,10 @@ class _Writer:
         needed, pending = set(), {value} - self.rematerialized.keys()
         while pending:
             needed |= pending
-            operands = {operand for each in pending for operand in self.makers[each].operands}
+            operands = {operand for each in pending for operand in self.producers[each].operands}
             pending = (operands & self.residuals.remat) - self.rematerialized.keys() - needed
         for each in sorted(needed):  # values are numbered in the order in which they are computed
-            equation = self.makers[each]
+            equation = self.producers[each]
             uses = [use._replace(residual=self.residuals.has(use.value)) for use in equation.uses]
             operands = [Use(self.read(use, at)) for use in uses]
             self.rematerialized[each] = result = self._like(each)

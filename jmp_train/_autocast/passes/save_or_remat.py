@@ -135,7 +135,7 @@ class _Decisions:
         elif fact.has_low_copy:
             value.saved = True
         value.expensive = value.remat and is_expensive(equation)
-        if not self._saves_low:  # float32 values are saved as they are, and nothing is rematerialized
+        if not self._saves_low:  # float32 values and masks are left to the compiler, and nothing is rematerialized
             value.saved, value.remat = fact.precision is Precision.LOW and (value.saved or value.remat), False
         if value.saved:
             self._costs.save(number)
@@ -170,11 +170,11 @@ class _Decisions:
         saved = {n for n, value in self.values.items() if value.saved and self._program.avals[n].dtype == np.bool_}
         if not saved:
             return
-        makers = {number: equation for equation in equations for number in equation.results}
+        producers = {number: equation for equation in equations for number in equation.results}
         read: set[int] = set()
         masks: dict[frozenset[int], list[_Value]] = {}
-        for number in makers.keys() & {use.value for equation in equations for use in equation.uses if use.residual}:
-            equation = makers[number]
+        for number in producers.keys() & {use.value for equation in equations for use in equation.uses if use.residual}:
+            equation = producers[number]
             if number not in saved:
                 read |= self._costs.sources_of([number])
             elif self._may_run_again(equation, self._program.facts[number]):

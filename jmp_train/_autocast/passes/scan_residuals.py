@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ..._dtypes import FLOAT32
 from ..._jaxpr import scan_counts
 from ..._sizes import size_in_bytes
-from ..analysis.residual_costs import ResidualCosts, Storage, Values, fuses
+from ..analysis.residual_costs import ResidualCosts, Sources, Storage, fuses
 from ..ir import Equation, Op, Program, Use
 from ..primitives import EXPONENTIALS
 from .dead_code import remove_dead_code
@@ -91,7 +91,7 @@ class _Scan:
 
     @staticmethod
     def of(equation: Equation) -> _Scan:
-        consts, carry = scan_counts(equation.node.eqn)
+        consts, carry = scan_counts(equation.node.eqn)  # `hoist_weight_casts`, which changes them, runs later
         parts = [_CONST] * consts + [_CARRY] * carry + [_ROW] * (len(equation.uses) - consts - carry)
         operands = list(zip(parts, equation.operands, strict=True))
         body = dataclasses.replace(equation.bodies[0], avals=[*equation.bodies[0].avals])
@@ -157,10 +157,10 @@ class _Link:
     def size_of(self, number: int) -> Any:
         return size_in_bytes(self.body.avals[number])
 
-    def costs(self) -> tuple[ResidualCosts, dict[int, Values]]:
+    def costs(self) -> tuple[ResidualCosts, dict[int, Sources]]:
         """What the values of the source's body cost the reader, and what each could be computed from."""
         costs = ResidualCosts(self.size_of, in_memory=self.there - self.passed.keys())
-        could: dict[int, Values] = {}
+        could: dict[int, Sources] = {}
         for number in self.body.inputs:
             if number not in self.there and number not in self.passed:
                 costs.state(number, Storage.NEW)

@@ -80,7 +80,7 @@ def _chosen(operand: Any, windows: tuple[int, ...], starts: list[list[int]], str
     Compares in the order and manner of XLA's SelectAndScatter, so that ties choose the same element. Places in the
     padding are never chosen, also where all others are infinite or NaN.
     """
-    compare, nowhere = lax.ge if largest else lax.le, len(starts)
+    compare, nowhere = lax.ge if largest else lax.le, len(starts)  # at most _MOST_PLACES, so that a byte holds both
     chosen = lax.full(windows, nowhere, jnp.uint8)
     extreme = value = lax.full(windows, 0, operand.dtype)
     keep = chosen == nowhere

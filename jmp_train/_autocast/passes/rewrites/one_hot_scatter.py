@@ -66,10 +66,11 @@ def add_one_per_row(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
     size, rows[axis] = rows[axis], 1
     wide = indices.dtype if indices.dtype.itemsize >= 4 else np.int32  # that holds every index
     index = lax.convert_element_type(lax.reshape(indices, rows), wide)
-    if _mode(node) == "CLIP":
+    if _mode(node) == "CLIP":  # JAX clips when it lowers a scatter, so the recorded indices are not clipped yet
         index = lax.clamp(np.zeros((), index.dtype), index, jnp.asarray(size - 1, index.dtype))
     every = range(operand.ndim)
     index, update = (lax.broadcast_in_dim(x, operand.shape, every) for x in (index, lax.reshape(updates, rows)))
+    # An index out of bounds is equal to none, so that its update is dropped.
     here = lax.eq(lax.broadcasted_iota(index.dtype, operand.shape, axis), index)
     return [lax.add(operand, lax.select(here, update, lax.full_like(update, 0)))]
 

@@ -39,7 +39,7 @@ class ReluMask(Rewrite):
 
 
 def is_positive(node: Node, program: FlatJaxpr) -> bool:
-    """Whether a node is `x > 0`, which says the same of a number rounded to 16 bits, 2^-25 apart."""
+    """Whether a node is `x > 0`, of which rounding `x` to 16 bits changes nothing but for `0 < x <= 2^-25`."""
     return node.name == "gt" and _is_zero(program.known.get(node.ins[1]))
 
 
