@@ -347,6 +347,27 @@ def dense_backward(operands, cotangent):
 
 
 dense.defvjp(lambda x, w: (x @ w, (x, w)), dense_backward)
+
+
+@jax.custom_vjp
+def chunked(x, w):
+    """A layer whose derivative rule takes it in chunks, and pulls each back through the function itself."""
+    return jnp.tanh(x @ w)
+
+
+def chunked_backward(operands, cotangent):
+    x, w = operands
+
+    def step(to_w, chunk):
+        to_x, more = jax.vjp(lambda x, w: jnp.tanh(x @ w), chunk[0], w)[1](chunk[1])
+        return to_w + more, to_x
+
+    chunks = x.reshape(2, -1, x.shape[1]), cotangent.reshape(2, -1, w.shape[1])
+    to_w, to_x = lax.scan(step, jnp.zeros_like(w), chunks)
+    return to_x.reshape(x.shape), to_w
+
+
+chunked.defvjp(lambda x, w: (jnp.tanh(x @ w), (x, w)), chunked_backward)
 LAYERS_TRANSPOSED = {
     "the Jacobian of a network": lambda w, x: jax.jacrev(lambda x: jnp.tanh(x @ w) @ w[:, :20])(x[0]),
     "gradients of each example": lambda w, x: jax.vmap(
@@ -354,6 +375,9 @@ LAYERS_TRANSPOSED = {
     "a cotangent of data": lambda w, x: jax.grad(lambda w: jnp.sum(x[:8] * (x[8:16] @ w)))(w),
     "a transposed layer": lambda w, x: jax.linear_transpose(lambda h: h @ w, x)(x)[0],
     "a layer with a rule of its own": lambda w, x: jax.grad(lambda w: jnp.sum(jnp.sin(dense(x[:8], w))))(w),
+    "a layer whose rule has a loop": lambda w, x: jax.grad(lambda w: jnp.sum(jnp.sin(chunked(x[:8], w))))(w),
+    "layers of data in a loop": lambda w, x: jax.grad(
+        lambda w: jnp.sum(lax.scan(lambda c, row: (c, row @ w), 0, x.reshape(2, 16, 64))[1] * jnp.cos(x)[:16]))(w),
 }  # fmt: skip
 
 
@@ -362,6 +386,37 @@ def test_layers_transposed_stay_narrow(name):
     found = products(LAYERS_TRANSPOSED[name], W, X)
     assert any(backward for *_, backward in found)
     assert {dtype for dtype, *_ in found} == {"float16"}
+
+
+def solved(step):
+    """The fixed point of `x = b + step(x, a)`, whose derivative rule solves the transposed system alike."""
+
+    def solve(a, b):
+        return lax.fori_loop(0, 9, lambda _, x: b + step(x, a), b)
+
+    def backward(a, cotangent):
+        y = lax.scan(lambda y, _: (cotangent + jax.vjp(step, y, a)[1](y)[0], None), cotangent, length=9)[0]
+        return jnp.zeros_like(a), lax.cond(a[0, 0] > 0, lambda: y + solve(a, y), lambda: y)
+
+    rule = jax.custom_vjp(solve)
+    rule.defvjp(lambda a, b: (solve(a, b), a), backward)
+    return rule
+
+
+STEPS = {
+    "of a vector": (lambda x, a: a @ x / 64, X[0, :16]),
+    "of a matrix": (lambda x, a: a @ x @ a / 64**2, X[:16, 16:32]),
+}
+
+
+@pytest.mark.parametrize("argnums", [0, ()])
+@pytest.mark.parametrize("name", STEPS)
+def test_solvers_in_derivative_rules_are_float32_in_loops_and_branches(name, argnums):
+    step, b = STEPS[name]
+    a = np.abs(X[:16, :16] @ X[:16, :16].T) / 64
+    loss = jax.grad(lambda w, a, b: jnp.sum(solved(step)(a, w * b) * b))
+    found = products(loss, np.float32(1), a, b, argnums=argnums)
+    assert {dtype for dtype, *_ in found} == {"float32"} and any(backward for *_, backward in found)
 
 
 def test_the_rule_of_a_layer_is_narrow_from_outside():

@@ -10,7 +10,7 @@ not decide why a product does; see `products.py`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from ..._sizes import static_size
@@ -37,8 +37,11 @@ class Registry:
         self._by_key: dict[Any, dict[tuple, Forward]] = {}
         self._keys: dict[tuple, Any] = {}
         self.systems: set[tuple] = set()  # the lines and scopes of linear systems, whose derivatives are products
-        self.forward: list[tuple[Callable[[], tuple], Sequence[Any]]] = []  # whose lines nobody has asked for yet
-        self._forward_avals: dict[tuple, list[Sequence[Any]]] = {}
+        self._layers: dict[tuple, dict[tuple, Sequence[Any]]] = {}  # by line and scope, then by place in the program
+        self._lines: dict[tuple, tuple] = {}
+        self._pending: dict[
+            tuple, tuple[Callable[[], tuple], Sequence[Any]]
+        ] = {}  # layers whose lines nobody asked for
 
     @property
     def is_empty(self) -> bool:
@@ -48,16 +51,25 @@ class Registry:
         self._keys[where] = key
         self._by_key.setdefault(key, {})[where] = product
 
-    def forward_avals(self, line: tuple) -> list[Sequence[Any]]:
-        """The values of the products of the forward pass so far that are recorded at a line and scope."""
-        while self.forward:
-            line_of, avals = self.forward.pop()
-            self._forward_avals.setdefault(line_of(), []).append(avals)
-        return self._forward_avals.get(line, [])
+    def add_layer(self, where: tuple, line: Callable[[], tuple], avals: Sequence[Any]) -> None:
+        """Notes a narrow product of the forward pass: `line` gives its line and scope, which take time to find."""
+        self._pending[where] = line, avals
+
+    def layers_at(self, line: tuple) -> Collection[Sequence[Any]]:
+        """The values of the narrow products of the forward pass so far that are recorded at a line and scope."""
+        for where, (line_of, avals) in self._pending.items():
+            self._lines[where] = line_of()
+            self._layers.setdefault(self._lines[where], {})[where] = avals
+        self._pending.clear()
+        return self._layers.get(line, {}).values()
 
     def forget(self, where: tuple) -> None:
+        """Forgets what is noted of a product: it is looked at again."""
+        self._pending.pop(where, None)
         if where in self._keys:
             del self._by_key[self._keys.pop(where)][where]
+        if where in self._lines:
+            del self._layers[self._lines.pop(where)][where]
 
     def forward_of(
         self, key: tuple, site: tuple, sources: set[Any], avals: Sequence[Any], backward: bool
@@ -68,7 +80,7 @@ class Registry:
         derived = [p for p in products if _are_of_same_sizes(avals, p.avals)]
         if not derived and backward:
             derived = [p for p in products if are_mapped(avals, p.avals)]
-            if derived and any(_are_of_same_sizes(avals, each) for each in self.forward_avals(key[1:])):
+            if derived and any(_are_of_same_sizes(avals, each) for each in self.layers_at(key[1:])):
                 return None  # of a layer on the same line
         if not derived:
             return None

@@ -65,10 +65,12 @@ class Products:
         self.planner = planner
         self._found: dict[tuple, list[tuple[list[Entry], int, Node, WideProduct]]] = {}
         self.registry = Registry()
+        self.is_rule = False  # of a derivative, planned without the program that it belongs to
 
     def find(self, jaxpr: ClosedJaxpr | Jaxpr, precisions: Sequence[Precision], place: Place) -> None:
         """Gives those products a `WideProduct` for an entry, in the programs that the planner remembers."""
         facts = [Known(_PROVENANCE_OF.get(each, Provenance.DATA), ("argument", i)) for i, each in enumerate(precisions)]
+        self.is_rule = place.backward
         self.visit(jaxpr, place, facts, ())
         # A program that several nodes call is planned once: what one of them needs in float32 is.
         for found in self._found.values():
@@ -208,9 +210,11 @@ class _Visit:
         if not is_float32(avals[-1]) or any(map(is_sixteen_bit, avals)):
             return None  # cast by hand; integers times float32 numbers are a product as any other
         sources = {self.values.producers.source(number) for number in node.ins[:2]}
-        registry = self._products.registry
-        registry.forget((self._site, position))  # of an earlier visit, with other facts
-        backward = self._place.is_backward(node)
+        registry, where = self._products.registry, (self._site, position)
+        registry.forget(where)  # of an earlier visit, with other facts
+        # What a derivative rule computes anew, to derive it, is no derivative either.
+        computed_anew = in_jvp(node) and not is_backward(node)
+        backward = self._place.is_backward(node) and not computed_anew
         may_derive = not registry.is_empty and (backward or in_jvp(node))
         other = None
         if may_derive:
@@ -225,23 +229,24 @@ class _Visit:
             return wide_product(Cause.SYSTEM)
         else:
             cause = self._causes.of(node) if not backward or self._is_no_derivative(node) else None
-        if not is_backward(node):  # what a derivative rule computes anew is no derivative either
-            registry.forward.append((functools.partial(self.line, node), avals))
         if cause is not None or guarded:
-            forward = Forward(self._site, sources, avals, cause)
-            registry.add((self._site, position), (node.name, *self.line(node)), forward)
+            registry.add(where, (node.name, *self.line(node)), Forward(self._site, sources, avals, cause))
+        elif not backward:
+            registry.add_layer(where, functools.partial(self.line, node), avals)
         return cause and wide_product(cause, as_sums=cause in _AS_SUMS)
 
     def _is_no_derivative(self, node: Node) -> bool:
         """Whether a product in a backward pass derives no layer of the program.
 
-        So are one that a loss's own cotangent scales, and those of data in functions that `jax.linear_transpose` gave,
-        which are in the program transposed alone.
+        So are one that a loss's own cotangent scales, and those of data on a line without a layer: in functions that
+        `jax.linear_transpose` gave, which are in the program transposed alone, and in solvers that derivative rules
+        call.
         """
         if self._causes.scales(node):
             return True
-        alone = is_backward(node) and self._causes.reads_data(node)
-        return alone and not self._products.registry.forward_avals(self.line(node))
+        if self._products.is_rule and not is_backward(node):
+            return False  # what the rule is given is float32, whatever it derives
+        return self._causes.reads_data(node) and not self._products.registry.layers_at(self.line(node))
 
     def _as_sums(self, node: Node, cause: Cause | None) -> bool:
         """Whether a derivative is best written as multiplications and additions: as a few, or as one long sum."""
