@@ -342,6 +342,14 @@ def test_a_product_in_float64_reads_what_was_recorded():
             assert_two_programs_agree(cast(W, X), fn(W, X))
 
 
+@pytest.mark.parametrize("fn", [lambda w, z: z @ w, lambda w, z: w @ z.T, lambda w, z: jnp.einsum("ij,j->ij", z, w[0])])
+def test_a_product_with_complex_numbers_reads_what_was_recorded(fn):
+    w, z = 1e5 * jnp.ones((32, 32)), jnp.full((32, 32), 1 + 2j, jnp.complex64)
+    assert_two_programs_agree(autocast(fn, "mixed_float16")(w, z), fn(w, z))
+    gradient = jax.grad(lambda w, z: jnp.sum(jnp.abs(fn(w, z))))
+    assert_two_programs_agree(autocast(gradient, "mixed_float16")(w, z), gradient(w, z))
+
+
 def test_which_gradient_products_leave_in_the_reduce_dtype():
     """Those of weights, and of inputs that are asked for; one that goes on to a norm or bias does as in Flax."""
 

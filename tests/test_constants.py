@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmp_train import full_precision
+from jmp_train import explain, full_precision
 from jmp_train._autocast.analysis.constants import Constants, table_of
 from jmp_train._jaxpr import flatten
 
@@ -95,6 +95,24 @@ def test_what_is_captured_from_another_trace_is_no_constant():
         return x
 
     around(np.ones(3))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jax.lax.conv(
+            x.reshape(1, 1, 8, 8), jnp.exp(-(jnp.arange(9.0) ** 2)).reshape(1, 1, 3, 3), (1, 1), "SAME"
+        ),
+        lambda x: x.reshape(16, 4) @ jnp.cos(jnp.arange(16.0)).reshape(4, 4),
+        lambda x: x.reshape(8, 8) @ jnp.cos(jnp.arange(8.0)),
+    ],
+    ids=["a fixed filter", "a short contraction", "a matrix times a vector"],
+)
+def test_constants_are_computed_only_where_they_decide(fn, monkeypatch):
+    """Each takes XLA a tenth of a second to compile, while the program is planned."""
+    monkeypatch.setattr(Constants, "_run", None)
+    report = explain(fn, "mixed_float16", argnums=())(np.ones(64, np.float32))
+    assert [dtype for dtype, *_ in report.products] == ["float32"]
 
 
 TABLES = {

@@ -82,6 +82,14 @@ DELICATE = {
     "clipped": (lambda p: lax.clamp(np.float32(0), p, np.float32(6)), False),
     "a softmax": (jax.nn.softmax, False),
     "a logarithm of a function": (lambda p: jnp.log(jnp.exp(p)), False),
+    "a logarithm of a magnitude": (lambda p: jnp.log1p(jnp.abs(p)), True),
+    "a logarithm of a power": (lambda p: jnp.log(1e-6 + p**3), True),
+    "a logarithm of squares": (lambda p: jnp.log(1e-6 + lax.square(p)), True),
+    "a logarithm of a value times itself": (lambda p: jnp.log2(p * p), True),
+    "a logarithm of a root of a square": (lambda p: jnp.log(jnp.sqrt(jnp.abs(p) + 1)), True),
+    "a logarithm of a product": (lambda p: jnp.log(p * (p + 1)), False),
+    "an angle of a square": (lambda p: jnp.sin(p**2), False),
+    "a sum of squares beside its divisor": (lambda p: p / (1 + jnp.sum(p**2)), False),
 }
 
 
@@ -90,6 +98,14 @@ def test_what_reads_a_product(name):
     fn, expected = DELICATE[name]
     consumers, product = consumers_of(lambda x, y: fn(x @ y.T), X, Y)
     assert consumers.is_delicate(product) == expected
+
+
+@pytest.mark.parametrize("fn, expected", [(jnp.log, True), (jnp.tanh, False)])
+def test_what_reads_a_convolution(fn, expected):
+    x, y = np.ones((1, 2, 8), np.float32), np.ones((4, 2, 3), np.float32)
+    program = flatten(jax.make_jaxpr(lambda x, y: fn(lax.conv(x, y, (1,), "SAME")))(x, y))
+    (convolution,) = (node for node in program.nodes if node.name == "conv_general_dilated")
+    assert Consumers(program, Producers(program)).is_delicate(convolution) == expected
 
 
 SYSTEMS = {

@@ -179,6 +179,11 @@ WIDE = {
     "an angle": (lambda w, x: jnp.cos(7 + (x * w[0]) @ (x + 1).T / 3), W, X, Cause.DELICATE),
     "under a logarithm": (
         lambda w, x: jnp.log(jnp.maximum((x * w[0]) ** 2 @ jnp.exp(x.T), 1e-6)), W, X, Cause.DELICATE),
+    "a power under a logarithm": (
+        lambda w, x: jnp.log(((x * w[0]) @ (x + 1).T) ** 2 + 1e-6), W, X, Cause.DELICATE),
+    "a convolution of data under a logarithm": (
+        lambda w, x: jnp.log(jnp.sqrt(jnp.abs(lax.conv(
+            (x * w[0]).reshape(4, 8, 64), x.reshape(8, 8, 32)[..., :16], (4,), "SAME")) + 1e-3)), W, X, Cause.DELICATE),
     "a divisor": (lambda w, x: x[:, :32] / (jnp.exp(x * w[0] / 8) @ jnp.exp(x.T)), W, X, Cause.DELICATE),
     "a blur": (
         lambda w, x: lax.conv_general_dilated(
@@ -417,6 +422,31 @@ def test_solvers_in_derivative_rules_are_float32_in_loops_and_branches(name, arg
     loss = jax.grad(lambda w, a, b: jnp.sum(solved(step)(a, w * b) * b))
     found = products(loss, np.float32(1), a, b, argnums=argnums)
     assert {dtype for dtype, *_ in found} == {"float32"} and any(backward for *_, backward in found)
+
+
+@jax.custom_vjp
+def layer_and_solver(h, w, a):
+    return h @ w
+
+
+def layer_and_solver_backward(operands, cotangent):
+    h, w, a = operands
+    solution = lax.fori_loop(0, 9, lambda _, y: 1 + a @ y / 64, jnp.ones(len(a)))
+    return cotangent @ w.T, h.T @ cotangent * jnp.sum(solution), jnp.zeros_like(a)
+
+
+layer_and_solver.defvjp(lambda h, w, a: (h @ w, (h, w, a)), layer_and_solver_backward)
+
+
+def test_a_solver_beside_a_layer_in_one_derivative_rule():
+    """JAX records all of a rule under the line of its call."""
+
+    def loss(w, x, a):
+        return jnp.sum(jnp.sin(layer_and_solver(layer_and_solver(jnp.tanh(x @ w), w, a), w, a)))
+
+    found = products(jax.grad(loss), W, X, np.abs(X[:16, :16]))
+    assert [dtype for dtype, _, reason, _ in found if reason == Cause.INNER.value] == ["float32"] * 2
+    assert {dtype for dtype, _, reason, _ in found if reason != Cause.INNER.value} == {"float16"}
 
 
 def test_the_rule_of_a_layer_is_narrow_from_outside():
@@ -663,6 +693,8 @@ CONDITIONS = {
     "a table with a tiny row": (lambda w, x: w @ tiny_row((64, 64)).T, Cause.TABLE),
     "a table with a tiny column": (lambda w, x: w @ tiny_row((64, 64)), None),
     "a captured array with a tiny row": (lambda w, x: w @ CAPTURED.T, None),
+    "kernels of a table of large numbers": (
+        lambda w, x: lax.conv(w.reshape(2, 8, 16, 16), 1e9 * jnp.ones((8, 8, 3, 3)), (1, 1), "SAME"), Cause.TABLE),
     "kernels of a table, one of them tiny": (
         lambda w, x: lax.conv(w.reshape(2, 8, 16, 16), tiny_row((8, 8, 3, 3)), (1, 1), "SAME"), None),
     # Fewer than 16 numbers contracted: parameters times parameters,

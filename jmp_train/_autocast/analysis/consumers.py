@@ -25,10 +25,14 @@ from .ranges import Range, range_of
 _ADDS = having(Trait.ADDS)
 _BOUNDS = having(Trait.BOUNDS)
 _PICKS = having(Trait.PICKS)
+_PRODUCTS = having(Trait.DOT)
 _SQUARES = frozenset({"square", "integer_pow", "pow", "mul", "dot_general"})
 # Operands of which an absolute error counts, or a rounding to zero. Not those of bounds: a layer's result has some.
 _DELICATE = {name: position for name, position in DELICATE_OPERAND.items() if name not in _BOUNDS and position >= 0}
 _DELICATE |= dict.fromkeys(having(Trait.PERIODIC), 0)
+
+_LOGARITHMS = frozenset({"log", "log2", "log1p"})
+_MAGNITUDES = frozenset({"square", "integer_pow", "abs", "sqrt"})  # what a power spectrum is computed with
 
 # A sum is followed back to that many terms.
 _MOST_TERMS = 16
@@ -68,19 +72,23 @@ class Consumers:
     @functools.cached_property
     def _delicate(self) -> set[int]:
         readers = [node for node in self._program.nodes if node.name in _DELICATE]
-        return {dot.outs[0] for node in readers for dot in self._products_in(node.ins[_DELICATE[node.name]])}
+        found: set[int] = set()
+        for node in readers:
+            products = self._products_in(node.ins[_DELICATE[node.name]], magnitudes=node.name in _LOGARITHMS)
+            found.update(each.outs[0] for each in products)
+        return found
 
     @functools.cached_property
     def _in_systems(self) -> set[int]:
         systems = [node for node in self._program.nodes if node.name in SYSTEMS]
-        return {dot.outs[0] for node in systems for number in node.ins for dot in self._products_in(number)}
+        return {each.outs[0] for node in systems for number in node.ins for each in self._products_in(number)}
 
     @functools.cached_property
     def _cross_terms(self) -> dict[int, frozenset[int]]:
         found: dict[int, frozenset[int]] = {}
         for number, sums in self._sums_of_squares.items():
             for dot in self._products_in(number):
-                sizes = DotSizes.of(self._program, dot)
+                sizes = DotSizes.of(self._program, dot) if dot.name == "dot_general" else None
                 positions = [] if sizes is None else [i for i in (0, 1) if self._is_squared(dot.ins[i], sizes, i, sums)]
                 found[dot.outs[0]] = found.get(dot.outs[0], frozenset()).union(positions)
         return found
@@ -143,17 +151,19 @@ class Consumers:
         producer = self._producers.producer(value) if is_square else None
         return producer.ins[0] if producer is not None and producer.name == "abs" else value if is_square else None
 
-    def _products_in(self, number: int) -> Iterator[Node]:
-        """The products that are terms of a value, moved, scaled or bounded."""
+    def _products_in(self, number: int, magnitudes: bool = False) -> Iterator[Node]:
+        """The products that are terms of a value, moved, scaled or bounded; of `magnitudes` their squares and roots."""
         pending = [number]
         for _ in range(_MOST_TERMS):
             node = self._producers.producer(pending.pop()) if pending else None
             if node is None:
                 continue
-            if node.name == "dot_general":
+            if node.name in _PRODUCTS:
                 yield node
             elif node.name in _ADDS or node.name in _BOUNDS:
                 pending.extend(node.ins)
+            elif magnitudes and (node.name in _MAGNITUDES or (node.name == "mul" and node.ins[0] == node.ins[1])):
+                pending.append(node.ins[0])
 
 
 def sums_of_rows(sums: Sums, rows: Any) -> Sums:

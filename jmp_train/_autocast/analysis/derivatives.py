@@ -10,7 +10,7 @@ not decide why a product does; see `products.py`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ..._sizes import static_size
@@ -37,11 +37,8 @@ class Registry:
         self._by_key: dict[Any, dict[tuple, Forward]] = {}
         self._keys: dict[tuple, Any] = {}
         self.systems: set[tuple] = set()  # the lines and scopes of linear systems, whose derivatives are products
-        self._layers: dict[tuple, dict[tuple, Sequence[Any]]] = {}  # by line and scope, then by place in the program
-        self._lines: dict[tuple, tuple] = {}
-        self._pending: dict[
-            tuple, tuple[Callable[[], tuple], Sequence[Any]]
-        ] = {}  # layers whose lines nobody asked for
+        self._layers: dict[tuple, list[Sequence[Any]]] = {}  # by line and scope
+        self._pending: list[tuple[Callable[[], tuple], Sequence[Any]]] = []  # whose lines nobody has asked for yet
 
     @property
     def is_empty(self) -> bool:
@@ -51,25 +48,20 @@ class Registry:
         self._keys[where] = key
         self._by_key.setdefault(key, {})[where] = product
 
-    def add_layer(self, where: tuple, line: Callable[[], tuple], avals: Sequence[Any]) -> None:
+    def add_layer(self, line: Callable[[], tuple], avals: Sequence[Any]) -> None:
         """Notes a narrow product of the forward pass: `line` gives its line and scope, which take time to find."""
-        self._pending[where] = line, avals
+        self._pending.append((line, avals))
 
-    def layers_at(self, line: tuple) -> Collection[Sequence[Any]]:
+    def layers_at(self, line: tuple) -> Sequence[Sequence[Any]]:
         """The values of the narrow products of the forward pass so far that are recorded at a line and scope."""
-        for where, (line_of, avals) in self._pending.items():
-            self._lines[where] = line_of()
-            self._layers.setdefault(self._lines[where], {})[where] = avals
-        self._pending.clear()
-        return self._layers.get(line, {}).values()
+        while self._pending:
+            line_of, avals = self._pending.pop()
+            self._layers.setdefault(line_of(), []).append(avals)
+        return self._layers.get(line, ())
 
     def forget(self, where: tuple) -> None:
-        """Forgets what is noted of a product: it is looked at again."""
-        self._pending.pop(where, None)
         if where in self._keys:
             del self._by_key[self._keys.pop(where)][where]
-        if where in self._lines:
-            del self._layers[self._lines.pop(where)][where]
 
     def forward_of(
         self, key: tuple, site: tuple, sources: set[Any], avals: Sequence[Any], backward: bool

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..._dtypes import FLOAT32, FLOAT64
 from ..._jaxpr import FULL_PRECISION_MARK, FlatJaxpr, Node, region_mark
 from ..ir import Place, is_float32, is_sixteen_bit
@@ -52,8 +54,10 @@ def _entry(
         if entry.never_low and any(map(is_sixteen_bit, avals)):  # hand-cast code accumulates in float32, too
             return entry
         return Entry(Rule.RECORDED, "not recorded in float32")
-    if node.name in DOTS and FLOAT64 in {aval.dtype for aval in (*avals, program.avals[node.outs[0]])}:
-        return Entry(Rule.RECORDED, "it reads or makes float64")
+    if node.name in DOTS:
+        for aval in (*avals, program.avals[node.outs[0]]):
+            if aval.dtype == FLOAT64 or np.issubdtype(aval.dtype, np.complexfloating):
+                return Entry(Rule.RECORDED, f"it reads or makes {aval.dtype.name}")
     if low_region or scoped is not None:
         reason = "low_precision region" if low_region else "with_scopes"
         return entry if entry.never_low else Entry(Rule.LOW, reason)

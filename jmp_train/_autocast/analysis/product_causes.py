@@ -50,14 +50,15 @@ class ProductCauses:
 
     def of(self, node: Node) -> Cause | None:
         """The cause of a dot or convolution; `None` for a layer's."""
-        tables = [self._table(node, operand) for operand in (0, 1)]
-        if any(table is not None and table.exceeds for table in tables):
-            return Cause.TABLE
+        provenances = self._provenances(node)
         if node.name == "conv_general_dilated":
-            return Cause.FILTER if self._is_fixed_filter(node) else None
+            if self._is_fixed_filter(node):
+                return Cause.FILTER
+            exceeds = any(table is not None and table.exceeds for table in self._tables(node))
+            return Cause.TABLE if exceeds else Cause.DELICATE if self._is_delicate(node, provenances) else None
         if node.name != "dot_general":
             return None
-        sizes, provenances = DotSizes.of(self._program, node), self._provenances(node)
+        sizes = DotSizes.of(self._program, node)
         are_data, are_one = _are_data(provenances), self._producers.are_one(*node.ins)
         if self._contracts_one_axis(node) if are_one else are_data and self._is_weighted_square(node):
             return Cause.SQUARE
@@ -68,6 +69,9 @@ class ProductCauses:
             return Cause.INNER
         if sizes.contracted < TENSOR_CORE_DEPTH and self._is_data(node, provenances, sizes):
             return Cause.SHORT
+        tables = self._tables(node)  # after what is decided without the numbers: to compute them takes time
+        if any(table is not None and table.exceeds for table in tables):
+            return Cause.TABLE
         if self._is_cross_term(node, provenances):
             return Cause.DISTANCE
         # Times a parameter, a solution or Gram matrix is what a layer is given.
@@ -102,6 +106,9 @@ class ProductCauses:
 
     def _provenances(self, node: Node) -> list[Provenance]:
         return [self._values.provenances[number] for number in node.ins[:2]]
+
+    def _tables(self, node: Node) -> list[Table | None]:
+        return [self._table(node, operand) for operand in (0, 1)]
 
     def _table(self, node: Node, operand: int) -> Table | None:
         """What is known of an operand that is an array of constants."""

@@ -232,7 +232,7 @@ class _Visit:
         if cause is not None or guarded:
             registry.add(where, (node.name, *self.line(node)), Forward(self._site, sources, avals, cause))
         elif not backward:
-            registry.add_layer(where, functools.partial(self.line, node), avals)
+            registry.add_layer(functools.partial(self.line, node), avals)
         return cause and wide_product(cause, as_sums=cause in _AS_SUMS)
 
     def _is_no_derivative(self, node: Node) -> bool:
@@ -244,7 +244,7 @@ class _Visit:
         """
         if self._causes.scales(node):
             return True
-        if self._products.is_rule and not is_backward(node):
+        if self._products.is_rule:
             return False  # what the rule is given is float32, whatever it derives
         return self._causes.reads_data(node) and not self._products.registry.layers_at(self.line(node))
 
