@@ -66,6 +66,20 @@ def test_no_bit_changes(norm_first, scale):
         assert_same_bits(run(gradient, params, x), run(gradient, params, x, rewrites=WITHOUT))
 
 
+def test_what_was_an_integer_between_is_no_chain():
+    """Of NaN there is no integer: the cast of what follows must not become NaN again."""
+
+    def fn(w, x):
+        x = jnp.exp(x)
+        y = jnp.roll(x, 1, 0) @ w
+        return ((x * y).astype(jnp.int32).astype(jnp.float32) + y) @ w
+
+    w, x = np.eye(WIDTH, dtype=np.float32), np.ones((ROWS, WIDTH), np.float32)
+    x[0, 0] = np.nan
+    with jax.disable_jit():
+        assert_same_bits(run(fn, w, x), run(fn, w, x, rewrites=WITHOUT))
+
+
 def test_the_derivative_is_that_of_a_cast():
     loss, (params, x) = residual_network(norm_first=False), arguments(3)
     got, want = (

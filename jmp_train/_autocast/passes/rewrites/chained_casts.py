@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
+
 from ...._dtypes import FLOAT16
 from ...ir import Op, Program, Use
 from .rewrite import Rewrite
 
-# Elementwise, and NaN where an operand is NaN, which `Op.CHAINED` relies on.
+# Elementwise, and NaN where an operand is NaN, which `Op.CHAINED` relies on; unless they make integers.
 _KEEP_NAN = frozenset("add sub add_any mul div neg convert_element_type copy".split())
 
 
@@ -41,6 +43,8 @@ class ChainedCasts(Rewrite):
             for number, _, _ in equation.uses:
                 if found is None and number in last:
                     found = last[number]
+            if found is not None and not jnp.issubdtype(program.avals[result].dtype, jnp.inexact):
+                found = None
             if found is not None and program.avals[found].shape != getattr(program.avals[result], "shape", None):
                 found = None
             if equation.op is Op.SAVED and equation.operands[0] in links:
