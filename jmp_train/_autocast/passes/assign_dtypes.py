@@ -119,11 +119,14 @@ class _Walk:
         return Precision.OVERFLOWS if overflows else precision
 
     def visit(self, node: Node, entry: Entry) -> None:
-        depth = max([self.facts[number].depth for number in node.ins], default=0)
+        depth = 0
+        for number in node.ins:  # as `Values.add`, this runs for every equation, and calls no function that need not be
+            if self.facts[number].depth > depth:
+                depth = self.facts[number].depth
         backward = self.place.is_backward(node)
         if backward:
             # It runs when all of the forward pass has: what that computed is read across a dot, at whatever depth.
-            depth = max(depth, self.forward_depth)
+            depth = depth if depth > self.forward_depth else self.forward_depth
         accesses = self.accesses.of(node, entry, self.facts)
         seen = [self._seen(number, depth, access) for number, access in zip(node.ins, accesses, strict=True)]
         if entry.rule is Rule.ENTER:
@@ -133,16 +136,17 @@ class _Walk:
         else:
             equation, made = self._DECIDE[entry.rule](self, node, entry, seen)
             has_dot = equation.is_narrow_dot
-        equation.depth = depth
-        equation.accesses = [
-            Access.CARRIED if access is Access.NARROW and use.dtype == FLOAT32 else access
-            for access, use in zip(accesses, equation.uses, strict=True)
-        ]
+        equation.depth, equation.accesses = depth, accesses
+        if Access.NARROW in accesses:
+            equation.accesses = [
+                Access.CARRIED if access is Access.NARROW and use.dtype == FLOAT32 else access
+                for access, use in zip(accesses, equation.uses, strict=True)
+            ]
         for number, precision in zip(node.outs, made, strict=True):
             self.facts[number] = self._fact(equation, number, precision, depth + has_dot)
         self.equations.append(equation)
-        if not backward:
-            self.forward_depth = max(self.forward_depth, depth + has_dot)
+        if not backward and depth + has_dot > self.forward_depth:
+            self.forward_depth = depth + has_dot
 
     def _fact(self, equation: Equation, number: int, precision: Precision, depth: int) -> Fact:
         """What result `number` of an equation is."""

@@ -26,7 +26,7 @@ def mark_dead(program: Program, context: Context) -> Program:
     needed, again = set(program.outputs), set()  # values read as they are, and those that are rematerialized
     remat, equations = program.residuals.remat, []
     for equation in reversed(program.equations):
-        dead = equation.dead or not (has_effects(equation) or not needed.isdisjoint(equation.results))
+        dead = equation.dead or (needed.isdisjoint(equation.results) and not has_effects(equation))
         if not dead:
             for number, _, residual in equation.uses:
                 (again if residual and number in remat else needed).add(number)

@@ -46,7 +46,7 @@ def shared_roundings(program: Program, context: Context) -> Program:
 def sources(program: Program, numbers: Iterable[int], through: Callable[[Equation], bool]) -> set[int]:
     """All that some values are computed from by equations that may be followed, and these."""
     found = set(numbers)
-    for equation in reversed(program.equations):
+    for equation in reversed(program.equations) if found else ():
         if not found.isdisjoint(equation.results) and through(equation):
             found.update(equation.operands)
     return found
