@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 
 
 class Rule(enum.Enum):
@@ -68,7 +69,7 @@ class Entry:
     reason: str
     never_low: bool = False
 
-    @property
+    @functools.cached_property
     def has_own_kernel(self) -> bool:
         """Whether it is a sum or a factorization, whose kernel reads its operands from memory."""
         return self.never_low and self.rule is Rule.HIGH

@@ -32,7 +32,7 @@ from ..._dtypes import FLOAT32
 from ..._jaxpr import Node
 from ..analysis.accesses import Accesses
 from ..analysis.dot_sizes import asks_for_float32, leaves_small_result
-from ..analysis.ranges import Numbers, Range, divides_by_terms, filled_with, numbers_through, range_of
+from ..analysis.ranges import UNKNOWN, Numbers, Range, divides_by_terms, filled_with, numbers_through, range_of
 from ..analysis.uses import Flags, axes_of
 from ..analysis.wide_product import WideProduct
 from ..ir import (
@@ -161,7 +161,8 @@ class _Walk:
         )
         flags = self.flow[number]
         fact.to_dot = flags.to_dot
-        fact.delicate = flags.exact or flags.in_exponent or fact.numbers.exceed(self.low)
+        exceeds = fact.numbers is not UNKNOWN and fact.numbers.exceed(self.low)
+        fact.delicate = flags.exact or flags.in_exponent or exceeds
         if fact.precision is Precision.FULL and fact.computed and self.saves_low:
             fact.has_low_copy = flags.to_dot and not fact.delicate
         values = fact.numbers.range
@@ -324,4 +325,4 @@ def _numbers_of(node: Node, operands: Sequence[Fact], precision: Precision, low:
     overflows = precision is Precision.OVERFLOWS or (precision is not Precision.RECORDED and found.overflows)
     summed = node.name == "reduce_window_sum" and operands[0].precision is Precision.LOW
     terms = math.prod(node.params["window_dimensions"]) if summed else None
-    return Numbers(found.range, overflows, terms)
+    return Numbers(found.range, overflows, terms) if found.range or overflows or summed else UNKNOWN
