@@ -15,11 +15,9 @@ stays as it starts; see `passes.control_flow`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Sequence
 
 from ..._jaxpr import FlatJaxpr, Node, scan_counts
-from ..._sizes import is_less
 from ..ir import Access, Fact, Place, Precision
 from ..primitives import Entry, Rule, Trait, having
 from .dot_sizes import size_of
@@ -76,8 +74,7 @@ class Accesses:
         """
         (logits,) = node.ins
         first = facts[logits].depth not in self._summed
-        size = math.prod(self._program.avals[logits].shape)
-        return first and logits in self._after_sum and not is_less(size, _MANY_LOGITS)
+        return first and logits in self._after_sum and self._size(logits) >= _MANY_LOGITS
 
     def _is_bias_before_norm(self, node: Node, facts: Sequence[Fact]) -> bool:
         """Whether the sum of a gradient that the program returns is one over a large cotangent that a norm hands back.
@@ -86,9 +83,8 @@ class Accesses:
         statistics, which come first, are over some of the same axes, as those of a BatchNorm are.
         """
         (cotangent,) = node.ins
-        size, rows = self._size(cotangent), self._size(cotangent) // max(self._size(node.outs[0]), 1)
-        statistic = self._after_statistic.get(cotangent)
-        if statistic is None or size < _MANY or rows < _MANY_ROWS:
+        size, statistic = self._size(cotangent), self._after_statistic.get(cotangent)
+        if statistic is None or size < _MANY or size < _MANY_ROWS * self._size(node.outs[0]):
             return False
         # Two sums over different axes leave all of the axes, one or the other of them.
         gradients = self._summed.get(facts[cotangent].depth, ())

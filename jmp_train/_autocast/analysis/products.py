@@ -213,8 +213,7 @@ class _Visit:
         registry, where = self._products.registry, (self._site, position)
         registry.forget(where)  # of an earlier visit, with other facts
         # What a derivative rule computes anew, to derive it, is no derivative either.
-        computed_anew = in_jvp(node) and not is_backward(node)
-        backward = self._place.is_backward(node) and not computed_anew
+        backward = is_backward(node) or (self._place.is_backward(node) and not in_jvp(node))
         may_derive = not registry.is_empty and (backward or in_jvp(node))
         other = None
         if may_derive:

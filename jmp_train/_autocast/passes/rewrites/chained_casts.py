@@ -18,6 +18,7 @@ Decides which casts those are.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -25,7 +26,7 @@ from ...._dtypes import FLOAT16
 from ...ir import Op, Program, Use
 from .rewrite import Rewrite
 
-# Elementwise, and NaN where an operand is NaN, which `Op.CHAINED` relies on; unless they make integers.
+# Elementwise, and NaN where an operand is NaN, which `Op.CHAINED` relies on.
 _KEEP_NAN = frozenset("add sub add_any mul div neg convert_element_type copy".split())
 
 
@@ -43,9 +44,7 @@ class ChainedCasts(Rewrite):
             for number, _, _ in equation.uses:
                 if found is None and number in last:
                     found = last[number]
-            if found is not None and not jnp.issubdtype(program.avals[result].dtype, jnp.inexact):
-                found = None
-            if found is not None and program.avals[found].shape != getattr(program.avals[result], "shape", None):
+            if found is not None and not _may_be_linked(program.avals[found], program.avals[result]):
                 found = None
             if equation.op is Op.SAVED and equation.operands[0] in links:
                 last[result] = result
@@ -60,3 +59,8 @@ class ChainedCasts(Rewrite):
             elif found is not None and equation.name in _KEEP_NAN:
                 last[result] = found
         return dataclasses.replace(program, equations=equations)
+
+
+def _may_be_linked(saved: Any, result: Any) -> bool:
+    """Whether a value has an element for each of the saved copy's, and may be NaN where that is: no integer is."""
+    return saved.shape == getattr(result, "shape", None) and jnp.issubdtype(result.dtype, jnp.inexact)
