@@ -16,7 +16,15 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 
 import jax
 from battery_models import BY_NAME, LARGE, ROWS, SMALL, Row, Size
-from battery_tools import Figures, abstract_example, gradient_function, median_errors, row_figures, tracing_seconds
+from battery_tools import (
+    Figures,
+    abstract_example,
+    gradient_function,
+    median_errors,
+    row_figures,
+    tracing_calls,
+    tracing_seconds,
+)
 
 COLUMNS = {
     "model": "{name:24s}",
@@ -26,7 +34,8 @@ COLUMNS = {
     "error ours/Flax": "{error:.2e}/{flax_error:8}",
     "MB ours/Flax/float32": "{megabytes:8.2f}/{flax_megabytes:>8}/{float32_megabytes:8.2f}",
     "temp MB ours/Flax/float32": "{temporary:8.2f}/{flax_temporary:>8}/{float32_temporary:8.2f}",
-    "trace ratio": "{trace_ratio:5.2f}",
+    "MB, temp MB, of those with float32 residuals": "{of_wide_megabytes:5.3f}, {of_wide_temporary:5.3f}",
+    "trace ratio, of seconds and calls": "{trace_ratio:5.2f}, {call_ratio:5.2f}",
 }
 
 
@@ -45,6 +54,10 @@ def measure(row: Row, size: Size, seeds: int) -> dict[str, Any]:
     args = abstract_example(row, size)
     plain = tracing_seconds(lambda: gradient_function(row, "float32", size), *args)
     cast = tracing_seconds(lambda: gradient_function(row, "mixed_float16", size), *args)
+    calls = {
+        how: tracing_calls(lambda how=how: gradient_function(row, how, size), *args)
+        for how in ("float32", "mixed_float16")
+    }
     dots_low, dots = low_and_all(ours.dots)
     convolutions_low, convolutions = low_and_all(ours.convolutions)
     counts = {"dots_low": dots_low, "dots": dots, "convolutions_low": convolutions_low, "convolutions": convolutions}
@@ -55,7 +68,10 @@ def measure(row: Row, size: Size, seeds: int) -> dict[str, Any]:
     }
     nothing = {"flax_megabytes": None, "flax_temporary": None}
     bytes_moved = memory(ours) | (memory(flax, "flax_") if flax else nothing) | memory(float32, "float32_")
-    return {"name": row.name} | counts | sums | errors | bytes_moved | {"trace_ratio": cast / plain}
+    wide = row_figures(row, "wide_residuals_float16", size)
+    of_wide = {"of_wide_megabytes": ours.bytes / wide.bytes, "of_wide_temporary": ours.temporary / wide.temporary}
+    ratios = {"trace_ratio": cast / plain, "call_ratio": calls["mixed_float16"] / calls["float32"]}
+    return {"name": row.name} | counts | sums | errors | bytes_moved | of_wide | ratios
 
 
 def line(figures: dict[str, Any]) -> str:

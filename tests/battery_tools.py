@@ -18,7 +18,7 @@ from battery_models import SMALL, Row, Size
 from battery_row import gradient_of
 from loop_carries import sixteen_bit_carries
 
-from jmp_train import autocast, get_policy
+from jmp_train import DEFAULT_RULES, autocast, get_policy
 from jmp_train._diagnostics.gpu._compile import compile_for_gpu, module_text
 from jmp_train._diagnostics.gpu._compiled_products import convolutions, dots
 from jmp_train._diagnostics.gpu._kernels import kernels, sixteen_bit_sums, traffic
@@ -88,6 +88,9 @@ def gradient_function(row: Row, how: str, size: Size = SMALL) -> Callable[[Tree,
     kind, _, dtype = how.rpartition("_")
     if kind == "mixed":
         return autocast(row.grads(size=size), get_policy(how))
+    if kind == "wide_residuals":
+        rules = DEFAULT_RULES.with_residuals("float32")
+        return autocast(row.grads(size=size), get_policy(f"mixed_{dtype}"), rules=rules)
     if how == "float64":
         return row.grads(row.oracle, size)
     return row.grads(jnp.dtype(dtype) if kind == "flax" else None, size)

@@ -130,6 +130,14 @@ def test_rematerialised_layers_move_the_bytes_of_flax(name):
     assert ours.temporary <= 1.06 * flax.temporary
 
 
+@pytest.mark.parametrize("name", BY_NAME)
+def test_no_model_moves_more_than_with_residuals_in_float32(name):
+    """But one, for 0.85 of the temporary memory: what a max-pool reads is saved, not computed for each reader."""
+    ours, wide = (row_figures(BY_NAME[name], how, LARGE) for how in ("mixed_float16", "wide_residuals_float16"))
+    assert ours.bytes <= (1.03 if name == "cnn_batchnorm" else 1.01) * wide.bytes
+    assert name != "cnn_batchnorm" or ours.temporary <= 0.86 * wide.temporary
+
+
 @pytest.mark.parametrize("name", ["cnn_groupnorm", "transformer", "transformer_scan", "lstm"])
 def test_tracing_costs_at_most_twice_as_much(name):
     row = BY_NAME[name]
