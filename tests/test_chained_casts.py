@@ -80,6 +80,17 @@ def test_what_was_an_integer_between_is_no_chain():
         assert_same_bits(run(fn, w, x), run(fn, w, x, rewrites=WITHOUT))
 
 
+def test_one_number_beside_an_array_is_no_chain():
+    def fn(w, x):
+        scale = jnp.exp(x[0, 0])
+        y = jnp.full_like(x, scale) @ w
+        return (scale * y + x) @ w
+
+    w, x = np.eye(WIDTH, dtype=np.float32), np.ones((ROWS, WIDTH), np.float32)
+    with jax.disable_jit():
+        assert_same_bits(run(fn, w, x), run(fn, w, x, rewrites=WITHOUT))
+
+
 def test_the_derivative_is_that_of_a_cast():
     loss, (params, x) = residual_network(norm_first=False), arguments(3)
     got, want = (
