@@ -157,7 +157,7 @@ def test_a_scanned_softmax_and_its_gradient_see_the_same_logits(dtype):
     forward, backward = (eqn.params["jaxpr"].eqns for eqn in closed.eqns if eqn.primitive.name == "scan")
     for body in (forward, backward):  # of logits and their maxima: no compiler may drop it on one side only
         rounded = {eqn.invars[0].aval.shape for eqn in body if eqn.primitive.name == "reduce_precision"}
-        assert rounded == {(64, 10), (64, 1)}
+        assert rounded >= {(64, 10), (64, 1)}
 
 
 def test_nested_scans_and_scans_in_remat_stack_in_16_bits():

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jmp_train._autocast.analysis.loops import accumulates, are_linear, is_counted, is_residual_stream, solves
+from jmp_train._autocast.analysis.loops import accumulates, is_counted, is_residual_stream
+from jmp_train._autocast.analysis.recurrences import are_linear, solves
 from jmp_train._jaxpr import flatten, loop_of
 
 RNG = np.random.default_rng(0)

@@ -56,12 +56,13 @@ def recorded_reads(precisions: Iterable[Precision]) -> list[np.dtype | None]:
 
 
 class Place(NamedTuple):
-    """Where a body stands: the scope path of its call, whether that is marked `low_precision`, and whether it belongs
-    to a backward pass, which the name stacks inside a body do not say."""
+    """Where a body stands: the scope path of its call, whether that is marked `low_precision`, whether it belongs to a
+    backward pass, which the name stacks inside a body do not say, and whether it is a scan's."""
 
     scope: str = ""
     low_region: bool = False
     backward: bool = False
+    is_scan: bool = False
 
     def scope_of(self, node: Node) -> str:
         return "/".join(filter(None, (self.scope, scope_of(node))))
@@ -70,7 +71,8 @@ class Place(NamedTuple):
         return is_backward(node) or (self.backward and not is_recomputed(node))
 
     def inside(self, node: Node) -> Place:
-        return Place(self.scope_of(node), self.low_region or node.low_region, self.is_backward(node))
+        low_region = self.low_region or node.low_region
+        return Place(self.scope_of(node), low_region, self.is_backward(node), node.name == "scan")
 
 
 TOP = Place()
@@ -98,7 +100,7 @@ class Fact:
       computed: computed by the program, rather than an argument or a rearranged one.
       parameter: a differentiated argument, possibly rearranged.
       to_dot: a dot consumes it, directly or through equations that pass values on as they are.
-      delicate: a rounding of it would be more than a rounding for what reads it.
+      sensitive: a rounding of it would be more than a rounding for what reads it.
       numbers: what is known of its numbers.
     """
 
@@ -108,7 +110,7 @@ class Fact:
     computed: bool = False
     parameter: bool = False
     to_dot: bool = False
-    delicate: bool = False
+    sensitive: bool = False
     numbers: Numbers = UNKNOWN
 
 

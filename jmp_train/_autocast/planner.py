@@ -15,7 +15,7 @@ from .._jaxpr import CALLS, ClosedJaxpr, FlatJaxpr, Jaxpr, Node, flatten
 from .._policy import Policy
 from .analysis.entries import entries_of
 from .analysis.products import Products
-from .analysis.uses import Backward, Flags, backward
+from .analysis.uses import Flags, Uses, find_uses
 from .ir import TOP, Place, Precision, Program, dtype_of, recorded_dtypes
 from .passes import control_flow
 from .passes.assign_dtypes import assign_dtypes
@@ -38,7 +38,7 @@ class Context:
     Attributes:
       planner: plans bodies.
       entries: the rule of each recorded equation.
-      flow: what becomes of each value.
+      uses: what becomes of each value.
       precisions: what the arguments are.
       out_flags: what becomes of the results.
       roundable: positions of arguments that a loop computed, so that a copy handed out may be rounded.
@@ -46,7 +46,7 @@ class Context:
 
     planner: Planner
     entries: list[Entry]
-    flow: Backward
+    uses: Uses
     precisions: Sequence[Precision]
     out_flags: Sequence[Flags]
     roundable: Sequence[int]
@@ -95,7 +95,7 @@ class Planner:
         self.wide: set[int] = set()  # products kept in float32
         self._recorded: dict[tuple[int, Place], tuple[Any, FlatJaxpr, list[Entry]]] = {}
         self._inlined: dict[int, FlatJaxpr] = {}
-        self._flows: dict[tuple, Backward] = {}
+        self._uses: dict[tuple, Uses] = {}
 
     def fresh(self) -> Planner:
         """Another planner of the same policy and rules, for a program of its own."""
@@ -112,7 +112,7 @@ class Planner:
         self.find_products(jaxpr, precisions, place)
         program = self.plan(jaxpr, precisions, out_flags, place)
         # Lowering asks for none of these, and they would keep the jaxpr alive, by which `autocast` knows the plan.
-        for cache in (self._recorded, self._inlined, self._flows):
+        for cache in (self._recorded, self._inlined, self._uses):
             cache.clear()
         return dataclasses.replace(program, result_dtypes=recorded_dtypes(program.recorded))
 
@@ -143,8 +143,8 @@ class Planner:
           roundable: positions of arguments that a loop computed, so that a copy handed out may be rounded.
         """
         recorded, entries = self.recorded(jaxpr, place)
-        flow = self.flow(jaxpr, place, out_flags)
-        context = Context(self, entries, flow, precisions, out_flags, roundable)
+        uses = self.uses(jaxpr, place, out_flags)
+        context = Context(self, entries, uses, precisions, out_flags, roundable)
         program = self._start(recorded, place, precisions)
         for run in PLANNING:
             program = run(program, context)
@@ -200,19 +200,19 @@ class Planner:
             self._inlined[id(jaxpr)] = flatten(jaxpr, also=CALLS)
         return self._inlined[id(jaxpr)]
 
-    def flow(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, out_flags: Sequence[Flags]) -> Backward:
+    def uses(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, out_flags: Sequence[Flags]) -> Uses:
         """What becomes of each value, given what becomes of the results."""
         key = (id(jaxpr), place, tuple(out_flags))
-        if key not in self._flows:
+        if key not in self._uses:
             program, entries = self.recorded(jaxpr, place)
 
             def enter(node: Node, at: Place, outs: list[Flags]) -> list[Flags]:
                 return control_flow.flags_of(self, node, at.inside(node), outs)
 
-            self._flows[key] = backward(program, entries, place, out_flags, enter)
-        return self._flows[key]
+            self._uses[key] = find_uses(program, entries, place, out_flags, enter)
+        return self._uses[key]
 
     def in_flags(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, out_flags: Sequence[Flags]) -> list[Flags]:
         """What becomes of a body's arguments."""
-        flow = self.flow(jaxpr, place, out_flags)
-        return [flow[number] for number in self.recorded(jaxpr, place)[0].inputs]
+        uses = self.uses(jaxpr, place, out_flags)
+        return [uses[number] for number in self.recorded(jaxpr, place)[0].inputs]

@@ -6,23 +6,18 @@ Decides them by following dependencies through the body. Does not decide dtypes;
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable
 
 import jax.numpy as jnp
 
 from ..._jaxpr import FlatJaxpr, Loop, Node, flatten, loop_of
 from ..ir import Place, is_float32, is_sixteen_bit
-from ..primitives import DOTS, SYSTEMS, Trait, having
-from .dot_sizes import size_of
-from .producers import Producers
+from ..primitives import DOTS, Trait, having
 
 _COMMUTES = frozenset({"add", "add_any"})
 _ADDS = having(Trait.ACCUMULATES)
 _PASSES = having(Trait.MOVES) | {"convert_element_type"}
 _ADDS_TO_STREAM = having(Trait.ADDS) | _PASSES | {"select_n"}
-_TERMS = having(Trait.ADDS | Trait.JOINS)  # linear in all of their operands together
-_LINEAR = having(Trait.LINEAR | Trait.PICKS) | _PASSES | _TERMS
-KEEPS_ESTIMATES = _LINEAR | SYSTEMS
 
 
 def dependents(
@@ -160,76 +155,6 @@ def is_residual_stream(program: FlatJaxpr, start: int, result: int) -> bool:
             pending.extend(operand for operand in node.ins if operand not in seen)
             seen.update(node.ins)
     return False
-
-
-def are_linear(program: FlatJaxpr, ends: Sequence[tuple[int, int]]) -> list[bool]:
-    """Of each carry whether it is the state of a linear system: it comes back as products of itself, and sums.
-
-    Each rounding of such a state stays in it, and they add up. What scales its rows by their sums or norms leaves it
-    linear, as in a power iteration or the forward algorithm of a hidden Markov model.
-
-    Args:
-      program: the loop's body.
-      ends: each carry, as the body is given it and as it returns it.
-    """
-    # Of each value the carries, as bits, that it depends on, through a product, and through what is not linear in them.
-    depends, product, other = ([0] * len(program.avals) for _ in range(3))
-    for position, (start, _) in enumerate(ends):
-        depends[start] = 1 << position
-    producers = Producers(program)
-    for node in program.nodes:
-        once = twice = multiplied = nonlinear = 0
-        several = node.name in ("mul", "div") and depends[node.ins[0]] and depends[node.ins[1]]
-        operands = _but_for_scale(node, producers) if several else node.ins
-        for number in operands:
-            twice |= once & depends[number]
-            once |= depends[number]
-            multiplied |= product[number]
-            nonlinear |= other[number]
-        if not once:
-            continue
-        if node.name not in _LINEAR:
-            nonlinear = once
-        elif node.name not in _TERMS:
-            nonlinear |= twice | (depends[operands[1]] if node.name == "div" and len(operands) > 1 else 0)
-        for number in node.outs:
-            depends[number], other[number] = once, nonlinear
-            product[number] = once if node.name == "dot_general" else multiplied
-    linear = [product[result] & ~other[result] for _, result in ends]
-    return [bool(found >> position & 1) for position, found in enumerate(linear)]
-
-
-def _but_for_scale(node: Node, producers: Producers) -> tuple[int, ...]:
-    """The operands of a product or quotient but for one of fewer numbers, repeated: it scales rows of the other."""
-    left, right = node.ins
-    one, other = (size_of(producers.program.avals[producers.source(number)]) for number in node.ins)
-    if other < one:
-        return (left,)
-    return (right,) if node.name == "mul" and one < other else node.ins
-
-
-def solves(program: FlatJaxpr, start: int, result: int) -> bool:
-    """Whether linear systems and products stand between a carry and what comes back, and no other function.
-
-    So it is for a Kalman filter's covariance. A network is other functions.
-    """
-    dependent, leading = dependents(program, [start]), sources(program, result)
-    between = [n for n in program.nodes if not (dependent.isdisjoint(n.ins) or leading.isdisjoint(n.outs))]
-    floating = [n for n in between if any(jnp.issubdtype(program.avals[out].dtype, jnp.floating) for out in n.outs)]
-    return any(n.name in SYSTEMS for n in between) and all(n.name in KEEPS_ESTIMATES for n in floating)
-
-
-def has_system(program: FlatJaxpr) -> bool:
-    """Whether a linear system is solved or factorized in a program, the programs inside it left out."""
-    return not SYSTEMS.isdisjoint([node.name for node in program.nodes])
-
-
-def systems_of(program: FlatJaxpr, numbers: Iterable[int]) -> set[int]:
-    """What linear systems make of values that depend on any of `numbers`."""
-    found = dependents(program, numbers)
-    return {
-        out for node in program.nodes if node.name in SYSTEMS and not found.isdisjoint(node.ins) for out in node.outs
-    }
 
 
 def sources(program: FlatJaxpr, result: int) -> set[int]:

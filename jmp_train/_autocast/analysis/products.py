@@ -33,7 +33,7 @@ from ..primitives import SYSTEMS, TABLE, Entry, Rule, Trait, having
 from .consumers import sums_of_rows
 from .derivatives import Forward, Registry
 from .dot_sizes import DotSizes, asks_for_float32
-from .loops import are_linear, dependents, has_system, solves, systems_of
+from .loops import dependents
 from .producers import row_of
 from .product_causes import TENSOR_CORE_DEPTH, ProductCauses
 from .provenance import (
@@ -45,6 +45,7 @@ from .provenance import (
     provenance_after_loop,
     row_provenance,
 )
+from .recurrences import carry_kinds
 from .wide_product import Cause, WideProduct, wide_product
 
 if TYPE_CHECKING:
@@ -105,33 +106,6 @@ class Products:
         return [visit.values.result(number) for number in program.outputs]
 
 
-def _carry_kinds(program: FlatJaxpr, loop: Loop, rows: Sequence[Known]) -> list[tuple[bool, bool]]:
-    """Of each carry of a loop whether it is the state of a linear recurrence, and whether it is an estimate.
-
-    The mean of a Kalman filter is a linear state that its gain moves, and the gain comes from the covariance, an
-    estimate. A smoother is given both row by row.
-
-    Args:
-      program: the loop's body, calls written out.
-      loop: where its carries are.
-      rows: what is known of the rows that it is given.
-    """
-    first = loop.consts + loop.carry
-    ends = list(zip(program.inputs[loop.consts : first], program.outputs[: loop.carry], strict=True))
-    linear = are_linear(program, ends)
-    if not has_system(program):
-        return [(each, False) for each in linear]
-    solved = [solves(program, *end) for end in ends]
-    estimates = [start for (start, _), is_estimate in zip(ends, solved, strict=True) if is_estimate]
-    given = zip(program.inputs[first:], rows, strict=True)
-    solutions = [number for number, fact in given if fact.provenance is Provenance.SOLUTION]
-    moved = dependents(program, systems_of(program, [*estimates, *solutions]))
-    return [
-        (is_linear, is_estimate or (is_linear and result in moved))
-        for is_linear, is_estimate, (_, result) in zip(linear, solved, ends, strict=True)
-    ]
-
-
 class _Visit:
     """One program while its products are looked at.
 
@@ -170,7 +144,8 @@ class _Visit:
         """The results of a loop: its carries start as they are given and come back as the body returns them."""
         body, consts, carry, *_ = loop
         given = facts[consts + carry :]
-        kinds = _carry_kinds(self._body(node, loop), loop, given)
+        are_solutions = [fact.provenance is Provenance.SOLUTION for fact in given]
+        kinds = carry_kinds(self._body(node, loop), loop, are_solutions)
         estimates = any(is_estimate for _, is_estimate in kinds)
         rows = [self._row(fact, estimates, node) for fact in given]
         carried = [

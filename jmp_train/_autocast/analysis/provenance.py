@@ -19,8 +19,8 @@ from ..._sizes import is_single
 from ..primitives import DATA_OPERANDS, SYSTEMS, Entry, Rule
 from .constants import Constants
 from .consumers import Consumers
-from .loops import KEEPS_ESTIMATES
 from .producers import Producers, outside
+from .recurrences import KEEPS_ESTIMATES
 from .wide_product import Cause, WideProduct
 
 _BOOL = np.dtype(np.bool_)
@@ -96,8 +96,8 @@ class Known(NamedTuple):
 def carried_provenance(provenance: Provenance, is_state: bool, is_estimate: bool) -> Provenance:
     """What a loop carries, given what it was computed from, here or in the last iteration.
 
-    The roundings of its steps add up in the state of a linear recurrence (`loops.are_linear`), and in what linear
-    systems are solved for (`loops.solves`), whatever either starts as or is multiplied by.
+    The roundings of its steps add up in the state of a linear recurrence (`recurrences.are_linear`), and in what
+    linear systems are solved for (`recurrences.solves`), whatever either starts as or is multiplied by.
     """
     if is_estimate:
         return Provenance.ESTIMATE

@@ -29,7 +29,7 @@ class Flags(NamedTuple):
       to_dot: a dot consumes it, directly or through operations that pass values on as they are.
       only_wide: only operations that run in float32 consume it, in this program or around it: then a product, which may
         be infinite in the compute dtype, runs in float32 too. (`passes.widen` is about rounding, and what is near.)
-      exact: what is finite for it may not be for its copy in the compute dtype: something divides by it, takes its
+      delicate: what is finite for it may not be for its copy in the compute dtype: something divides by it, takes its
         logarithm, or bounds it first, or does so to its distance from a constant.
       in_exponent: an exponential is computed from it, or from sums and products of it: the absolute error of its copy
         would be a relative one there, and what was normalised with the value itself no longer sums to one.
@@ -38,8 +38,13 @@ class Flags(NamedTuple):
     reaches_dot: bool = False
     to_dot: bool = False
     only_wide: bool = False
-    exact: bool = False
+    delicate: bool = False
     in_exponent: bool = False
+
+    @property
+    def sensitive(self) -> bool:
+        """Whether a rounding of the value would be more than a rounding for what reads it."""
+        return self.delicate or self.in_exponent
 
 
 _UNREAD = Flags()
@@ -49,11 +54,11 @@ def merged(flags: Sequence[Flags]) -> Flags:
     """What becomes of several values together."""
     if len(flags) == 1:
         return flags[0]
-    reaches, to_dot, only_wide, exact, in_exponent = zip(*flags, strict=True) if flags else [()] * 5
-    return Flags(any(reaches), any(to_dot), all(only_wide), any(exact), any(in_exponent))
+    reaches, to_dot, only_wide, delicate, in_exponent = zip(*flags, strict=True) if flags else [()] * 5
+    return Flags(any(reaches), any(to_dot), all(only_wide), any(delicate), any(in_exponent))
 
 
-class Backward:
+class Uses:
     """Accumulates `Flags` of every value of a program, from its results back to its arguments.
 
     Attributes:
@@ -115,13 +120,13 @@ class Backward:
             self.returned.update(node.ins)
         passes = rule is Rule.SHAPE or name in _EXACT
         # What is bounded from above may be infinite in float16, and a divisor zero. What runs as recorded may do both.
-        exact = rule is Rule.RECORDED or (out.exact and (passes or self._measures_from_constant(node)))
-        exact = exact or name == "min" or (name == "integer_pow" and node.params["y"] < 0)
+        delicate = rule is Rule.RECORDED or (out.delicate and (passes or self._measures_from_constant(node)))
+        delicate = delicate or name == "min" or (name == "integer_pow" and node.params["y"] < 0)
         exponent = name in EXPONENTIALS or (out.in_exponent and (passes or name in _AFFINE))
-        delicate = DELICATE_OPERAND.get(name)
+        one = DELICATE_OPERAND.get(name)
         for position, number in enumerate(node.ins):
-            is_delicate = delicate is not None and position == delicate % len(node.ins)
-            self.add(number, Flags(reaches, to_dot, only_wide, exact or is_delicate, exponent))
+            is_one = one is not None and position == one % len(node.ins)
+            self.add(number, Flags(reaches, to_dot, only_wide, delicate or is_one, exponent))
 
     def _sums_ones(self, node: Node) -> bool:
         """Whether a sum is over axes of one number each, as the gradient of a broadcast bias is in the end."""
@@ -143,15 +148,15 @@ def axes_of(aval: Any) -> frozenset[Any]:
 EnterFlags = Callable[[Node, Place, list[Flags]], list[Flags]]
 
 
-def backward(
+def find_uses(
     program: FlatJaxpr, entries: Sequence[Entry], place: Place, out_flags: Sequence[Flags], enter: EnterFlags
-) -> Backward:
+) -> Uses:
     """Runs the backward walk; `enter(node, place, out_flags)` gives the flags of the operands of a node with a body."""
-    flow = Backward(program, out_flags)
+    uses = Uses(program, out_flags)
     for node, entry in zip(reversed(program.nodes), reversed(entries), strict=True):
         if entry.rule is Rule.ENTER:
-            for number, flags in zip(node.ins, enter(node, place, [flow[o] for o in node.outs]), strict=True):
-                flow.add(number, flags)
+            for number, flags in zip(node.ins, enter(node, place, [uses[o] for o in node.outs]), strict=True):
+                uses.add(number, flags)
         else:
-            flow.step(node, entry)
-    return flow
+            uses.step(node, entry)
+    return uses

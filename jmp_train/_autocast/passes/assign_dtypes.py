@@ -78,9 +78,9 @@ class _Walk:
 
     def __init__(self, program: Program, context: Context):
         self.program, self.recorded, self.context = program, program.recorded, context
-        self.low, self.flow, self.place = program.low, context.flow, program.place
+        self.low, self.uses, self.place = program.low, context.uses, program.place
         self.avals = self.recorded.avals
-        self.accesses = Accesses(self.recorded, self.place, context.flow.returned)
+        self.accesses = Accesses(self.recorded, self.place, context.uses.returned)
         self.equations: list[Equation] = []
         self.forward_depth, self.saves_low = 0, context.saves_low
         self.facts: list[Any] = [None] * len(self.avals)
@@ -159,12 +159,12 @@ class _Walk:
             parameter=moves and any([operand.parameter for operand in operands]),
             numbers=_numbers_of(equation.node, operands, precision, self.low),
         )
-        flags = self.flow[number]
+        flags = self.uses[number]
         fact.to_dot = flags.to_dot
         exceeds = fact.numbers is not UNKNOWN and fact.numbers.exceed(self.low)
-        fact.delicate = flags.exact or flags.in_exponent or exceeds
+        fact.sensitive = flags.sensitive or exceeds
         if fact.precision is Precision.FULL and fact.computed and self.saves_low:
-            fact.has_low_copy = flags.to_dot and not fact.delicate
+            fact.has_low_copy = flags.to_dot and not fact.sensitive
         values = fact.numbers.range
         if fact.precision is Precision.WEAK and values is not None and not values.fits(self.low):
             fact.precision = Precision.FULL
@@ -206,13 +206,13 @@ class _Walk:
         floating = [precision for precision in seen if precision is not Precision.RECORDED]
         if len(floating) > 1 and len(node.outs) != len(node.ins):
             return self._widest(node, entry, seen)  # an edit: its operands still need one dtype
-        if node.name == "rev" and seen == [Precision.WEAK] and self.flow.is_for_one_dot(node.outs[0]):
+        if node.name == "rev" and seen == [Precision.WEAK] and self.uses.is_for_one_dot(node.outs[0]):
             return self._pairwise(node, entry, seen, Precision.LOW)  # a cast after it hides cuDNN's data gradient
         fill = filled_with(node)
         if fill is not None and seen[0] is not Precision.RECORDED and not fill.fits(self.low):
             high = Entry(Rule.HIGH, f"{self.low.name} cannot hold its fill_value")
             return self._pairwise(node, high, seen, Precision.FULL)
-        if node.name in _ROUNDS and self.flow[node.outs[0]].exact:
+        if node.name in _ROUNDS and self.uses[node.outs[0]].delicate:
             return self._pairwise(node, entry, seen, Precision.FULL)
         first = next(iter(floating), Precision.RECORDED)
         sources = seen if len(node.outs) == len(node.ins) else [first] * len(node.outs)
@@ -223,7 +223,7 @@ class _Walk:
         return equation_of(node, entry, [dtype_of(precision, self.low) for precision in seen], params=params), made
 
     def _widest(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
-        only_wide = node.name in _ROUNDS and all(self.flow[number].only_wide for number in node.outs)
+        only_wide = node.name in _ROUNDS and all(self.uses[number].only_wide for number in node.outs)
         if node.name == "div" and not only_wide and self._is_mean_to_store(node):
             entry = Entry(entry.rule, "a mean of 16-bit values, which fits where they do")
             return equation_of(node, entry, [FLOAT32, FLOAT32], computes=[FLOAT32]), [Precision.LOW]
@@ -232,9 +232,9 @@ class _Walk:
         return self._pairwise(node, entry, seen, precision)
 
     def _is_mean_to_store(self, node: Node) -> bool:
-        flags, asked_for = self.flow[node.outs[0]], node.outs[0] in self.program.outputs
+        flags, asked_for = self.uses[node.outs[0]], node.outs[0] in self.program.outputs
         mean = divides_by_terms(*(self.facts[number].numbers for number in node.ins))
-        return mean and not (asked_for or flags.exact or flags.in_exponent)
+        return mean and not (asked_for or flags.sensitive)
 
     def _pairwise(self, node: Node, entry: Entry, seen: list[Precision], precision: Precision) -> Decided:
         reads = [None if p is Precision.RECORDED else dtype_of(precision, self.low) for p in seen]
@@ -258,7 +258,7 @@ class _Walk:
         # runs it in float32, in three times the bytes.
         gradient = node.name != "conv_general_dilated" and self.place.is_backward(node)
         weights = self.weights if any(are_parameters) else None
-        leaves = self.context.reduce_dtype if gradient and self.flow.ends_at(node.outs[0], weights) else low
+        leaves = self.context.reduce_dtype if gradient and self.uses.ends_at(node.outs[0], weights) else low
         if not self.place.is_backward(node) and leaves_small_result(self.recorded, node, are_parameters):
             entry, leaves = Entry(entry.rule, f"{entry.reason}; its small result stays in float32"), FLOAT32
         if any([call.params.get("name") == DROPOUT for call in node.calls]):
@@ -313,10 +313,9 @@ class _Walk:
     def _for_readers_outside(self, number: int, flags: Flags, carried: bool) -> Precision:
         """What a result is for those who read it outside: rounded, if a dot out there consumes it."""
         fact = self.facts[number]
-        delicate = flags.exact or flags.in_exponent
         precision = self._across(number, fact.precision)
-        rounded = flags.to_dot and not delicate and precision is Precision.FULL and (fact.has_low_copy or carried)
-        return Precision.LOW if rounded else precision
+        is_rounded = (fact.has_low_copy or carried) and precision is Precision.FULL
+        return Precision.LOW if is_rounded and flags.to_dot and not flags.sensitive else precision
 
 
 def _numbers_of(node: Node, operands: Sequence[Fact], precision: Precision, low: np.dtype) -> Numbers:

@@ -66,7 +66,7 @@ def _loop_flags(planner: Planner, loop: Loop, inside: Place, outs: list[Flags]) 
 
 def enter(context: Context, node: Node, entry: Entry, place: Place, seen: list[Precision]) -> Decided:
     """Plans a node with a body."""
-    out_flags = [context.flow[number] for number in node.outs]
+    out_flags = [context.uses[number] for number in node.outs]
     handler = _HANDLERS.get(node.name, _boundary)
     decided = handler(context.planner, node, entry, place.inside(node), seen, out_flags)
     return _as_recorded(node, Entry(Rule.RECORDED, decided), seen) if isinstance(decided, str) else decided

@@ -256,7 +256,7 @@ def _is_large(program: Program, numbers: Iterable[int], result: int) -> bool:
 
 
 def _may_be_saved_low(fact: Fact) -> bool:
-    return fact.precision is Precision.FULL and not fact.has_low_copy and not fact.delicate
+    return fact.precision is Precision.FULL and not fact.has_low_copy and not fact.sensitive
 
 
 def _reading_saved(equation: Equation, saved: set[int]) -> Equation:
@@ -279,5 +279,5 @@ def _is_residual(
     # dot of the other side where it pads: attention over 196 tokens would move 1.2 times the bytes.
     if fact.has_low_copy and equation.is_narrow_dot:
         return False
-    shared = fact.has_low_copy or (value.expensive and context.flow.readers[use.value] > 1)
+    shared = fact.has_low_copy or (value.expensive and context.uses.readers[use.value] > 1)
     return equation.depth > fact.depth or (shared and access is not Access.FUSED)

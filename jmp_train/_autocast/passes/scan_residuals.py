@@ -20,12 +20,10 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..._dtypes import FLOAT32
 from ..._jaxpr import scan_counts
 from ..._sizes import size_in_bytes
 from ..analysis.residual_costs import ResidualCosts, Sources, Storage, fuses
 from ..ir import Equation, Op, Program, Use
-from ..primitives import EXPONENTIALS
 from .dead_code import remove_dead_code
 
 if TYPE_CHECKING:
@@ -199,9 +197,6 @@ class _Link:
         source.results = [result for result in source.results if result[0] not in again]
         stops = needed | self.passed.keys() | self.body.constants.keys()
         chain = self._computing(again.values(), stops)
-        # Casts that are rounded now are part of the chain: it is found anew.
-        source.body = self.body = _rounded_for_exponentials(self.body, chain)
-        chain = self._computing(again.values(), stops)
         read = {number for equation in chain for number in equation.operands}
         names = {number: self._given(number) for number in sorted(stops & read.union(again.values()))}
         used = {reader.operands[reader.body.inputs.index(n)][1] for n in names.values() if n in reader.body.inputs}
@@ -265,30 +260,3 @@ class _Link:
         ]
         reader.body = dataclasses.replace(reader.body, equations=[*first, *rest])
         reader.results = [(number, names.get(inner, inner)) for number, inner in reader.results]
-
-
-def _rounded_for_exponentials(body: Program, chain: list[Equation]) -> Program:
-    """The body with casts rounded from which `chain` computes exponentials; see `shared_roundings.py`.
-
-    Both sides round them: the equations of `chain` are run in another body, too.
-    """
-
-    def widens(equation: Equation) -> bool:
-        (source, *_) = equation.operands
-        return equation.op is Op.CAST and equation.params["dtype"] == FLOAT32 and body.avals[source].dtype == body.low
-
-    exponents: set[int] = set()
-    for equation in reversed(chain):
-        in_exponent = equation.node.name in EXPONENTIALS or not exponents.isdisjoint(equation.results)
-        if in_exponent and equation.op is not Op.ROUND:
-            exponents.update(equation.operands)
-    casts = {equation.operands[0] for equation in chain if equation.results[0] in exponents and widens(equation)}
-    equations = []
-    for equation in body.equations:
-        if not casts.isdisjoint(equation.operands) and widens(equation):
-            (result,), between = equation.results, body.new(body.avals[equation.results[0]])
-            equations.append(equation.replace(results=(between,)))
-            params = {"dtype": body.low}
-            equation = equation.replace(op=Op.ROUND, uses=[Use(between)], results=(result,), params=params)
-        equations.append(equation)
-    return dataclasses.replace(body, equations=equations)

@@ -7,7 +7,8 @@ XLA may drop a cast to 16 bits and back where it fuses both. Two readers of one 
 To an exponential an absolute error is a relative one, so that a softmax and its gradient, which rematerializes it,
 would no longer belong together; and a squared distance subtracts from a product what has to be the same numbers. These
 readers round explicitly (`Op.ROUND`), which fuses and costs no memory traffic. Reading the saved copy on both sides
-instead would make both one expression, and have XLA store the exponential in float32.
+instead would make both one expression, and have XLA store the exponential in float32. In the body of a scan all that an
+exponential is computed from is rounded: `scan_residuals` may rematerialize it in another scan.
 
 Decides which values these are.
 """
@@ -18,6 +19,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from ..analysis.residual_costs import fuses
 from ..analysis.wide_product import WideProduct
 from ..ir import Equation, Precision, Program
 from ..primitives import EXPONENTIALS, Rule
@@ -36,8 +38,11 @@ def shared_roundings(program: Program, context: Context) -> Program:
     exponentials = [
         number for equation in program.equations if equation.node.name in EXPONENTIALS for number in equation.results
     ]
-    read = sources(program, exponentials, lambda equation: not residuals.remat.isdisjoint(equation.results))
-    exponents = _low(program, read & (residuals.saved | residuals.remat))
+    if program.place.is_scan:  # another scan may rematerialize whatever is elementwise
+        exponents = _low(program, sources(program, exponentials, fuses))
+    else:
+        read = sources(program, exponentials, lambda equation: not residuals.remat.isdisjoint(equation.results))
+        exponents = _low(program, read & (residuals.saved | residuals.remat))
     return dataclasses.replace(
         program, residuals=dataclasses.replace(residuals, rounded=exponents | squared, squared=squared)
     )

@@ -1,0 +1,118 @@
+"""Which carries of a loop are states of a linear recurrence or estimates, so that the roundings of its steps add up.
+
+Decides this by what stands between a carry and what comes back: products and sums of itself, linear systems. Does not
+decide what follows from it; see `provenance.py` and `product_causes.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import jax.numpy as jnp
+
+from ..._jaxpr import FlatJaxpr, Loop, Node
+from ..primitives import SYSTEMS, Trait, having
+from .dot_sizes import size_of
+from .loops import dependents, sources
+from .producers import Producers
+
+_TERMS = having(Trait.ADDS | Trait.JOINS)  # linear in all of their operands together
+_LINEAR = having(Trait.LINEAR | Trait.MOVES | Trait.PICKS) | _TERMS | {"convert_element_type"}
+KEEPS_ESTIMATES = _LINEAR | SYSTEMS
+
+
+def carry_kinds(program: FlatJaxpr, loop: Loop, are_solutions: Sequence[bool]) -> list[tuple[bool, bool]]:
+    """Of each carry of a loop whether it is the state of a linear recurrence, and whether it is an estimate.
+
+    The mean of a Kalman filter is a linear state that its gain moves, and the gain comes from the covariance, an
+    estimate. A smoother is given both row by row.
+
+    Args:
+      program: the loop's body, calls written out.
+      loop: where its carries are.
+      are_solutions: of the rows that it is given, whether they are solutions of linear systems.
+    """
+    first = loop.consts + loop.carry
+    ends = list(zip(program.inputs[loop.consts : first], program.outputs[: loop.carry], strict=True))
+    linear = are_linear(program, ends)
+    if not _has_system(program):
+        return [(each, False) for each in linear]
+    solved = [solves(program, *end) for end in ends]
+    estimates = [start for (start, _), is_estimate in zip(ends, solved, strict=True) if is_estimate]
+    solutions = itertools.compress(program.inputs[first:], are_solutions)
+    moved = dependents(program, _systems_of(program, [*estimates, *solutions]))
+    return [
+        (is_linear, is_estimate or (is_linear and result in moved))
+        for is_linear, is_estimate, (_, result) in zip(linear, solved, ends, strict=True)
+    ]
+
+
+def are_linear(program: FlatJaxpr, ends: Sequence[tuple[int, int]]) -> list[bool]:
+    """Of each carry whether it is the state of a linear system: it comes back as products of itself, and sums.
+
+    Each rounding of such a state stays in it, and they add up. What scales its rows by their sums or norms leaves it
+    linear, as in a power iteration or the forward algorithm of a hidden Markov model.
+
+    Args:
+      program: the loop's body.
+      ends: each carry, as the body is given it and as it returns it.
+    """
+    # Of each value the carries, as bits, that it depends on, through a product, and through what is not linear in them.
+    depends, product, other = ([0] * len(program.avals) for _ in range(3))
+    for position, (start, _) in enumerate(ends):
+        depends[start] = 1 << position
+    producers = Producers(program)
+    for node in program.nodes:
+        once = twice = multiplied = nonlinear = 0
+        several = node.name in ("mul", "div") and depends[node.ins[0]] and depends[node.ins[1]]
+        operands = _but_for_scale(node, producers) if several else node.ins
+        for number in operands:
+            twice |= once & depends[number]
+            once |= depends[number]
+            multiplied |= product[number]
+            nonlinear |= other[number]
+        if not once:
+            continue
+        if node.name not in _LINEAR:
+            nonlinear = once
+        elif node.name not in _TERMS:
+            nonlinear |= twice | (depends[operands[1]] if node.name == "div" and len(operands) > 1 else 0)
+        for number in node.outs:
+            depends[number], other[number] = once, nonlinear
+            product[number] = once if node.name == "dot_general" else multiplied
+    linear = [product[result] & ~other[result] for _, result in ends]
+    return [bool(found >> position & 1) for position, found in enumerate(linear)]
+
+
+def _but_for_scale(node: Node, producers: Producers) -> tuple[int, ...]:
+    """The operands of a product or quotient but for one of fewer numbers, repeated: it scales rows of the other."""
+    left, right = node.ins
+    one, other = (size_of(producers.program.avals[producers.source(number)]) for number in node.ins)
+    if other < one:
+        return (left,)
+    return (right,) if node.name == "mul" and one < other else node.ins
+
+
+def solves(program: FlatJaxpr, start: int, result: int) -> bool:
+    """Whether linear systems and products stand between a carry and what comes back, and no other function.
+
+    So it is for a Kalman filter's covariance. A network is other functions.
+    """
+    dependent, leading = dependents(program, [start]), sources(program, result)
+    between = [n for n in program.nodes if not (dependent.isdisjoint(n.ins) or leading.isdisjoint(n.outs))]
+    floating = [n for n in between if any(jnp.issubdtype(program.avals[out].dtype, jnp.floating) for out in n.outs)]
+    return any(n.name in SYSTEMS for n in between) and all(n.name in KEEPS_ESTIMATES for n in floating)
+
+
+def _has_system(program: FlatJaxpr) -> bool:
+    """Whether a linear system is solved or factorized in a program, the programs inside it left out."""
+    return not SYSTEMS.isdisjoint([node.name for node in program.nodes])
+
+
+def _systems_of(program: FlatJaxpr, numbers: Iterable[int]) -> set[int]:
+    """What linear systems make of values that depend on any of `numbers`."""
+    found = dependents(program, numbers)
+    return {
+        out for node in program.nodes if node.name in SYSTEMS and not found.isdisjoint(node.ins) for out in node.outs
+    }
