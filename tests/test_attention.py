@@ -740,3 +740,32 @@ def test_every_combination_of_operands_has_a_name_for_each():
     for extras in itertools.chain.from_iterable(itertools.combinations(("bias", "mask"), n) for n in range(3)):
         settings = Settings(extras, bias_has_gradient="bias" in extras)
         assert names_of_operands(_primitives.ATTENTION_BACKWARD, settings)[-3:] == ("out", "lse", "d_out")
+
+
+def test_dropout_leaves_padding_zero():
+    query, key, value = (jnp.ones((1, 4, 2, 8)) for _ in range(3))
+    options = {"dropout_rate": 0.25, "dropout_key": jax.random.key(0), "query_seq_lengths": jnp.array([3])}
+    out = dot_product_attention(query, key, value, **options)
+    assert not jnp.any(out[:, 3:]) and jnp.all(jnp.any(out[:, :3], axis=-1))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_bias_of_any_size_stays_above_what_masks(dtype):
+    bias, mask = jnp.array([[[[-1e38, 0.0, 3.0]]]]), jnp.array([[[[True, True, False]]]])
+    merged: Any = _reference.merged(bias, mask, mask, dtype)[0]
+    assert jnp.all(jnp.isfinite(merged)) and merged[..., 0] > merged[..., 2]
+
+
+def test_the_log_sum_exp_of_large_logits():
+    query, key, value = (np.array(x, np.float32).reshape(1, 2, 1, 1) for x in ([1, 2], [30, 40], [0, 1]))
+    _, found = _reference.forward(*map(jnp.asarray, (query, key, value)), settings=Settings())
+    logits = query[0, :, 0] * key[0, :, 0].T
+    np.testing.assert_allclose(found[0, 0], jax.nn.logsumexp(logits, axis=-1), rtol=1e-6)
+
+
+def test_products_of_gradient_and_output_beyond_float16():
+    query, key = jnp.ones((1, 2, 1, 8), jnp.float16), jnp.ones((1, 2, 1, 8), jnp.float16)
+    value, gradient = jnp.full_like(key, 256), jnp.full_like(query, 512)
+    out, lse = _reference.forward(query, key, value, settings=Settings())
+    found = _reference.backward(query, key, value, out, lse, gradient, settings=Settings())
+    assert all(jnp.all(jnp.isfinite(x)) for x in found)

@@ -14,8 +14,8 @@ import numpy as np
 import optax
 import pytest
 from comparisons import assert_same_bits, same_bits
+from flax import core, serialization, struct
 from flax import linen as nn
-from flax import serialization, struct
 from flax.linen import fp8_ops
 from flax.training import train_state
 from flax_models import CNN, NO_SCALE, digits, linen_training, run, spoiled, trained
@@ -187,6 +187,34 @@ def test_collections_keep_their_dtype():
     state = simple(model_state={"batch_stats": jnp.zeros(2)})
     after = state.apply_gradients(grads=GOOD, model_state={"batch_stats": jnp.ones(2, jnp.float16)})
     assert after.model_state["batch_stats"].dtype == jnp.float32 and after.model_state["batch_stats"][0] == 1
+
+
+def test_containers_are_those_of_the_state():
+    """Or a step that is compiled would be traced anew."""
+    state = simple(model_state={"batch_stats": jnp.zeros(2)})
+    after = state.apply_gradients(grads=GOOD, model_state=core.freeze({"batch_stats": jnp.ones(2)}))
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+def test_parameters_may_be_any_tree():
+    @struct.dataclass
+    class Weights:
+        w: jax.Array
+
+    after = simple(params=Weights(jnp.zeros(2))).apply_gradients(grads=Weights(jnp.ones(2)))
+    assert isinstance(after.params, Weights) and after.params.w.tolist() == [-1, -1]
+
+
+def test_what_is_left_out_is_empty():
+    rngs = {"dropout": jax.random.key(3)}
+    state = simple(rngs=rngs)
+    rngs.clear()
+    assert list(state.step_rngs) == ["dropout"] and simple().rngs == simple().model_state == {}
+
+
+def test_an_average_that_keeps_nothing():
+    state = simple(ema_decay=0).apply_gradients(grads=GOOD)
+    assert same_bits(state.ema_params, state.params)
 
 
 def test_extra_arguments_reach_the_optimizer():

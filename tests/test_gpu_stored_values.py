@@ -84,6 +84,32 @@ class Residual(nn.Module):
         return nn.Conv(8, (1, 1), dtype=self.dtype)(x)
 
 
+class Bottlenecks(nn.Module):
+    """Residual blocks of three convolutions (He et al., 2016), squeezed and excited or not (Hu et al., 2018)."""
+
+    activation: Any
+    excited: bool
+    frozen: bool = False
+    dtype: Any = None
+
+    def excitation(self, x: Any):
+        conv = functools.partial(nn.Conv, kernel_size=(1, 1), dtype=self.dtype)
+        weights = self.activation(conv(16)(x.mean((1, 2), keepdims=True)))
+        return nn.sigmoid(conv(x.shape[-1])(weights))
+
+    @nn.compact
+    def __call__(self, x: Any):
+        conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
+        norm = functools.partial(nn.BatchNorm, use_running_average=self.frozen, dtype=self.dtype)
+        x = conv(256, (3, 3))(x)
+        for _ in range(3):
+            y = self.activation(norm()(conv(64, (1, 1))(x)))
+            y = self.activation(norm()(conv(64, (3, 3))(y)))
+            y = y * self.excitation(y) if self.excited else y
+            x = self.activation(x + norm()(conv(256, (1, 1))(y)))
+        return nn.Dense(16, dtype=self.dtype)(x.mean((1, 2)))
+
+
 class Convolutions(nn.Module):
     """Convolutions with a bias and an activation that JAX differentiates with masks."""
 
@@ -167,6 +193,7 @@ def cross_entropy(logits):
 
 IMAGES, ROWS, STEPS = ((64, 56, 56, 128), (16384, 512), (128, 32, 1024))
 FEWER_IMAGES = (32, 56, 56, 128)
+SMALL_IMAGES = (32, 28, 28, 128)
 TOKENS = (16, 196, 512)  # of a Vision Transformer, of patches of 16 x 16
 # Of Flax's bytes. It writes the gradient of the logits in float32 and casts it in a kernel of its own.
 ROWS_OF_TABLE = {
@@ -184,6 +211,21 @@ ROWS_OF_TABLE = {
     "group norm, then silu": (lambda dtype: BehindBias(group_norm, nn.silu, dtype), FEWER_IMAGES, mean_square, 0.78),
     "batch norm, then gelu": (lambda dtype: BehindBias(batch_norm, nn.gelu, dtype), FEWER_IMAGES, mean_square, 0.92),
     "residual convolutions": (Residual, FEWER_IMAGES, mean_square, 0.7),
+    "bottlenecks": (lambda dtype: Bottlenecks(nn.relu, False, dtype=dtype), SMALL_IMAGES, mean_square, 0.96),
+    "bottlenecks, gelu": (lambda dtype: Bottlenecks(nn.gelu, False, dtype=dtype), SMALL_IMAGES, mean_square, 0.97),
+    "bottlenecks, excited": (lambda dtype: Bottlenecks(nn.relu, True, dtype=dtype), SMALL_IMAGES, mean_square, 0.95),
+    "bottlenecks, excited, silu": (
+        lambda dtype: Bottlenecks(nn.silu, True, dtype=dtype),
+        SMALL_IMAGES,
+        mean_square,
+        0.95,
+    ),
+    "bottlenecks, excited, fine-tuned": (
+        lambda dtype: Bottlenecks(nn.relu, True, frozen=True, dtype=dtype),
+        SMALL_IMAGES,
+        mean_square,
+        0.95,
+    ),
     "leaky relu": (lambda dtype: Convolutions(nn.leaky_relu, dtype), FEWER_IMAGES, mean_square, 1.003),
     "hard tanh": (lambda dtype: Convolutions(nn.hard_tanh, dtype), FEWER_IMAGES, mean_square, 1.003),
     "elu": (lambda dtype: Convolutions(nn.elu, dtype), FEWER_IMAGES, mean_square, 0.95),

@@ -185,3 +185,15 @@ def test_aux_of_numpy_stays_in_numpy():
     steps = np.int64(2**40 + 1)
     (_, aux), _ = jmp.value_and_grad(lambda w: (w**2, {"steps": steps}), "mixed_bfloat16", has_aux=True)(jnp.float32(3))
     assert aux["steps"] is steps
+
+
+def test_an_argument_counted_from_the_end_is_a_parameter_too():
+    def loss(x, params):
+        return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]))
+
+    def program(argnums):
+        policy = jmp.get_policy("mixed_bfloat16").replace(overrides={"w": "float32"})  # a path of `params` alone
+        args = jnp.ones((64, 64)), {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
+        return str(jax.make_jaxpr(jmp.grad(loss, policy, argnums=argnums))(*args))
+
+    assert program(-1) == program(1)

@@ -18,6 +18,23 @@ def test_a_scale_may_come_as_any_number():
         assert DynamicLossScale(number) == DynamicLossScale()
         assert type(DynamicLossScale(number).loss_scale) is np.float32
         assert StaticLossScale(number) == StaticLossScale(2.0**15)
+        assert type(StaticLossScale(number).loss_scale) is float
+    assert StaticLossScale(0.1).loss_scale == float(np.float32(0.1))
+    assert NoOpLossScale().loss_scale.dtype == np.float32
+
+
+def test_the_defaults_and_a_state_that_has_fallen():
+    assert DynamicLossScale() == DynamicLossScale(
+        2.0**15,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=2000,
+        hysteresis=1,
+        min_loss_scale=1.0,
+        max_loss_scale=2.0**24,
+    )
+    assert DynamicLossScale(hysteresis=3, hysteresis_left=0).hysteresis_left == 0
+    assert DynamicLossScale(hysteresis=3, hysteresis_left=1).hysteresis_left == 1
 
 
 BAD = "Pass a number such as 2.0."
@@ -29,6 +46,10 @@ NORMAL = "has to be a normal float32 number, or gradients are flushed to zero. P
     [
         ({"loss_scale": 0}, f"`loss_scale` must lie in [2**-126, 2**126], got 0.0: 1 / loss_scale {NORMAL}"),
         ({"loss_scale": -2.0}, f"`loss_scale` must lie in [2**-126, 2**126], got -2.0: 1 / loss_scale {NORMAL}"),
+        (
+            {"loss_scale": 2.0**-127},
+            f"`loss_scale` must lie in [2**-126, 2**126], got {2.0**-127}: 1 / loss_scale {NORMAL}",
+        ),
         ({"loss_scale": np.nan}, f"`loss_scale` must be finite in float32, got nan. {BAD}"),
         ({"loss_scale": np.inf}, f"`loss_scale` must be finite in float32, got inf. {BAD}"),
         ({"loss_scale": 1e39}, f"`loss_scale` must be finite in float32, got 1e+39. {BAD}"),

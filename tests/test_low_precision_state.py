@@ -18,8 +18,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax import contrib
 
 import jmp_train as jmp
-from jmp_train import with_loss_scale, with_low_precision_state, with_master_weights, with_stochastic_rounding
+from jmp_train import (
+    _low_precision_state,
+    _master_weights,
+    with_loss_scale,
+    with_low_precision_state,
+    with_master_weights,
+    with_stochastic_rounding,
+)
 from jmp_train._paths import leaf_paths
+from jmp_train._stochastic_rounding import noise_at
 
 NOTHING = jmp.NoOpLossScale()
 
@@ -578,3 +586,21 @@ def test_what_the_inner_transformation_makes_is_found_out_once():
     for _ in range(2):
         _, state = tx.update(params, state, params)
     assert len(calls) == made
+
+
+def test_parameters_and_their_state_draw_different_bits(monkeypatch):
+    names = {}
+    for module in (_master_weights, _low_precision_state):
+        drawn = names[module] = set()
+
+        def recording(key, step, drawn=drawn):
+            noise = noise_at(key, step)
+            return lambda name, *rest: drawn.add(name) or noise(name, *rest)
+
+        monkeypatch.setattr(module, "noise_at", recording)
+    tx, params = with_stochastic_rounding(with_low_precision_state(optax.adam(0.1))), {"w": jnp.ones(4, jnp.bfloat16)}
+    state = tx.init(params)
+    assert state.inner_state.step == 1  # the bits of step 0 are those of `init`
+    tx.update(params, state, params)
+    of_parameters, of_state = names.values()
+    assert of_parameters and of_state and of_parameters.isdisjoint(of_state)

@@ -132,6 +132,24 @@ def test_16_bit_gradients_and_extra_arguments():
 
 
 @pytest.mark.parametrize("wrap", [with_master_weights, with_stochastic_rounding])
+def test_what_the_transformation_inside_sees(wrap):
+    seen = []
+
+    def update(updates, state, params=None, **extra):
+        seen.append((updates.dtype, params, extra))
+        return jnp.full((), 2.0**-10), state
+
+    tx = wrap(optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update))
+    params = jnp.ones((), jnp.bfloat16)
+    state = tx.init(params)
+    for _ in range(2):
+        _, state = tx.update(jnp.ones((), jnp.bfloat16), state, params, value=3)
+    assert [(dtype, p.dtype, extra) for dtype, p, extra in seen] == [(jnp.float32, jnp.float32, {"value": 3})] * 2
+    if wrap is with_master_weights:
+        assert [float(p) for _, p, _ in seen] == [1, 1 + 2.0**-10]  # the masters, not what they were rounded to
+
+
+@pytest.mark.parametrize("wrap", [with_master_weights, with_stochastic_rounding])
 def test_a_skipped_step_leaves_everything_alone(wrap):
     params = {"w": jnp.linspace(-1, 1, 8).astype(jnp.bfloat16), "b": jnp.zeros(2)}
     tx = with_loss_scale(wrap(optax.adam(0.1)), DynamicLossScale(8.0))

@@ -213,6 +213,22 @@ class TestSemantics:
         model(1.0)
         state.model(1.0)
         assert state.model_state["calls"][...] == 0
+        model.w[...] = jnp.float32(7)
+        assert state.params["w"][...] == 3
+
+    def test_a_module_with_the_average_is_a_copy(self):
+        state = NNXTrainState.create(model=Scaled(), tx=with_loss_scale(ADAM), ema_decay=0.5)
+        model = state.ema_model
+        model(1.0)
+        model.w[...] = jnp.float32(7)
+        assert state.model_state["calls"][...] == 0 and state.ema_params["w"][...] == 3
+
+    def test_an_update_of_other_variables(self):
+        model, wrt = Scaled(), nnx.PathContains("frozen")
+        optimizer = nnx.Optimizer(model, with_loss_scale(optax.sgd(0.125)), wrt=wrt)
+        _, grads, model_state = flax_bridge.value_and_grad(lambda m, x: m(x), "float32", wrt=wrt)(model, jnp.float32(8))
+        update_module(model, optimizer, grads, model_state)
+        assert (model.frozen[...], model.w[...], model.calls[...]) == (-1, 3, 1)
 
     def test_average(self):
         model = Scaled()

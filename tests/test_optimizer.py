@@ -198,3 +198,22 @@ class TestLineSearch:
         for value in (np.nan, np.inf, 1.0):
             updates, after = update(np.float32(value))
             assert not jnp.any(updates) and same_bits(after.inner_state, state.inner_state)
+
+
+def test_numbers_in_the_state_inside_are_arrays_from_the_start():
+    """Or the second step would be traced anew."""
+    start = {"count": 0, "rate": 0.5, "on": True}
+    inner = optax.GradientTransformation(lambda params: start, lambda updates, state, params=None: (updates, state))
+    state = with_loss_scale(inner).init(PARAMS).inner_state
+    assert {name: (x.dtype, x.weak_type) for name, x in state.items()} == {
+        "count": (np.int32, False),
+        "rate": (np.float32, False),
+        "on": (np.bool_, False),
+    }
+
+
+def test_which_leaves_of_a_state_belong_to_a_parameter():
+    from jmp_train._optimizer import _belongs_to
+
+    assert _belongs_to("0/mu/w", "w") and _belongs_to("w", "w") and _belongs_to("0/mu", "")
+    assert not _belongs_to("0/mu/low", "w") and not _belongs_to("0/count", "w")

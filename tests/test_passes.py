@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 from battery_tools import primitives
 from comparisons import assert_two_programs_agree
-from jax import lax
+from jax import export, lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from pass_tools import after, lines, run, stages
 
 import jmp_train._autocast.emit as emit_module
 from jmp_train import DEFAULT_RULES, autocast
 from jmp_train._autocast.ir import Program, Use, format_program
 from jmp_train._autocast.passes.rewrites import REWRITES
+from jmp_train._autocast.passes.rewrites.two_step_sums import first_axis, sum_in_two_steps, sum_over
 from jmp_train._autocast.planner import LOWERING, PLANNING
 
 PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
@@ -230,7 +232,13 @@ def test_scan_residuals_stacks_a_dot_in_16_bits_rather_than_an_exponential_in_32
     assert [e.name for e in backward.bodies[0].equations if e.remat] == ["cast", "round", "exp"]
 
 
+def mean_of_a_grid(x):
+    """The mean over both axes of a grid of 10 by 12 rows."""
+    return jnp.mean(x.reshape(2, 10, 12, 4), (1, 2))
+
+
 REWRITTEN = {
+    "SumsOfOne": (jax.grad(lambda w, x: jnp.sum(jnp.tanh(x + w[None]) @ LAYERS[0])), W[:, 0], X[:1]),
     "ReluMask": (jax.grad(lambda w, x: jnp.sum(jax.nn.relu(x @ w) @ w.T)), W, X),
     "MaxPoolGradient": (
         jax.grad(lambda w, x: jnp.sum(x * lax.reduce_window(x * w, -np.inf, lax.max, (1, 2), (1, 1), "SAME"))),
@@ -251,6 +259,7 @@ REWRITTEN = {
         W,
         X,
     ),
+    "TwoStepSums": (lambda w, x: mean_of_a_grid(jnp.tanh(x @ w)), W, RNG.normal(size=(240, 8)).astype(np.float32)),
 }
 
 
@@ -363,10 +372,130 @@ def test_window_sums_adds_one_slice_a_place(name):
     np.testing.assert_allclose(run(fn, x)[0], windows.sum((-2, -1)), rtol=1e-6, atol=1e-6)
 
 
+# Axes of an operand of which all numbers are in one window.
+ONE_WINDOW = {
+    "an image": ((1, 4, 5, 1), (2, 4, 5, 3)),
+    "an image of many rows": ((1, 10, 20, 1), (2, 10, 20, 3)),
+    "one axis": ((1, 40), (3, 40)),
+}
+
+
+@pytest.mark.parametrize("name", ONE_WINDOW)
+def test_the_sum_of_one_window_is_a_sum(name):
+    window, shape = ONE_WINDOW[name]
+    x = RNG.normal(size=shape).astype(np.float32)
+    fn = sums_of_windows(window, window, ((0, 0),) * len(window))
+    names = {name for name, _ in primitives(lambda x: run(fn, x)[0], x)}
+    assert "reduce_sum" in names and "reduce_window_sum" not in names
+    axes = tuple(axis for axis, size in enumerate(window) if size > 1)
+    np.testing.assert_allclose(run(fn, x)[0], x.astype(np.float64).sum(axes, keepdims=True), rtol=1e-5, atol=1e-5)
+
+
+# The shape of an operand, the axes summed over, and the axis that is summed over first.
+FIRST_AXES = {
+    "of images": ((8, 28, 28, 64), (1, 2), 2),
+    "of images, the longer axis": ((32, 56, 14, 64), (1, 2), 1),
+    "of a batch": ((32, 7, 7, 512), (0, 1, 2), 0),
+    "whose results are too few for the longest axis": ((8, 128, 768), (0, 1), 0),
+    "too few for any axis": ((40, 40, 8), (0, 1), None),
+    "one axis": ((8, 784, 64), (1,), None),
+    "the last axis": ((8, 28, 28, 64), (1, 2, 3), None),
+    "few rows": ((8, 9, 9, 64), (1, 2), None),
+    "many rows": ((32, 16, 16, 64), (0, 1, 2), None),
+    "many results": ((256, 28, 28, 64), (1, 2), None),
+    "a symbolic batch": ((*export.symbolic_shape("b"), 28, 28, 64), (1, 2), None),
+}
+
+
+@pytest.mark.parametrize("name", FIRST_AXES)
+def test_which_axis_is_summed_over_first(name):
+    shape, axes, expected = FIRST_AXES[name]
+    assert first_axis(shape, axes) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes"), [((2, 20, 10, 3), (1, 2)), ((2, 10, 20, 3), (2, 1)), ((5, 5, 5, 3), (0, 1, 2))]
+)
+def test_a_sum_in_two_steps_is_the_sum(shape, axes):
+    x = RNG.normal(size=shape).astype(np.float32)
+    names = {name for name, _ in primitives(lambda x: sum_over(x, axes), x)}
+    assert names == {"reduce_sum", "optimization_barrier"}
+    np.testing.assert_allclose(sum_over(x, axes), x.astype(np.float64).sum(axes), rtol=1e-5, atol=1e-5)
+
+
+def grid(x):
+    return x.reshape(2, 10, 12, 4)
+
+
+# Of `y`, the result of a product that is another on the far side of it: how it is summed over.
+SUMMED = {
+    "as it is": (lambda y: y, False),
+    "one operation": (lambda y: y * 2, False),
+    "two operations": (lambda y: y * 2 + 1, True),
+    "an expensive one": (jnp.tanh, True),
+    "one operation, moved": (lambda y: (y * 2)[::-1], False),
+    "two operations, moved": (lambda y: (y * 2 + 1)[::-1], True),
+    "two operations on what is broadcast": (lambda y: y * jnp.tanh(y[:1, :1, :1] * 2 + 1), False),
+    "one operation on what is cast": (lambda y: y.astype(jnp.bfloat16).astype(jnp.float32) * 2, False),
+    "two operations behind a barrier": (lambda y: lax.optimization_barrier(y * 2 + 1), False),
+    "what a sum computed": (lambda y: y + jnp.cumsum(y * 2 + 1, 1), False),
+}
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_what_takes_several_operations_is_summed_in_two_steps(name):
+    fn, expected = SUMMED[name]
+    program = after(
+        "mark_dead", lambda w, x: jnp.sum(fn(grid(x @ w)), (1, 2)), W, RNG.normal(size=(240, 8)).astype(np.float32)
+    )
+    (total,) = (equation for equation in program.equations if equation.node.name == "reduce_sum")
+    assert (total.rewrite is sum_in_two_steps) == expected
+
+
+# Of a root that a dot reads in 16 bits, what is summed beside it or behind it, and whether in two steps.
+BESIDE_A_DOT = {
+    "the root": (lambda y, z: y, False),  # the sum reads the copy
+    "one operation on it": (lambda y, z: y * 2, True),  # reads the root
+    "one operation on its copy": (lambda y, z: y * z, False),
+    "one operation on its rematerialized argument": (lambda y, z: (y - 1) * z, True),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_A_DOT)
+def test_what_is_saved_takes_no_operations(name):
+    summed, expected = BESIDE_A_DOT[name]
+
+    def fn(w, x):
+        y = jnp.sqrt(1 + (x @ w) ** 2).reshape(2, 10, 12, 32)
+        z = y @ w.T
+        return jnp.sum(summed(y, z), (1, 2)), z
+
+    w, x = (RNG.normal(size=(rows, 32)).astype(np.float32) for rows in (32, 240))
+    program = after("mark_dead", fn, w, x)
+    (total,) = (equation for equation in program.equations if equation.node.name == "reduce_sum")
+    assert (total.rewrite is sum_in_two_steps) == expected
+
+
+def test_a_sum_that_says_how_it_is_sharded_is_left_as_it_is():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
+    sharding = NamedSharding(mesh, PartitionSpec(None, None))
+
+    def fn(w, x):
+        return lax.reduce_sum(jnp.tanh(grid(x @ w)), (1, 2), out_sharding=sharding)
+
+    with jax.set_mesh(mesh):
+        program = after("mark_dead", fn, W, RNG.normal(size=(240, 8)).astype(np.float32))
+    (total,) = (equation for equation in program.equations if equation.node.name == "reduce_sum")
+    assert total.rewrite is None
+
+
 KERNELS = {
     "many places": (sums_of_windows((17,), (1,), ((0, 0),)), (32,)),
     "elements apart": (sums_of_windows((2,), (1,), ((0, 0),), window_dilation=(2,)), (8,)),
     "zeros between the operand's": (sums_of_windows((2,), (1,), ((0, 0),), base_dilation=(2,)), (8,)),
+    "a window beside the operand": (sums_of_windows((1, 40), (1, 1), ((0, 0), (1, 0))), (3, 40)),
+    "zeros between as many as a window has": (sums_of_windows((40,), (1,), ((0, 0),), base_dilation=(2,)), (40,)),
+    "every second window": (sums_of_windows((1, 40), (2, 40), ((0, 0), (0, 0))), (3, 40)),
     "no window": (sums_of_windows((4, 1), (1, 1), ((0, 0), (0, 0))), (3, 2)),
 }
 

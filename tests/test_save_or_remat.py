@@ -108,6 +108,39 @@ def test_what_else_is_computed_from_a_low_copy_is_read_as_it_is(name, read, expe
     assert decided(name, exp_that_a_dot_reads, W, X) == [expected]
 
 
+def test_what_reads_a_low_copy_across_a_dot_is_rematerialized_from_it():
+    """The sum of a residual connection finds the copy of what the layers before it made, here and in a later pass."""
+
+    def fn(w, x):
+        h = jnp.exp(x @ w)  # a dot reads its copy
+        s = jnp.log(h @ w) + h
+        return jnp.sum((jnp.cos(s) @ w) * s)
+
+    assert decided("add", fn, W, X) == ["remat"]
+
+
+def largest_of_two(y):
+    return lax.reduce_window(y, -np.inf, lax.max, (1, 2), (1, 1), "SAME")
+
+
+# Of `relu(h)` in float16, where `h` is float32: what is read of it behind the next dot.
+SHARED = {
+    "the dot's operand": (lambda y, w: y @ w @ w + y, "saved"),
+    "what no dot reads": (lambda y, w: (y * 2) @ w @ w + y, "remat"),
+    "what no other equation reads": (lambda y, w: y @ w @ w, "read"),
+    "what other dots read": (lambda y, w: y @ w @ w + y @ w, "read"),
+    "what a dot reads the largest of": (lambda y, w: largest_of_two(y) @ w @ w + y, "read"),
+    "what is read before the dot": (lambda y, w: (y @ w) + jnp.sum(jnp.cos(y)), "read"),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_rounded_value_that_a_dot_reads_is_saved_for_others_across_a_dot(name):
+    fn, expected = SHARED[name]
+    found = decided("custom_jvp_call", lambda w, x: fn(jax.nn.relu(jnp.sqrt(x @ w) - 2), w), W, X)
+    assert found == [expected]
+
+
 def test_dots_of_both_sides_read_one_low_copy():
     def times(x, y):
         return lax.dot_general(x, y, (((1,), (1,)), ((), ())))

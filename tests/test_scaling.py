@@ -68,6 +68,11 @@ def test_wide_and_complex_leaves_keep_their_dtype(scale):
                 assert complex(result[name]) == complex(tree[name]) * float(factor)
 
 
+@pytest.mark.parametrize("scale", [1.5, 3.0, 1.25, 6.0 * 2.0**10])
+def test_a_scale_with_a_mantissa_is_no_power_of_two(scale):
+    assert float(StaticLossScale(scale).unscale(np.float32(1))) == pytest.approx(1 / scale, rel=2e-7)
+
+
 def test_float64_is_divided_in_float64():
     with jax.enable_x64(True):
         assert float(StaticLossScale(3.0).unscale(jnp.float64(1.0))) == 1 / 3

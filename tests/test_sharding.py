@@ -6,6 +6,7 @@ device.
 
 import functools
 import itertools
+import re
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from comparisons import TOLERANCE
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jmp_train as jmp
+from jmp_train._sharding import axes_of, mean_gradients, mean_values
 
 DTYPES = ("float32", "float16", "bfloat16")
 BATCH = 64
@@ -529,3 +531,59 @@ def test_layers_in_a_scan_over_an_explicitly_sharded_batch(length):
         split = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
         got = grad_fn(jax.device_put(w, NamedSharding(mesh, PartitionSpec())), split)
     assert jnp.linalg.norm(got - want) <= TOLERANCE["float16"].gradient * jnp.linalg.norm(want)
+
+
+def test_several_axes_may_be_a_list():
+    assert axes_of(["data", "model"]) == axes_of(("data", "model")) == ("data", "model")
+    assert axes_of("data") == ("data",) and axes_of(None) == ()
+
+
+def test_the_mean_of_what_a_model_changes_in_itself():
+    """Over the axes that it differs along; not of integers, nor of what was a device's own from the start."""
+    mesh, data = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model")), PartitionSpec("data")
+
+    def step(own):
+        rank = jax.lax.axis_index("data")[None]
+        new, old = [rank.astype(np.float32), rank, own + rank], [np.zeros(1, np.float32), np.zeros(1, np.int32), own]
+        return mean_values(new, list(map(jnp.asarray, old)), ("data", "model"))
+
+    run = jax.shard_map(step, mesh=mesh, in_specs=data, out_specs=[PartitionSpec(), data, data])
+    mean, ranks, own = jax.jit(run)(jnp.full(4, 10.0))
+    assert (mean.tolist(), ranks.tolist(), own.tolist()) == ([1.5], [0, 1, 2, 3], [10, 11, 12, 13])
+
+
+def test_the_devices_of_two_axes_skip_together():
+    mesh, both = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model")), PartitionSpec(("data", "model"))
+    tx = jmp.with_loss_scale(optax.sgd(1.0), axis_name=("data", "model"))
+
+    def step(grads):
+        state: Any = tx.update(grads, tx.init(jnp.zeros(1)))[1]
+        return state.grads_finite[None]
+
+    run = jax.shard_map(step, mesh=mesh, in_specs=both, out_specs=both, check_vma=False)
+    assert not jnp.any(jax.jit(run)(jnp.ones(8).at[3].set(jnp.inf)))
+
+
+def test_the_axis_of_a_vmap():
+    grad_fn = jmp.value_and_grad(lambda w, x: w * x, "float32", axis_name="batch")
+    losses, grads = jax.vmap(grad_fn, in_axes=(None, 0), axis_name="batch")(jnp.float32(2), jnp.arange(4.0))
+    assert losses.tolist() == [3.0] * 4 and grads.tolist() == [1.5] * 4
+
+
+@pytest.mark.parametrize("argnums", [1, -1])
+def test_an_argument_counted_from_the_end(argnums):
+    def step(x, w):
+        return jmp.grad(lambda x, w: jnp.mean(w * x), "float32", argnums=argnums, axis_name="data")(x, w)
+
+    specs = PartitionSpec("data"), PartitionSpec()
+    run = jax.shard_map(step, mesh=mesh_of(4), in_specs=specs, out_specs=PartitionSpec())
+    assert jax.jit(run)(jnp.arange(4.0), jnp.float32(2)) == 1.5
+
+
+def test_16_bit_gradients_cross_the_devices_in_float32():
+    def step(grad):
+        return mean_gradients(grad, jnp.bfloat16(0), ("data",), jnp.float32)
+
+    run = jax.shard_map(step, mesh=mesh_of(4), in_specs=PartitionSpec("data"), out_specs=PartitionSpec())
+    program = jax.jit(run).lower(jnp.ones(4, jnp.bfloat16)).as_text()
+    assert re.findall(r"all_reduce[\s\S]*?-> tensor<(\S+)>", program) == ["1xf32"]

@@ -111,3 +111,10 @@ def test_what_is_no_key(key, found):
 def test_several_keys_are_not_one():
     with pytest.raises(TypeError, match=r"got key<fry>\[3\]"):
         check_key(jax.random.split(jax.random.key(0), 3))
+
+
+def test_a_key_is_one_key_in_a_buffer_of_its_own():
+    with pytest.raises(TypeError, match=r"^`key` must be an integer or one PRNG key, got int32\[2\]\."):
+        check_key(jnp.array([0, 1]))
+    key = jax.random.PRNGKey(0)
+    assert start_key(key).unsafe_buffer_pointer() != key.unsafe_buffer_pointer()

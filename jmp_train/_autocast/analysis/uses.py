@@ -115,8 +115,7 @@ class Uses:
             # Not `neg`: an activation's gradient has one on its way to a norm, and would be stored in float32.
             only_wide = out.only_wide and name == "abs"
         # The gradients of a weight that several dots read are summed before they are returned.
-        moves = rule is Rule.SHAPE or name == "add_any" or (name == "reduce_sum" and self._sums_ones(node))
-        if moves and not self.returned.isdisjoint(node.outs):
+        if (rule is Rule.SHAPE or name == "add_any") and not self.returned.isdisjoint(node.outs):
             self.returned.update(node.ins)
         passes = rule is Rule.SHAPE or name in _EXACT
         # What is bounded from above may be infinite in float16, and a divisor zero. What runs as recorded may do both.
@@ -127,11 +126,6 @@ class Uses:
         for position, number in enumerate(node.ins):
             is_one = one is not None and position == one % len(node.ins)
             self.add(number, Flags(reaches, to_dot, only_wide, delicate or is_one, exponent))
-
-    def _sums_ones(self, node: Node) -> bool:
-        """Whether a sum is over axes of one number each, as the gradient of a broadcast bias is in the end."""
-        shape = self._avals[node.ins[0]].shape
-        return all(shape[axis] == 1 for axis in node.params["axes"])
 
     def _measures_from_constant(self, node: Node) -> bool:
         """Whether a node is a step of `1 - x**2` and its like, which is nothing where rounding makes `x` one."""

@@ -107,6 +107,7 @@ class _Decisions:
     def __init__(self, program: Program, saves_low: bool):
         self.values: dict[int, _Value] = {}
         self._program, self._saves_low = program, saves_low
+        self._shared_with_dots = _shared_with_dots(program)
         self._costs = ResidualCosts(self._size_of, in_memory=(*program.inputs, *program.captured))
 
     def add(self, equation: Equation, number: int) -> None:
@@ -131,7 +132,7 @@ class _Decisions:
         if fact.precision is Precision.LOW:
             # What a dot reads needs no barrier of its own behind a bias: its kernel may write it in another layout.
             read = any([operand.from_dot or (operand.biased and not fact.to_dot) for operand in operands])
-            value.saved = not value.remat and (value.from_dot or read)
+            value.saved = not value.remat and (value.from_dot or read or number in self._shared_with_dots)
         elif fact.has_low_copy:
             value.saved = True
         value.expensive = value.remat and is_expensive(equation)
@@ -157,7 +158,9 @@ class _Decisions:
     def _is_saved_mask(self, number: int, node: Node) -> bool:
         """Whether a value compares numbers that were recorded in float32, and a relu's result does not say the same."""
         precisions = [self._program.precision(operand) for operand in node.ins]
-        if self._program.avals[number].dtype != np.bool_ or all([p is Precision.RECORDED for p in precisions]):
+        if getattr(self._program.avals[number], "dtype", None) != np.bool_ or all(
+            [p is Precision.RECORDED for p in precisions]
+        ):
             return False
         relu = self.values.get(node.ins[0])
         return relu is None or not (relu.dot_reads_relu and is_positive(node, self._program.recorded))
@@ -190,16 +193,31 @@ class _Decisions:
     def _may_run_again(self, equation: Equation, fact: Fact) -> bool:
         """Whether readers across a dot may compute a value: from the numbers that the equation read.
 
-        In place of an operand with a low copy they would find that; so they do in `(1 + y) * (1 - y)`, the derivative
-        of a `tanh`, where `y` itself is read as its low copy.
+        In place of an operand with a low copy they would find that, as the equation itself does where it is on the
+        far side of a dot. So they may in `(1 + y) * (1 - y)`, the derivative of a `tanh`, where `y` itself is read as
+        its low copy.
         """
         if fact.has_low_copy or not fuses(equation):
             return False
-        low = [number for number in equation.node.ins if self._program.facts[number].has_low_copy]
+        facts = self._program.facts
+        low = [n for n in equation.node.ins if facts[n].has_low_copy and facts[n].depth >= equation.depth]
         if not low:
             return True
         known = all([number in low or number in self._program.constants for number in equation.node.ins])
         return len(low) == 1 and known and equation.node.name in ("add", "sub")
+
+
+def _shared_with_dots(program: Program) -> set[int]:
+    """The values first rounded here that a dot reads and, across a dot, another equation, as a stream after a relu."""
+    facts, rounded, by_dots, far = program.facts, set(), set(), set()
+    for equation in program.equations:
+        if any([facts[number].has_low_copy for number in equation.operands]):
+            rounded.update(equation.results)
+        if equation.is_narrow_dot:
+            by_dots.update(equation.operands)
+        else:
+            far.update([number for number in equation.operands if facts[number].depth < equation.depth])
+    return rounded & by_dots & far
 
 
 def _is_from_dot(equation: Equation, operands: Sequence[_Value]) -> bool:

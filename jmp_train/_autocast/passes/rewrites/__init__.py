@@ -14,12 +14,15 @@ from .max_pool_gradient import MaxPoolGradient
 from .one_hot_scatter import OneHotScatter
 from .relu_mask import ReluMask
 from .rewrite import Rewrite as Rewrite
+from .sums_of_one import SumsOfOne
+from .two_step_sums import TwoStepSums
 from .window_sums import WindowSums
 
 if TYPE_CHECKING:
     from ...planner import Context, Planner
 
 REWRITES: tuple[Rewrite, ...] = (
+    SumsOfOne(),
     ReluMask(),
     MaxPoolGradient(),
     OneHotScatter(),
@@ -28,6 +31,7 @@ REWRITES: tuple[Rewrite, ...] = (
     HoistWeightCasts(),
     ChainedCasts(),
     WindowSums(),
+    TwoStepSums(),
 )
 
 

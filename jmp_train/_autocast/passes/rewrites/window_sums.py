@@ -1,9 +1,11 @@
 """The sum of each small window written as additions.
 
     s:f32[m] = reduce_window_sum x:f32[n]    ->    s = sum over places k of slice(x, start=k, strides)
+    s:f32[1] = reduce_window_sum x:f32[n]    ->    s = reduce_sum x
 
 GPU compilers make a reduction over windows a kernel of its own, which reads and writes float32 in memory. An average
-pool is one, and its gradient another. Additions of slices fuse with what computes `x` and with what reads the sums.
+pool is one, and its gradient another. Additions of slices fuse with what computes `x` and with what reads the sums. If
+there is one window, as in a squeeze-and-excitation block, its sum fuses with what computes `x`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from ...._jaxpr import Node
 from ...ir import Equation, Op, Program
 from ...primitives import Rule
 from .rewrite import Rewrite
+from .two_step_sums import sum_over
 from .windows import are_small, elements_at, starts_of_places
 
 _MOST_PLACES = 16  # of a window: each reads the operand once more
@@ -29,15 +32,41 @@ class WindowSums(Rewrite):
 
     def of_equation(self, program: Program, equation: Equation) -> Equation:
         del program
-        if equation.entry.rule is not Rule.HIGH or not _can_be_written_out(equation.node):
+        node = equation.node
+        if equation.entry.rule is not Rule.HIGH:
             return equation
-        return equation.replace(op=Op.REWRITTEN, rewrite=add_places)
+        rewrite = sum_axes if _is_one_window(node) else add_places if _can_be_written_out(node) else None
+        return equation if rewrite is None else equation.replace(op=Op.REWRITTEN, rewrite=rewrite)
+
+
+def _is_one_window(node: Node) -> bool:
+    """Whether all numbers are in one window along some axes, and alone in one along all others."""
+    operand: Any = node.eqn.invars[0].aval
+    params = node.params
+    dilated = {*params["base_dilation"], *params["window_dilation"]} != {1}
+    padded = any(low or high for low, high in params["padding"])
+    if dilated or padded:
+        return False
+    sizes = zip(params["window_dimensions"], params["window_strides"], operand.shape, strict=True)
+    return all(window == size or window == stride == 1 for window, stride, size in sizes)
 
 
 def _can_be_written_out(node: Node) -> bool:
     """Whether each window has few elements, next to each other."""
     dilations = {*node.params["base_dilation"], *node.params["window_dilation"]}
     return dilations == {1} and are_small(node, node.eqn.outvars[0].aval, _MOST_PLACES)
+
+
+def sum_axes(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
+    """What a `reduce_window_sum` with one window does to `[n_0, n_1, ...]`: each summed axis is left with size one.
+
+    >>> x = jax.numpy.ones((2, 20, 3))
+    >>> pooled = jax.make_jaxpr(lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 20, 1), (1, 1, 1), "VALID"))(x)
+    >>> sum_axes(Node(pooled.eqns[-1], (), (), None, False), [x])[0].shape
+    (2, 1, 3)
+    """
+    axes = [axis for axis, window in enumerate(node.params["window_dimensions"]) if window != 1]
+    return [lax.expand_dims(sum_over(operands[0], axes), axes)]
 
 
 def add_places(node: Node, operands: Sequence[Any]) -> list[jax.Array]:

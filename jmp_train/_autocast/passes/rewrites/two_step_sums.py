@@ -1,0 +1,111 @@
+"""A sum over a few thousand rows of computed values, taken over one axis after the other.
+
+    x:f32[8,28,28,64] = ...                         x = ...
+    s:f32[8,64] = reduce_sum[axes=(1,2)] x    ->    r:f32[8,28,64] = reduce_sum[axes=(2,)] x
+                                                    s = reduce_sum[axes=(1,)] (saved r)
+
+The average in a squeeze-and-excitation block is such a sum, and so are the gradients of a norm's parameters. For an
+H200, XLA does not fuse a chain of two operations or more into a sum over 100 to 8,192 rows with fewer than 2^14
+results: its cost model finds too few threads for the chain, whose result is then stored in float32, in five times the
+bytes. A sum over one axis has more threads. The barrier keeps XLA from joining both sums again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...._jaxpr import Node
+from ...._sizes import is_static
+from ...analysis.residual_costs import fuses, is_expensive
+from ...ir import Equation, Op, Program, Use
+from ...primitives import Rule
+from .rewrite import Rewrite
+
+_FEWEST_ROWS, _MOST_ROWS = 100, 2**13
+# A sum of so many results is fused with what it reads, as is one over so few rows.
+_RESULTS, _FEW_ROWS = 2**14, 32
+
+
+class TwoStepSums(Rewrite):
+    def of_planned(self, program: Program) -> Program:
+        """The program whose sums of computed values are such that XLA fuses the computation into them."""
+        if not any([_is_slow(equation) for equation in program.equations]):
+            return program
+        lengths, equations = _Lengths(program), []
+        for equation in program.equations:
+            if _is_slow(equation) and lengths.of(equation.uses[0]) > 1:
+                equation = equation.replace(op=Op.REWRITTEN, rewrite=sum_in_two_steps)
+            lengths.add(equation)
+            equations.append(equation)
+        return dataclasses.replace(program, equations=equations)
+
+
+def _is_slow(equation: Equation) -> bool:
+    node: Any = equation.node
+    if node.name != "reduce_sum" or equation.entry.rule is not Rule.HIGH or node.params.get("out_sharding") is not None:
+        return False
+    return first_axis(node.eqn.invars[0].aval.shape, node.params["axes"]) is not None
+
+
+def first_axis(shape: Sequence[Any], axes: Sequence[int]) -> int | None:
+    """The axis to sum over before the others of `axes`; `None` where all at once is no worse.
+
+    >>> first_axis((8, 28, 28, 64), (1, 2)), first_axis((256, 28, 28, 64), (1, 2))
+    (2, None)
+    """
+    if len(shape) - 1 in axes or not is_static(tuple(shape)):
+        return None
+    rows, total = math.prod(shape[axis] for axis in axes), math.prod(shape)
+    if not _FEWEST_ROWS <= rows < _MOST_ROWS or total >= _RESULTS * rows:
+        return None
+    fused = [axis for axis in axes if shape[axis] <= _FEW_ROWS or total >= _RESULTS * shape[axis]]
+    return max(fused, key=lambda axis: (shape[axis], axis), default=None)
+
+
+def sum_in_two_steps(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
+    """What a `reduce_sum` does to `[n_0, n_1, ...]`.
+
+    >>> eqn = jax.make_jaxpr(lambda x: jnp.sum(x, (0, 1)))(jnp.ones((10, 20, 3))).eqns[0]
+    >>> sum_in_two_steps(Node(eqn, (), (), None, False), [jnp.ones((10, 20, 3))])
+    [Array([200., 200., 200.], dtype=float32)]
+    """
+    return [sum_over(operands[0], node.params["axes"])]
+
+
+def sum_over(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """The sum of `x` over some axes, which it no longer has."""
+    if (first := first_axis(x.shape, axes)) is None:
+        return jnp.sum(x, axes)
+    step = lax.optimization_barrier(jnp.sum(x, first))
+    return jnp.sum(step, [axis - (axis > first) for axis in axes if axis != first])
+
+
+class _Lengths:
+    """How many operations, at most, compute a value from what is in memory; an expensive one counts as two."""
+
+    def __init__(self, program: Program):
+        self._program, self._lengths = program, dict[int, int]()
+
+    def of(self, use: Use) -> int:
+        in_memory = use.residual and use.value in self._program.residuals.saved
+        return 0 if in_memory else self._lengths.get(use.value, 0)
+
+    def add(self, equation: Equation) -> None:
+        moves = equation.entry.rule is Rule.SHAPE or equation.name == "convert_element_type"
+        if equation.name == "optimization_barrier" or not (moves or fuses(equation)):
+            return  # its results are in memory
+        own = 0 if moves else 2 if is_expensive(equation) else 1
+        for number in equation.results:
+            # What is smaller than a result, as a norm's statistics are, is computed in a kernel of its own.
+            operands = [use for use in equation.uses if self._size(use.value) == self._size(number)]
+            self._lengths[number] = own + max(map(self.of, operands), default=0)
+
+    def _size(self, number: int) -> Any:
+        return math.prod(self._program.avals[number].shape)
