@@ -214,7 +214,7 @@ def flatten(
 def contexts(node: Node) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Those of the source line and named scopes, and of the settings, that `node` was recorded with."""
     stack = source_info_util.current_name_stack() + node.scope.name_stack
-    return source_info_util.user_context(node.eqn.source_info.traceback, name_stack=stack), node.eqn.ctx.manager
+    return source_info_util.user_context(_source_of(node).traceback, name_stack=stack), node.eqn.ctx.manager
 
 
 def bind(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
@@ -338,4 +338,12 @@ def leave_out_of_source_lines(path: str) -> None:
 
 def source_line(node: Node) -> str:
     """`file:line (function)` of the user's code that recorded the node."""
-    return source_info_util.summarize(node.eqn.source_info)
+    return source_info_util.summarize(_source_of(node))
+
+
+def _source_of(node: Node) -> Any:
+    """Where the innermost call around a node was recorded that has a line of the user's: JAX's own `jit`s have none."""
+    if not node.calls:
+        return node.eqn.source_info
+    infos = [eqn.source_info for eqn in (node.eqn, *node.calls)]
+    return next((info for info in infos if source_info_util.summarize(info)), infos[0])

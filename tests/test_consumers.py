@@ -111,7 +111,11 @@ def test_what_reads_a_convolution(fn, expected):
 SYSTEMS = {
     "a right-hand side": (lambda p: jnp.linalg.solve(jnp.eye(4), p), True),
     "a matrix": (lambda p: jnp.linalg.solve(jnp.eye(4) + p[:, :4], jnp.ones((4, 5))), False),
-    "a matrix with others": (lambda p: jnp.linalg.cholesky(jnp.eye(5) + p.T @ p), False),
+    "a product of it": (lambda p: jnp.linalg.cholesky(jnp.eye(5) + p.T @ p), True),
+    "a product of it and others": (lambda p: jnp.linalg.cholesky((p.T + p[:1].T) @ jnp.tanh(p)), True),
+    "a product of a product of it": (lambda p: jnp.linalg.cholesky(jnp.eye(5) @ (p.T @ jnp.ones((4, 5)))), True),
+    "a product of a function of it": (lambda p: jnp.linalg.cholesky(jnp.tanh(p).T @ jnp.tanh(p)), False),
+    "a product of what bounds it": (lambda p: jnp.linalg.cholesky(jax.nn.relu6(p).T @ jnp.tanh(p)), False),
     "a factor": (lambda p: jnp.linalg.qr(2 * p)[0], True),
     "a function of it": (lambda p: jnp.linalg.solve(jnp.eye(4), jnp.tanh(p)), False),
     "an angle": (jnp.sin, False),
@@ -123,6 +127,45 @@ def test_which_products_a_linear_system_reads(name):
     fn, expected = SYSTEMS[name]
     consumers, product = consumers_of(lambda x, y: fn(x @ y.T), X, Y)
     assert consumers.enters_system(product) == expected
+
+
+# Of the first product, `p = x @ y.T`.
+REPEATED = {
+    "a quadratic form": (lambda p, x, y: p @ jnp.sin(y) @ (jnp.sin(y).T @ p.T), False),
+    "one value on both sides": (lambda p, x, y: p.T @ x, True),
+    "the other value on both sides": (lambda p, x, y: 2 * p @ y, True),
+    "a value twice on one side": (lambda p, x, y: x.T @ p, True),
+    "three values": (lambda p, x, y: p @ jnp.sin(y), False),
+    "a function between": (lambda p, x, y: jnp.tanh(p).T @ x, False),
+    "what is added to it": (lambda p, x, y: (p + 1).T @ x, False),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_which_products_repeat_a_value(name):
+    fn, expected = REPEATED[name]
+    consumers, product = consumers_of(lambda x, y: fn(x @ y.T, x, y), X, Y)
+    assert consumers.is_repeated(product) == expected
+
+
+# Of the last product of some powers of a square matrix.
+POWERS = {
+    "a square": (lambda a, b: a @ a, True),
+    "a fifth power": (lambda a, b: (a @ a) @ (a @ a) @ a, True),
+    "a product of powers": (lambda a, b: (a @ (a @ a)) @ ((a @ a) @ (a @ a)), True),
+    "a matrix scaled by another": (lambda a, b: (a * b) @ b, False),
+    "powers of two matrices": (lambda a, b: (a @ a) @ (b @ b), False),
+    "powers of a product": (lambda a, b: (a @ b) @ (a @ b), True),
+    "a power times another value": (lambda a, b: (a @ a) @ b, False),
+}
+
+
+@pytest.mark.parametrize("name", POWERS)
+def test_which_products_are_powers(name):
+    a = np.ones((4, 4), np.float32)
+    program = flatten(jax.make_jaxpr(POWERS[name][0])(a, a))
+    *_, last = (node for node in program.nodes if node.name == "dot_general")
+    assert Consumers(program, Producers(program)).is_repeated(last) == POWERS[name][1]
 
 
 @pytest.mark.parametrize("terms, expected", [(4, True), (32, False)])

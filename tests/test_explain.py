@@ -1,6 +1,8 @@
 """What `explain` says of small programs whose plan is known by heart."""
 
+import dataclasses
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -292,6 +294,31 @@ def test_a_function_that_takes_no_narrow_arguments():
         return w @ w
 
     assert report(strict, W).hidden_casts_error == ("the function cannot be traced with float16 arguments (TypeError)")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Checked:
+    """A tree that asks its leaf for a dtype wherever it is made."""
+
+    value: Any
+
+    def __post_init__(self):
+        if self.value.dtype != jnp.float32:
+            raise ValueError("float32 only")
+
+
+def test_a_result_that_checks_its_leaves():
+    gradient = jax.grad(lambda tree, x: jnp.mean((x @ tree.value) ** 2))
+    (output,) = report(gradient, Checked(W), X).outputs
+    assert (output.shape, output.dtype, output.computed_in) == ((8, 8), "float32", "float32")
+
+
+def test_products_in_a_function_that_jax_jits():
+    """JAX cuts their tracebacks where its own `jit` begins: they stand at the line of the call."""
+    found = report(lambda x, w: jnp.linalg.matrix_power(x @ w, 3), jnp.ones((8, 8)), W, argnums=1)
+    sources = [op.source for op in only(found, "dot_general")]
+    assert len(sources) == 3 and all("test_explain.py" in source for source in sources)
 
 
 def test_scopes_that_match_nothing():

@@ -423,6 +423,24 @@ def test_the_values():
     assert find_overflow(jnp.exp)(X).as_dict()["verdict"] is None
 
 
+@jax.jit
+def jitted(a, b):
+    return a @ b
+
+
+def test_the_cure_of_a_product_inside_a_jit():
+    """A `jit` cuts tracebacks: JAX's own stand at the user's line, in the user's own nobody sees autocast."""
+    a = jnp.full((16, 16), 1e3)
+    of_jax = find_overflow(jmp.autocast(lambda a, b: jnp.linalg.matrix_power(a @ b, 3), "mixed_float16"))(a / 1e3, a)
+    assert of_jax.file == __file__ and "with_scopes" in of_jax.cure and "itself" not in of_jax.cure
+    of_user = find_overflow(jmp.autocast(jitted, "mixed_float16"))(a, a)
+    assert of_user.file == __file__ and "with_scopes" in of_user.cure and "Without autocast" in of_user.cure
+    by_hand = find_overflow(lambda a: jitted(a.astype(jnp.float16), a.astype(jnp.float16)))(a)
+    assert by_hand.cure.startswith("The program itself computes this in 16 bits")
+    outside = find_overflow(lambda a: a.astype(jnp.float16) @ a.astype(jnp.float16) * 2)(a)
+    assert outside.cure.startswith("The program itself computes this in 16 bits")
+
+
 # Bad input
 
 

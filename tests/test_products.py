@@ -63,6 +63,10 @@ def halved(x):
 halved.defjvp(lambda primals, tangents: (primals[0] / 2, tangents[0] / 2))
 
 
+def fifth_power(a):
+    return a @ ((a @ a) @ (a @ a))
+
+
 def covariances_of(x):
     """Covariances `[2, 64, 64]` that a loop carries."""
     step = lambda p, _: (jnp.linalg.solve(jnp.eye(64) + p, p),) * 2  # noqa: E731
@@ -162,8 +166,14 @@ WIDE = {
             lambda p, row: (jnp.linalg.solve(jnp.eye(64) + p, p), w @ row), jnp.eye(64), covariances_of(x))[1],
         W / 8, X, Cause.SOLUTION),
     "the matrix of a system": (
-        lambda w, x: jnp.linalg.cholesky(100 * jnp.eye(32) + (x * w[0]) @ (x + 1).T), W / 8, X, Cause.DELICATE),
-    "a power of a matrix of data": (lambda w, x: (x * w[0])[:, :32] @ (x * w[0])[:, :32], W, X, Cause.STATE),
+        lambda w, x: jnp.linalg.cholesky(100 * jnp.eye(32) + (x * w[0]) @ (x + 1).T), W / 8, X, Cause.IN_SYSTEM),
+    "a covariance that a system reads": (
+        lambda w, x: jnp.linalg.cholesky(1e4 * jnp.eye(32) + (x * w[0]) @ jnp.exp(w) @ x.T), W / 8, X,
+        Cause.IN_SYSTEM),
+    "a quadratic form": (lambda w, x: (x * w[0]) @ jnp.exp(w) @ (x * w[0]).T, W / 8, X, Cause.REPEATED),
+    "a fifth power of a matrix of data": (
+        lambda w, x: fifth_power((x * w[0])[:, :32] / 8), W, X, Cause.REPEATED),
+    "a power of a matrix of data": (lambda w, x: (x * w[0])[:, :32] @ (x * w[0])[:, :32], W, X, Cause.REPEATED),
     "a centred Gram matrix": (
         lambda w, x: (w.T @ w) @ (jnp.eye(64) - jnp.full((64, 64), 1 / 64)), W, X, Cause.SOLUTION),
     "a centred kernel of a Gram matrix": (
@@ -220,6 +230,8 @@ NARROW = {
     "activations times gated ones": (lambda w, x: (x @ w) @ (jnp.tanh(x @ w.T) * (x @ w)).T, W, X),
     "attention": (lambda w, x: jax.nn.softmax((x @ w) @ (x @ w.T).T) @ (x @ w), W, X),
     "a frozen network": (lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ jnp.asarray(FROZEN)) @ jnp.asarray(FROZEN), W, X),
+    "attention in a frozen network": (
+        lambda w, x: jax.nn.softmax((x @ jnp.asarray(FROZEN)) @ (x @ jnp.asarray(FROZEN.T)).T) @ (x @ w), W, X),
     "a frozen layer of data": (lambda w, x: jnp.tanh(x @ jnp.asarray(FROZEN)) @ w, W, X),
     "activations under a logarithm": (lambda w, x: jnp.log(jnp.exp(x @ w) @ jnp.asarray(FROZEN) ** 2), W, X),
     "a layer and a penalty": (lambda w, x: jnp.tanh(x @ w + 1e-4 * jnp.sum(w**2)), W, X),

@@ -115,7 +115,8 @@ def _casts_by_hand(found: Sequence[tuple[Operation, Visit]]) -> int:
 
 
 def _outputs(program: Program, tree: Any) -> list[Output]:
-    paths = leaf_paths(jax.tree.unflatten(tree, range(tree.num_leaves)))
+    avals = [program.recorded.avals[number] for number in program.outputs]
+    paths = leaf_paths(jax.tree.unflatten(tree, avals))  # not of numbers: a tree may ask its leaves for dtypes
     outputs = []
     for path, number, precision in zip(paths, program.outputs, program.result_precisions, strict=True):
         aval = program.avals[number]

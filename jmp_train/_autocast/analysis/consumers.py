@@ -13,7 +13,7 @@ Does not decide what follows from it; see `product_causes.py`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ..._jaxpr import FlatJaxpr, Node
@@ -66,8 +66,12 @@ class Consumers:
         return node.outs[0] in self._delicate
 
     def enters_system(self, node: Node) -> bool:
-        """Whether a linear system or a factorization reads a product, perhaps with others added."""
+        """Whether a linear system or a factorization reads a product, or products of it, perhaps with others added."""
         return node.outs[0] in self._in_systems
+
+    def is_repeated(self, node: Node) -> bool:
+        """Whether a product and another one multiply by one value, as `x @ a @ x.T` and `a @ (a @ x)`, or powers."""
+        return node.outs[0] in self._repeated
 
     @functools.cached_property
     def _delicate(self) -> set[int]:
@@ -80,8 +84,46 @@ class Consumers:
 
     @functools.cached_property
     def _in_systems(self) -> set[int]:
-        systems = [node for node in self._program.nodes if node.name in SYSTEMS]
-        return {each.outs[0] for node in systems for number in node.ins for each in self._products_in(number)}
+        found: set[int] = set()
+        for system in [node for node in self._program.nodes if node.name in SYSTEMS]:
+            pending = [node for number in system.ins for node in self._products_in(number)]
+            while pending:
+                node = pending.pop()
+                if node.outs[0] not in found:
+                    found.add(node.outs[0])
+                    factors = [self._producers.producer(number) for number in self._linear_terms(node.ins)]
+                    pending += [each for each in factors if each is not None and each.name in _PRODUCTS]
+        return found
+
+    @functools.cached_property
+    def _repeated(self) -> set[int]:
+        found: set[int] = set()
+        producers, bases = self._producers, dict[Any, int]()  # of powers of a value, that value
+        for node in self._program.nodes:
+            if node.name != "dot_general":
+                continue
+            one, other = (bases.get(producers.source(number), number) for number in node.ins)
+            if producers.are_one(one, other):
+                bases[node.outs[0]] = one
+                found.add(node.outs[0])
+            for number, beside in (node.ins, node.ins[::-1]):
+                inner = producers.producer(number)
+                if inner is not None and inner.name == "dot_general":
+                    if any([producers.are_one(each, beside) for each in inner.ins]):
+                        found.update((*inner.outs, *node.outs))
+        return found
+
+    def _linear_terms(self, numbers: Iterable[int]) -> Iterator[int]:
+        """Some values, and what they are sums of."""
+        pending = list(numbers)
+        for _ in range(_MOST_TERMS):
+            if not pending:
+                return
+            number = pending.pop()
+            yield number
+            node = self._producers.producer(number)
+            if node is not None and node.name in _ADDS:
+                pending.extend(node.ins)
 
     @functools.cached_property
     def _cross_terms(self) -> dict[int, frozenset[int]]:

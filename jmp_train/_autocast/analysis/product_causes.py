@@ -55,7 +55,7 @@ class ProductCauses:
             if self._is_fixed_filter(node):
                 return Cause.FILTER
             exceeds = any(table is not None and table.exceeds for table in self._tables(node))
-            return Cause.TABLE if exceeds else Cause.DELICATE if self._is_delicate(node, provenances) else None
+            return Cause.TABLE if exceeds else self._magnified(node, provenances)
         if node.name != "dot_general":
             return None
         sizes = DotSizes.of(self._program, node)
@@ -81,11 +81,13 @@ class ProductCauses:
         rounded = any(each in ROUNDED_PROVENANCES for each in provenances)
         if solution or ((kernel or Provenance.ESTIMATE in provenances) and not rounded):
             return Cause.SOLUTION
-        if are_data and (are_one or Provenance.STATE in provenances):  # a power of a matrix is a recurrence, too
+        if are_data and Provenance.STATE in provenances:
             return Cause.STATE
         if self._is_expectation(node, tables, sizes):
             return Cause.GRID
-        return Cause.DELICATE if self._is_delicate(node, provenances) else None
+        if are_data and self._consumers.is_repeated(node):
+            return Cause.REPEATED
+        return self._magnified(node, provenances)
 
     def scales(self, node: Node) -> bool:
         """Whether an operand is one number that the program knows, as a loss's own cotangent is."""
@@ -179,11 +181,13 @@ class ProductCauses:
                 return not table.exact or not (other is Provenance.NARROW or table.averages)
         return False
 
-    def _is_delicate(self, node: Node, provenances: Sequence[Provenance]) -> bool:
-        """Whether what reads a product of numbers that nothing has rounded yet magnifies its error."""
+    def _magnified(self, node: Node, provenances: Sequence[Provenance]) -> Cause | None:
+        """The cause of a product of numbers that nothing has rounded yet, where what reads it magnifies its error."""
         if Provenance.FACTOR in provenances or not _are_data(provenances):
-            return False
-        return self._consumers.is_delicate(node) or self._consumers.enters_system(node)
+            return None
+        if self._consumers.enters_system(node):
+            return Cause.IN_SYSTEM
+        return Cause.DELICATE if self._consumers.is_delicate(node) else None
 
     def _is_fixed_filter(self, node: Node) -> bool:
         """Whether a convolution blurs, differentiates or interpolates each channel by itself, with known weights."""

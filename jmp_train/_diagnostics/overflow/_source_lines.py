@@ -62,10 +62,15 @@ def between_user_and_jax(site: Site) -> str | None:
     return None
 
 
-def is_in_autocast(site: Site) -> bool:
-    """Whether autocast recorded the equation, so that its rules hold for it."""
-    nodes = (site.node, *site.around)
-    return any(file == _AUTOCAST for node in nodes for _, file, _ in frames_of(node))
+def is_in_autocast(site: Site) -> bool | None:
+    """Whether autocast recorded the equation, so that its rules hold for it.
+
+    `None` where a `jit` of the user's cuts the traceback before it comes to this package.
+    """
+    files = [file for node in (site.node, *site.around) for _, file, _ in frames_of(node)]
+    if any(file.startswith(_PACKAGE) for file in files):
+        return _AUTOCAST in files
+    return None
 
 
 def is_finite_check(node: Node) -> bool:

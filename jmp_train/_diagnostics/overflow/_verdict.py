@@ -141,7 +141,8 @@ def _cure_in_float32(site: Site, narrowed_by_user: bool, scopes: Iterable[str]) 
         )
     line = user_line(site)
     where = f"{line.file}:{line.number}" if line else "this operation"
-    if narrowed_by_user or not is_in_autocast(site):
+    in_autocast = is_in_autocast(site)
+    if narrowed_by_user or in_autocast is False:
         if site.primitive == "convert_element_type" and is_asked_for(site.node):
             return "Leave out this cast, or divide the value by a constant before it."
         module = f", or give the Flax module `{site.scope}` dtype=jnp.float32" if site.scope else ""
@@ -151,7 +152,10 @@ def _cure_in_float32(site: Site, narrowed_by_user: bool, scopes: Iterable[str]) 
         around = f"Put `with jax.named_scope('wide'):` around {where}, and pass "
         scope = "wide"
     rules = f'rules=jmp.DEFAULT_RULES.with_scopes({{"{scope}": "float32"}})'
-    return f"{around or 'Pass '}{rules}; or wrap the function of this line: jmp.full_precision(fn)."
+    cure = f"{around or 'Pass '}{rules}; or wrap the function of this line: jmp.full_precision(fn)."
+    if in_autocast is None:
+        cure += " Without autocast, the program itself computes this in 16 bits: widen the operands with .astype."
+    return cure
 
 
 # By primitive: why it is non-finite in float32 too, and the cure.
