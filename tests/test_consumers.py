@@ -127,6 +127,7 @@ def test_which_products_a_linear_system_reads(name):
     fn, expected = SYSTEMS[name]
     consumers, product = consumers_of(lambda x, y: fn(x @ y.T), X, Y)
     assert consumers.enters_system(product) == expected
+    assert consumers.enters_system(product, directly=True) == (expected and not name.startswith("a product"))
 
 
 # Of the first product, `p = x @ y.T`.

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.scipy.linalg import solve_triangular
 from pass_tools import with_batching_rule
 from test_autocast import equations
 
@@ -170,6 +171,9 @@ WIDE = {
     "a covariance that a system reads": (
         lambda w, x: jnp.linalg.cholesky(1e4 * jnp.eye(32) + (x * w[0]) @ jnp.exp(w) @ x.T), W / 8, X,
         Cause.IN_SYSTEM),
+    "a right-hand side made of a parameter": (
+        lambda w, x: solve_triangular(9 * jnp.eye(32) + jnp.diag(x[0, :32]), x @ w + 1), W / 8, X, Cause.IN_SYSTEM),
+    "a weighted square of a parameter": (lambda w, x: w.T @ (jnp.exp(x[0])[:, None] * w), W / 8, X, Cause.SQUARE),
     "a quadratic form": (lambda w, x: (x * w[0]) @ jnp.exp(w) @ (x * w[0]).T, W / 8, X, Cause.REPEATED),
     "a fifth power of a matrix of data": (
         lambda w, x: fifth_power((x * w[0])[:, :32] / 8), W, X, Cause.REPEATED),
@@ -246,6 +250,8 @@ NARROW = {
             lambda h, row: (jnp.tanh(h @ w), jnp.linalg.solve(9 * jnp.eye(64) + jnp.tanh(row), h.T).T + row[:32] @ w),
             x, jnp.linalg.inv(jnp.diag(9 + x[0]))[None])[1], W / 8, X),
     "squares of other values": (lambda w, x: squares(x)[:, None] + squares(w) - 2 * (x @ w) @ jnp.tanh(w), W, X),
+    "a layer of whose result a system reads a product": (
+        lambda w, x: jnp.linalg.solve(jnp.diag(2 + x[0, :32]), (x @ w) @ jnp.tanh(x @ w).T), W, X),
     "a layer that a system reads": (
         lambda w, x: jnp.linalg.solve(jnp.diag(2 + x[0, :32]), jnp.tanh(x @ w) @ w), W, X),
     "a network inside a filter": (

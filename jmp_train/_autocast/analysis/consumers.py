@@ -65,9 +65,9 @@ class Consumers:
         """Whether a product, perhaps with others added, is an angle, a divisor or the operand of a logarithm."""
         return node.outs[0] in self._delicate
 
-    def enters_system(self, node: Node) -> bool:
+    def enters_system(self, node: Node, directly: bool = False) -> bool:
         """Whether a linear system or a factorization reads a product, or products of it, perhaps with others added."""
-        return node.outs[0] in self._in_systems
+        return self._in_systems.get(node.outs[0], False) if directly else node.outs[0] in self._in_systems
 
     def is_repeated(self, node: Node) -> bool:
         """Whether a product and another one multiply by one value, as `x @ a @ x.T` and `a @ (a @ x)`, or powers."""
@@ -83,16 +83,16 @@ class Consumers:
         return found
 
     @functools.cached_property
-    def _in_systems(self) -> set[int]:
-        found: set[int] = set()
-        for system in [node for node in self._program.nodes if node.name in SYSTEMS]:
-            pending = [node for number in system.ins for node in self._products_in(number)]
-            while pending:
-                node = pending.pop()
-                if node.outs[0] not in found:
-                    found.add(node.outs[0])
-                    factors = [self._producers.producer(number) for number in self._linear_terms(node.ins)]
-                    pending += [each for each in factors if each is not None and each.name in _PRODUCTS]
+    def _in_systems(self) -> dict[int, bool]:
+        systems = [node for node in self._program.nodes if node.name in SYSTEMS]
+        pending = [node for system in systems for number in system.ins for node in self._products_in(number)]
+        found = {node.outs[0]: True for node in pending}  # whether a system reads it itself
+        while pending:
+            factors = [self._producers.producer(number) for number in self._linear_terms(pending.pop().ins)]
+            for factor in factors:
+                if factor is not None and factor.name in _PRODUCTS and factor.outs[0] not in found:
+                    found[factor.outs[0]] = False
+                    pending.append(factor)
         return found
 
     @functools.cached_property

@@ -60,7 +60,8 @@ class ProductCauses:
             return None
         sizes = DotSizes.of(self._program, node)
         are_data, are_one = _are_data(provenances), self._producers.are_one(*node.ins)
-        if self._contracts_one_axis(node) if are_one else are_data and self._is_weighted_square(node):
+        rounded = any(each in ROUNDED_PROVENANCES for each in provenances)
+        if self._contracts_one_axis(node) if are_one else not rounded and self._is_weighted_square(node):
             return Cause.SQUARE
         if sizes is None:
             return None
@@ -78,7 +79,6 @@ class ProductCauses:
         solution = Provenance.SOLUTION in provenances and Provenance.PARAMETER not in provenances
         # Times activations, a kernel matrix is the weights of an attention.
         kernel = Provenance.KERNEL in provenances and Provenance.PARAMETER not in provenances
-        rounded = any(each in ROUNDED_PROVENANCES for each in provenances)
         if solution or ((kernel or Provenance.ESTIMATE in provenances) and not rounded):
             return Cause.SOLUTION
         if are_data and Provenance.STATE in provenances:
@@ -183,11 +183,13 @@ class ProductCauses:
 
     def _magnified(self, node: Node, provenances: Sequence[Provenance]) -> Cause | None:
         """The cause of a product of numbers that nothing has rounded yet, where what reads it magnifies its error."""
-        if Provenance.FACTOR in provenances or not _are_data(provenances):
+        if Provenance.FACTOR in provenances or any(each in ROUNDED_PROVENANCES for each in provenances):
             return None
-        if self._consumers.enters_system(node):
+        are_data = _are_data(provenances)
+        # Of a layer only if nothing is between it and the system: that is no network.
+        if self._consumers.enters_system(node, directly=not are_data):
             return Cause.IN_SYSTEM
-        return Cause.DELICATE if self._consumers.is_delicate(node) else None
+        return Cause.DELICATE if are_data and self._consumers.is_delicate(node) else None
 
     def _is_fixed_filter(self, node: Node) -> bool:
         """Whether a convolution blurs, differentiates or interpolates each channel by itself, with known weights."""
