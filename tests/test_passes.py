@@ -437,6 +437,7 @@ SUMMED = {
     "two operations, moved": (lambda y: (y * 2 + 1)[::-1], True),
     "two operations on what is broadcast": (lambda y: y * jnp.tanh(y[:1, :1, :1] * 2 + 1), False),
     "one operation on what is cast": (lambda y: y.astype(jnp.bfloat16).astype(jnp.float32) * 2, False),
+    "one operation on what is cast and moved": (lambda y: y.astype(jnp.bfloat16)[::-1].astype(jnp.float32) * 2, False),
     "two operations behind a barrier": (lambda y: lax.optimization_barrier(y * 2 + 1), False),
     "what a sum computed": (lambda y: y + jnp.cumsum(y * 2 + 1, 1), False),
 }

@@ -25,9 +25,10 @@ from ...._jaxpr import Node
 from ...._sizes import is_static
 from ...analysis.residual_costs import fuses, is_expensive
 from ...ir import Equation, Op, Program, Use
-from ...primitives import Rule
+from ...primitives import Rule, Trait, having
 from .rewrite import Rewrite
 
+_MOVES = having(Trait.MOVES | Trait.PICKS) | {"convert_element_type"}
 _FEWEST_ROWS, _MOST_ROWS = 100, 2**13
 # A sum of so many results is fused with what it reads, as is one over so few rows.
 _RESULTS, _FEW_ROWS = 2**14, 32
@@ -98,7 +99,7 @@ class _Lengths:
         return 0 if in_memory else self._lengths.get(use.value, 0)
 
     def add(self, equation: Equation) -> None:
-        moves = equation.entry.rule is Rule.SHAPE or equation.name == "convert_element_type"
+        moves = equation.name in _MOVES
         if equation.name == "optimization_barrier" or not (moves or fuses(equation)):
             return  # its results are in memory
         own = 0 if moves else 2 if is_expensive(equation) else 1
