@@ -101,7 +101,7 @@ def to_dtype(dtype: DTypeLike, argument: str = "dtype") -> np.dtype:
         )
     try:
         name = np.dtype(dtype).name
-    except (TypeError, ValueError):  # a dict or a list is read as the fields of a structure
+    except (TypeError, ValueError, SyntaxError):  # a dict, a list or "f4,f4" is read as the fields of a structure
         if not isinstance(dtype, str):
             raise TypeError(
                 f"`{argument}` must be a floating dtype such as 'float16' or jnp.float32, "

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jmp_train import DEFAULT_RULES, Policy, assert_policy, full_precision, get_policy, low_precision
+from jmp_train import (
+    DEFAULT_RULES,
+    Policy,
+    assert_policy,
+    dot_product_attention,
+    full_precision,
+    get_policy,
+    low_precision,
+)
 from jmp_train.checks import float32_loss, no_float64, no_narrow_sums, no_wide_dots, output_dtypes
 
 W, X = np.full((8, 8), 0.5, np.float32), np.ones((4, 8), np.float32)
@@ -92,6 +100,34 @@ def test_equal_faults_are_one_sentence():
         return x
 
     assert ", 3 times (full_precision region)" in only_fault(fn, W, X)
+    assert ", 2 times (full_precision region)" in only_fault(
+        lambda w: jnp.stack([full_precision(jnp.matmul)(w, w) for _ in "ab"]), W
+    )
+
+
+def test_a_dot_of_one_wide_operand_and_one_of_float64():
+    def mixed(w, x):
+        return lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+    assert "dot_general reads float16, float32 " in only_fault(full_precision(mixed), W, HALF)
+    with jax.enable_x64(True):
+        assert "dot_general reads float64, float64 " in only_fault(
+            jnp.matmul, np.float64(W), np.float64(W), checks=[no_wide_dots()]
+        )
+
+
+def test_the_globs_may_come_from_anywhere():
+    scopes = (name for name in ["Layer"])
+    rules = DEFAULT_RULES.with_scopes({"Layer": "float32"})
+    assert faults(jax.grad(loss), W, X, rules=rules, checks=[no_wide_dots(except_scopes=scopes)]) == []  # type: ignore[arg-type]
+
+
+def test_argnums_says_what_is_data():
+    def added(**options):
+        found = assert_policy(lambda x, w: x @ jnp.ones((8, 8)) + w, POLICY, **options)(X, W[0]).operations
+        return next(op.dtype for op in found if op.primitive == "add")
+
+    assert (added(), added(argnums=1)) == ("float32", "float16")
 
 
 # No narrow sum
@@ -121,6 +157,18 @@ def test_narrow_sums_by_hand_are_widened_and_found_where_they_cannot_be(name, fn
         f"no_narrow_sums: {name} accumulates in float16 at LINE; cast its operand to float32 before, or except its "
         f"scope: no_narrow_sums(except_scopes=('a jax.named_scope around it',))."
     )
+
+
+def test_narrow_sums_in_other_formats_under_other_policies_and_in_a_scope():
+    def recorded(x):
+        with jax.named_scope("Counter"):
+            return full_precision(lax.cumsum)(x)
+
+    bfloat16 = jnp.asarray(X, jnp.bfloat16)
+    assert "cumsum accumulates in bfloat16 " in only_fault(recorded, bfloat16, checks=[no_narrow_sums()])
+    assert faults(recorded, bfloat16, checks=[no_narrow_sums(except_scopes=["Counter"])]) == []
+    policy = get_policy(POLICY).replace(reduce_dtype="float16")  # of devices, not of these
+    assert "cumsum accumulates in float16 " in only_fault(recorded, HALF, policy=policy, checks=[no_narrow_sums()])
 
 
 def test_a_sum_given_as_a_function():
@@ -188,6 +236,12 @@ def test_float64_is_found():
     with jax.enable_x64(True):
         fault = only_fault(lambda x: jnp.sin(x), jnp.float64(1), checks=[no_float64()])
         assert fault == "no_float64: sin computes with float64 at LINE; cast what enters it to float32."
+        for fn, x, dtypes in (
+            (lambda x: x.astype(jnp.float64), jnp.float32(1), "float32, float64"),
+            (lambda x: x.astype(jnp.float32), jnp.float64(1), "float64, float32"),
+            (lambda x: jnp.sin(x), jnp.complex128(1), "complex128"),
+        ):
+            assert f"computes with {dtypes} at LINE" in only_fault(fn, x, checks=[no_float64()])
     assert faults(loss, W, X, checks=[no_float64()]) == []
 
 
@@ -232,6 +286,26 @@ def test_everything_that_failed_is_raised_at_once():
     assert [line[:19] for line in lines[1:]] == ["  1. no_wide_dots: ", "  2. no_wide_dots: ", "  3. float32_loss: "]
 
 
+def test_all_four_are_checked_by_default():
+    with jax.enable_x64(True):
+
+        def fn(w, half, double):
+            return full_precision(lax.cumsum)(half), full_precision(jnp.matmul)(w, w), jnp.sin(double), half[0, 0]
+
+        found = faults(fn, W, HALF, jnp.float64(1))
+    assert {fault.partition(":")[0] for fault in found} == {
+        "no_wide_dots",
+        "no_narrow_sums",
+        "no_float64",
+        "float32_loss",
+    }
+
+
+def test_the_log_sum_exp_of_an_attention_is_no_wide_operand():
+    x = jnp.ones((2, 8, 4, 8))
+    assert faults(jax.grad(lambda x: jnp.mean(dot_product_attention(x, x, x))), x) == []
+
+
 def test_a_check_of_ones_own():
     def few_casts(report):
         return [f"few_casts: {report.casts} casts"] if report.casts > 2 else []
@@ -243,6 +317,7 @@ def test_a_check_of_ones_own():
         yield from few_casts(report)
 
     assert faults(lambda w, x: x @ w, W, X, checks=[generator]) == ["few_casts: 3 casts"]
+    assert faults(lambda w, x: x @ w, W, X, checks=[lambda report: tuple(few_casts(report))]) == ["few_casts: 3 casts"]
 
 
 @pytest.mark.parametrize(

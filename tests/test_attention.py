@@ -46,7 +46,17 @@ CASES = {
     "bias of one head": {"bias": draw(B, 1, 1, T)},
     "mask": {"mask": jnp.asarray(MASK)},
     "bias, mask, causal": {"bias": draw(1, N, T, T), "mask": jnp.asarray(MASK), "is_causal": True},
+    "bias beyond what causality allows": {
+        "bias": draw(1, N, T, T) + 3e6 * jnp.triu(jnp.ones((T, T)), 1),
+        "is_causal": True,
+    },
+    "bias beyond what a mask allows": {
+        "bias": draw(1, N, T, T) + 3e6 * ~jnp.asarray(MASK),
+        "mask": jnp.asarray(MASK),
+    },
+    "bias of keys, causal": {"bias": draw(1, 1, 1, T), "is_causal": True},
     "keys' lengths": {"key_value_seq_lengths": LENGTHS},
+    "mask, keys' lengths": {"mask": jnp.asarray(MASK).at[0, 0, 2, :5].set(False), "key_value_seq_lengths": LENGTHS},
     "both lengths, causal": {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS[::-1], "is_causal": True},
     "window": {"local_window_size": (3, 0)},
     "window to both sides": {"local_window_size": 2},
@@ -324,8 +334,10 @@ def test_a_scale_of_any_kind(scale):
         return jnp.sum(jnp.sin(dot_product_attention(query, key, value, scale=scale)))
 
     want = fn(2000.0)
-    got = autocast(jax.jit(fn), "mixed_float16")(jnp.float32(2000.0)) if scale == "traced" else fn(scale)
+    traced = autocast(jax.jit(fn), "mixed_float16")
+    got = traced(jnp.float32(2000.0)) if scale == "traced" else fn(scale)
     assert abs(got - want) <= 2e-2 * abs(want)
+    assert abs(traced(jnp.float32(-2000.0)) - fn(-2000.0)) <= 2e-2 * abs(fn(-2000.0))
     assert np.isfinite(float(jax.grad(fn)(0.0)))
 
 
@@ -405,6 +417,11 @@ LIMITS = {
     "lengths": (((B, 8, N, 8), (B, 16, N, 8)), {}, {"is_causal": True}, "equal lengths, and these are 8 and 16"),
     "window": (((B, T, N, 8), (B, T, N, 8)), {}, {"window": (2, 2)}, "no window to the right"),
     "both": (((B, T, N, 8),) * 2, {"key_value_seq_lengths": (B,)}, {"window": (2, 0)}, "a window and lengths"),
+    "odd keys": (((B, 16, N, 8), (B, 15, N, 8)), {"bias": (B, 1, 16, 15)}, {}, "even lengths, and these are 16 and 15"),
+    "window, lengths": (((B, 8, N, 8), (B, 16, N, 8)), {}, {"window": (2, 0)}, "equal lengths, and these are 8 and 16"),
+    "both, queries": (((B, T, N, 8),) * 2, {"query_seq_lengths": (B,)}, {"window": (2, 0)}, "a window and lengths"),
+    "empty": (((0, T, N, 8), (0, T, N, 8)), {}, {}, "it is empty"),
+    "symbolic": (((*jax.export.symbolic_shape("b"), T, N, 8),) * 2, {}, {}, "its dimensions are symbolic"),
     "fused": (((B, T, N, 64), (B, T, 1, 64)), {"bias": (1, N, T, T)}, {"window": (2, 2), "is_causal": True}, None),
 }
 
@@ -415,6 +432,19 @@ def test_what_cudnn_takes(limit):
     query, key, *rest = (jax.ShapeDtypeStruct(shape, jnp.float16) for shape in (*shapes, *extras.values()))
     got = _cudnn.why_not_fused(query, key, rest, Settings(tuple(extras), **fields))
     assert got is None if want is None else want in got
+
+
+@pytest.mark.parametrize("size, name", [(8, "Ampere"), (128, "Ampere"), (136, "Hopper"), (256, "Hopper")])
+def test_from_which_gpus_on_heads_are_fused(size, name):
+    assert _cudnn.generation(jax.ShapeDtypeStruct((B, T, N, size), jnp.float16)) == name
+
+
+def test_what_is_lowered_for_a_gpu_that_is_not_there():
+    """As for the oldest that has the kernels, and never in float32."""
+    for size, dtype, fused in ((128, jnp.float16, True), (136, jnp.float16, False), (128, jnp.float32, False)):
+        x = jax.ShapeDtypeStruct((B, T, N, size), dtype)
+        text = jax.jit(dot_product_attention).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+        assert ("__cudnn$fmha" in text) is fused
 
 
 def test_dropout_zeroes_its_share_of_the_weights_and_is_planned_like_any_code():
@@ -463,7 +493,7 @@ class EmulatedForward:
         total = jnp.sum(weights, axis=-1)
         values = jnp.repeat(value, query.shape[2] // key.shape[2], 2).astype(jnp.float32)
         out = jnp.einsum("bnts,bsnh->btnh", weights.astype(query.dtype).astype(jnp.float32), values)
-        out = out / jnp.moveaxis(jnp.where(total > 0, total, 1), 1, 2)[..., None]
+        out = out / jnp.moveaxis(total, 1, 2)[..., None]  # NaN where nothing is attended to: not documented
         return out.astype(query.dtype), top[..., 0] + jnp.log(total)
 
 
@@ -546,22 +576,55 @@ def test_an_example_without_keys_averages_all_values_as_jax_does(monkeypatch):
     assert error(got, want) <= TOLERANCE["float16"].gradient
 
 
+def test_lengths_that_are_not_given_are_all(monkeypatch):
+    query, key = (jax.ShapeDtypeStruct((B, length, N, H), jnp.float16) for length in (8, T))
+    for name, want in ((EXTRAS[3], ([8, 8], LENGTHS)), (EXTRAS[2], (LENGTHS, [T, T]))):
+        (_, *lengths, _, _, _, _), _ = _cudnn._arguments(query, key, [LENGTHS], Settings((name,)))
+        np.testing.assert_array_equal(lengths, want)
+
+
+def test_lengths_make_no_bias_for_each_example():
+    query, key = (jax.ShapeDtypeStruct((B, T, N, H), jnp.float16) for _ in range(2))
+    settings = Settings((EXTRAS[0], EXTRAS[3]))
+    (bias, *_), _ = _cudnn._arguments(query, key, [draw(1, N, T, T), LENGTHS], settings)
+    assert bias.shape == (1, N, T, T)
+
+
+def test_large_gradients_of_an_average(monkeypatch):
+    """Their sum over the positions is beyond float16, their mean is not."""
+    monkeypatch.setattr(_cudnn, "_FORWARD", EmulatedForward)
+    monkeypatch.setattr(_cudnn, "_BACKWARD", EmulatedBackward)
+    given, settings = [*(x.astype(jnp.float16) for x in operands()), 0 * LENGTHS], Settings(EXTRAS[3:])
+    gradient = jnp.full((B, T, N, H), 1e4, jnp.float16)
+    of_value = _cudnn.backward(*given, *_cudnn.forward(*given, settings=settings), gradient, settings=settings)[2]
+    np.testing.assert_allclose(of_value, np.full((B, T, K, H), 1e4 * N / K), rtol=1e-3)
+
+
 DIVIDED = {
-    "batch": (PartitionSpec("data"), N, 1),
-    "heads": (PartitionSpec(None, None, "model"), N, N),
-    "both, a bias for all": (PartitionSpec("data", None, "model"), 2, 1),
-    "one head of keys": (PartitionSpec("data", None, "model"), 1, N),
-    "sequences": (PartitionSpec(None, "model"), 2, 1),
+    # name: (how the query is divided, heads of key, heads of bias, what a device has of query and key)
+    "batch": (PartitionSpec("data"), N, 1, (1, T, N, H), (1, T, N, H)),
+    "heads": (PartitionSpec(None, None, "model"), N, N, (B, T, N // 2, H), (B, T, N // 2, H)),
+    "both, a bias for all": (PartitionSpec("data", None, "model"), 2, 1, (1, T, N // 2, H), (1, T, 1, H)),
+    "one head of keys": (PartitionSpec("data", None, "model"), 1, N, (1, T, N // 2, H), (1, T, 1, H)),
+    "sequences": (PartitionSpec(None, "model"), 2, 1, (B, T, N, H), (B, T, 2, H)),
+    "heads by two axes": (PartitionSpec(None, None, ("data", "model")), N, 1, (B, T, 1, H), (B, T, 1, H)),
+    "fewer heads of keys": (PartitionSpec(None, None, ("data", "model")), 2, 1, (B, T, N, H), (B, T, 2, H)),
 }
 
 
 @pytest.mark.parametrize("kind", DIVIDED)
 def test_divided_among_devices_it_is_the_same(kind):
     """With the reference in the place of the kernels, on devices that have a part of the query each."""
-    spec, heads, of_bias = DIVIDED[kind]
+    spec, heads, of_bias, local_query, local_key = DIVIDED[kind]
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     settings = Settings(("bias", "key_value_seq_lengths"), H**-0.5, is_causal=True, bias_has_gradient=True)
     given = [*operands(heads=heads), draw(1, of_bias, T, T), LENGTHS]
+
+    seen = []
+
+    def forward(query, key, *rest, settings):
+        seen.append((query.shape, key.shape))
+        return _reference.forward(query, key, *rest, settings=settings)
 
     def run(forward, backward, *given):
         out, lse = forward(*given)
@@ -570,13 +633,14 @@ def test_divided_among_devices_it_is_the_same(kind):
     reference = [functools.partial(each, settings=settings) for each in (_reference.forward, _reference.backward)]
     shapes = tuple(x.shape for x in given)
     divided = [
-        partitioned(_reference.forward, settings, shapes),
+        partitioned(forward, settings, shapes),
         partitioned(_reference.backward, settings, (*shapes, given[0].shape, (B, N, T), given[0].shape)),
     ]
     sharded = [jax.device_put(given[0], NamedSharding(mesh, spec)), *given[1:]]
     replicated = [sharded[0], *(jax.device_put(x, NamedSharding(mesh, PartitionSpec())) for x in sharded[1:])]
     got = jax.jit(functools.partial(run, *divided))(*replicated)
     assert error(got, jax.jit(functools.partial(run, *reference))(*given)) <= TOLERANCE["float32"].gradient
+    assert (local_query, local_key) in seen
 
 
 ORDER = np.arange(T)
@@ -593,6 +657,9 @@ BANDS = {
     "the past and the next": (DISTANCE <= 1, {}, None),
     "both sides": ((DISTANCE <= 1) & (DISTANCE > -3), {}, None),
     "holes": ((DISTANCE <= 0) & (ORDER != 5), {}, None),
+    "a hole inside": ((DISTANCE <= 0) & ((ORDER[:, None] != 10) | (ORDER != 4)), {}, None),
+    "two documents": ((DISTANCE <= 0) & (ORDER // 8 == ORDER[:, None] // 8), {}, None),
+    "a row that ends early": ((DISTANCE <= 0) & ((ORDER[:, None] != 8) | (ORDER < 6)), {}, None),
     "nothing": (DISTANCE > T, {}, None),
 }
 
@@ -641,6 +708,20 @@ def test_a_bias_of_one_row_stays_one_row():
     fn = jax.grad(lambda w, x, b: model_loss(w, x, bias=b, is_causal=True, key_value_seq_lengths=LENGTHS))
     found = equations(jax.make_jaxpr(autocast(fn, "mixed_float16"))(PARAMS, X, bias))
     assert all(eqn.invars[3].aval.shape == bias.shape for eqn in found)
+    assert not any(eqn.params["settings"].bias_has_gradient for eqn in found)
+
+
+def test_a_mask_for_all_examples_of_a_vmap_stays_one():
+    mask = jnp.asarray(MASK[1:])
+    fn = jax.vmap(lambda query: dot_product_attention(query, *operands()[1:], mask=mask))
+    (equation,) = equations(jax.make_jaxpr(fn)(draw(3, B, T, N, H)))
+    assert equation.invars[3].aval.shape == mask.shape
+
+
+def test_without_jit():
+    with jax.disable_jit():
+        got = dot_product_attention(*operands(), is_causal=True)
+    assert error(got, dot_product_attention(*operands(), is_causal=True)) <= TOLERANCE["float32"].value
 
 
 # Wrong arguments.
@@ -663,6 +744,13 @@ REFUSED = {
             "`query`, `key` and `value` must have one dtype, got float16, float32 and float32; cast them to one."
         ),
     ),
+    "dtype of the value": (
+        lambda q, k, v: (q, k, v.astype(jnp.bfloat16)),
+        {},
+        TypeError(
+            "`query`, `key` and `value` must have one dtype, got float32, float32 and bfloat16; cast them to one."
+        ),
+    ),
     "value": (
         lambda q, k, v: (q, k, v[:, 1:]),
         {},
@@ -676,6 +764,19 @@ REFUSED = {
             "[batch, length, heads, size] each."
         ),
     ),
+    "size": (
+        lambda q, k, v: (q[..., :4], k, v),
+        {},
+        ValueError(
+            "`query` and `key` must agree in batch and head size, got (2, 16, 4, 4) and (2, 16, 2, 8): "
+            "[batch, length, heads, size] each."
+        ),
+    ),
+    "no heads": (
+        lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]),
+        {},
+        ValueError("`query` must have a multiple of the heads of `key`, got 4 and 0 heads."),
+    ),
     "heads": (
         lambda q, k, v: (q[:, :, :3], k, v),
         {},
@@ -685,6 +786,21 @@ REFUSED = {
         lambda *args: args,
         {"bias": jnp.zeros((3, 1, 1, 1))},
         ValueError("`bias` must be broadcastable to [batch, heads, T, S] = (2, 4, 16, 16), got (3, 1, 1, 1)."),
+    ),
+    "axes of a bias": (
+        lambda *args: args,
+        {"bias": jnp.zeros((1, 1, 1, 1, 1))},
+        ValueError("`bias` must be broadcastable to [batch, heads, T, S] = (2, 4, 16, 16), got (1, 1, 1, 1, 1)."),
+    ),
+    "a bias of booleans": (
+        lambda *args: args,
+        {"bias": jnp.ones((T, T), bool)},
+        TypeError("`bias` must be real numbers, got bool; what masks is the `mask`."),
+    ),
+    "scale": (
+        lambda *args: args,
+        {"scale": jnp.ones(2)},
+        ValueError("`scale` must be one number, got the shape (2,)."),
     ),
     "mask": (
         lambda *args: args,
@@ -696,6 +812,16 @@ REFUSED = {
         {"query_seq_lengths": jnp.zeros(3, jnp.int32)},
         ValueError("`query_seq_lengths` must be int32[2], a length for each example, got int32[3]."),
     ),
+    "floating lengths": (
+        lambda *args: args,
+        {"key_value_seq_lengths": jnp.ones(2)},
+        ValueError("`key_value_seq_lengths` must be int32[2], a length for each example, got float32[2]."),
+    ),
+    "a window of one boolean": (
+        lambda *args: args,
+        {"local_window_size": True},
+        ValueError("`local_window_size` must be one number of positions or (left, right), got True."),
+    ),
     "window": (
         lambda *args: args,
         {"local_window_size": (1, -1)},
@@ -705,6 +831,11 @@ REFUSED = {
         lambda *args: args,
         {"dropout_rate": 1.5},
         ValueError("`dropout_rate` must be at least 0 and less than 1, got 1.5."),
+    ),
+    "a rate of one": (
+        lambda *args: args,
+        {"dropout_rate": 1.0, "dropout_key": jax.random.key(0)},
+        ValueError("`dropout_rate` must be at least 0 and less than 1, got 1.0."),
     ),
     "key": (
         lambda *args: args,
@@ -769,3 +900,67 @@ def test_products_of_gradient_and_output_beyond_float16():
     out, lse = _reference.forward(query, key, value, settings=Settings())
     found = _reference.backward(query, key, value, out, lse, gradient, settings=Settings())
     assert all(jnp.all(jnp.isfinite(x)) for x in found)
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_a_bias_of_fewer_axes_has_the_last_ones(axes):
+    """Of integers too."""
+    whole = jnp.arange(N * T * T).reshape(1, N, T, T) % 5
+    bias = whole[(0,) * (4 - axes)]
+    got = dot_product_attention(*operands(), bias)
+    want = jax.nn.dot_product_attention(*operands(), bias.astype(jnp.float32).reshape((1,) * (4 - axes) + bias.shape))
+    assert error(got, want) <= TOLERANCE["float32"].value
+
+
+@pytest.mark.parametrize("window", [(T - 2, 0), (T, T - 2)])
+def test_a_window_that_excludes_one_pair(window):
+    got = dot_product_attention(*operands(), local_window_size=window)
+    want = jax.nn.dot_product_attention(*operands(), local_window_size=window)
+    assert error(got, want) <= TOLERANCE["float32"].value
+
+
+def test_a_known_mask_beside_a_window_of_ones_own():
+    keywords: Any = {"mask": jnp.asarray(CAUSAL), "local_window_size": (3, 3)}
+    got = jax.jit(lambda *args: dot_product_attention(*args, **keywords))(*operands())
+    assert error(got, jax.nn.dot_product_attention(*operands(), **keywords)) <= TOLERANCE["float32"].value
+
+
+def test_a_causal_mask_of_unequal_lengths_stays_one():
+    """For which there is no kernel with a window."""
+    query, key, value = operands()
+    fn = lambda query: dot_product_attention(query, key, value, mask=CAUSAL[:, :, :8])  # noqa: E731
+    (equation,) = equations(jax.make_jaxpr(fn)(query[:, :8]))
+    settings, avals = equation.params["settings"], [variable.aval for variable in equation.invars]
+    assert settings.extras == ("mask",) and _cudnn.why_not_fused(avals[0], avals[1], avals[3:], settings) is None
+
+
+def test_what_is_recorded_of_lengths_and_precision():
+    with jax.default_matmul_precision("highest"):
+        fn = lambda *args: dot_product_attention(*args, query_seq_lengths=np.array([5, T], np.int16))  # noqa: E731
+        (equation,) = equations(jax.make_jaxpr(fn)(*operands()))
+    assert equation.params["settings"].precision == "highest" and equation.invars[3].aval.dtype == jnp.int32
+
+
+def test_a_window_of_symbolic_lengths():
+    (length,) = jax.export.symbolic_shape("t")
+    shapes = [jax.ShapeDtypeStruct((B, length, *x.shape[2:]), x.dtype) for x in operands()]
+    fn = jax.jit(functools.partial(dot_product_attention, local_window_size=3))
+    assert error(jax.export.export(fn)(*shapes).call(*operands()), fn(*operands())) <= TOLERANCE["float32"].value
+
+
+def test_a_known_mask_for_each_head_is_no_mask_of_positions():
+    query, key, value = (x[:, :4] for x in operands(heads=N))
+    mask = np.tril(np.ones((4, 4), bool))[None, :, None]  # of four heads, and four positions
+    got = jax.jit(lambda *args: dot_product_attention(*args, mask=mask))(query, key, value)
+    want = jax.nn.dot_product_attention(query, key, value, mask=jnp.asarray(mask))
+    assert error(got, want) <= TOLERANCE["float32"].value
+
+
+def test_forward_derivatives_of_forward_derivatives():
+    query, key, value = operands()
+
+    def twice(attend):
+        once = lambda q: jax.jvp(lambda q: attend(q, key, value), (q,), (query,))[1]  # noqa: E731
+        return jax.jvp(once, (query,), (query[::-1],))[1]
+
+    assert error(twice(dot_product_attention), twice(jax.nn.dot_product_attention)) <= TOLERANCE["float32"].gradient

@@ -65,6 +65,7 @@ def test_short_names_are_those_of_jmp():
             TypeError,
             "`dtype` must be a floating dtype such as 'float16' or jnp.float32, got {'w': 1} of type dict.",
         ),
+        ({"names": ["w"]}, TypeError, "got {'names': ['w']} of type dict."),
         (
             3,
             TypeError,
@@ -245,6 +246,7 @@ def test_casting_inside_transformations():
 
 def test_did_you_mean_ignores_case():
     assert did_you_mean("o1", ["O1", "float16"]) == " (did you mean 'O1'?)"
+    assert did_you_mean("batchnorm", ["Dense", "BATCHNORM"]) == " (did you mean 'BATCHNORM'?)"
 
 
 @pytest.mark.parametrize(
@@ -262,9 +264,12 @@ def test_precisions_mean_to_jax_what_they_mean_here(name):
 def test_precisions_from_the_enumeration():
     assert [to_precision(member) for member in jax.lax.Precision] == ["default", "tensorfloat32", "highest"]
     assert to_precision(None) is None
+    assert to_precision("bfloat16") == to_precision("default")
 
 
 def test_unknown_precisions():
+    with pytest.raises(ValueError, match=re.escape("got 'DEFAULT' (did you mean 'default'?).")):
+        to_precision("DEFAULT")  # the preset's name, which is no second spelling
     message = "got 'highst' (did you mean 'highest'?)."
     with pytest.raises(ValueError, match=re.escape(message)):
         to_precision("highst")

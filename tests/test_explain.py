@@ -293,7 +293,9 @@ def test_a_function_that_takes_no_narrow_arguments():
             raise TypeError("float32 only")
         return w @ w
 
-    assert report(strict, W).hidden_casts_error == ("the function cannot be traced with float16 arguments (TypeError)")
+    message = "the function cannot be traced with float16 arguments (TypeError)"
+    assert report(strict, W).hidden_casts_error == message
+    assert f"No search for hidden casts: {message}" in str(report(strict, W)).splitlines()
 
 
 @jax.tree_util.register_dataclass

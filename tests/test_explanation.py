@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jmp_train import DEFAULT_RULES, Explanation, explain, get_policy
+from jmp_train import DEFAULT_RULES, Explanation, explain, full_precision, get_policy
+from jmp_train._explain._difference import compare
+from jmp_train._explain._operations import Operation
 
 W, X = jnp.full((8, 8), 0.5), jnp.ones((4, 8))
 POLICY = "mixed_float16"
@@ -55,7 +57,7 @@ def test_as_dict_is_json():
     values = found.as_dict()
     assert json.loads(json.dumps(values)) == values
     assert values["converted"] == found.converted and len(values["operations"]) == len(found.operations)
-    assert values["kept_bytes"] == dict(found.kept_bytes)
+    assert values["kept_bytes"] == dict(found.kept_bytes) and "text" not in values
 
 
 def test_table_and_text():
@@ -65,7 +67,38 @@ def test_table_and_text():
     first, *rest = str(found).splitlines()
     assert first == f"{found.summary} ({get_policy(POLICY)})"
     assert any(line.startswith("100.0% of ") for line in rest)
+    found = report(jax.grad(scanned_loss), W, X)
+    assert "scan " not in str(found) and "Runs as recorded" not in str(found)
+    rows = [re.split("  +", line) for line in found.table("Lay*").splitlines()]
+    assert {tuple(row[:2]) for row in rows[1:]} >= {("fwd", "tanh"), ("bwd", "mul")} and {
+        row[5] for row in rows[1:]
+    } == {"3"}
     assert found.table().isascii() and str(found).isascii()
+
+
+def test_text_of_what_is_widened_and_of_products_in_float32():
+    widened = report(lambda x: lax.reduce_sum(x, (0,)), X.astype(jnp.float16))
+    assert widened.converted == 0 and "Widened 1 operation recorded in 16 bits to float32" in str(widened).splitlines()
+
+    assert report(jnp.square, X.astype(jnp.float16)).converted == 0  # by hand
+
+    def fn(w, x):
+        return x @ w, full_precision(jnp.matmul)(x, w), jnp.matmul(x, w, precision="highest")
+
+    found = report(fn, W, X)
+    assert "; 1 product kept in float32, the precision they were set to: " in str(found).splitlines()[0]
+    assert [op.primitive for op in found.wide_products] == ["dot_general"] * 2
+    strict = report(fn, W, X, policy="float32")
+    assert str(strict).splitlines()[0] == f"{strict.summary} ({strict.policy})" and "product in float32 " not in str(
+        strict
+    )
+
+
+def test_the_commonest_come_first():
+    found = report(lambda w, x: (full_precision(jnp.matmul)(x, w), x @ w @ w), W, X)
+    assert [row[0::2] for row in found.products] == [("float16", 2), ("float32", 1)]
+    rows = str(report(lambda x: jnp.exp(jnp.exp(jnp.cos(x))), X)).split("\n\n")[1].splitlines()
+    assert [row.split()[1] for row in rows[1:]] == sorted((row.split()[1] for row in rows[1:]), reverse=True)
 
 
 def test_diff():
@@ -81,6 +114,7 @@ def test_diff():
     assert "follow -> high" in str(difference)
     numbers = before.diff(report(jax.grad(loss), W, X, policy="float32")).numbers
     assert ("converted", before.converted, 0) in numbers and ("casts", before.casts, 0) in numbers
+    assert ("kept in float16", dict(before.kept_bytes)["float16"], 0) in numbers
 
 
 def test_diff_tells_operations_of_one_line_apart():
@@ -97,6 +131,54 @@ def test_diff_tells_operations_of_one_line_apart():
 def test_diff_of_two_programs():
     difference = report(layer, W, X).diff(report(lambda w, x: layer(w, x) + 1, W, X))
     assert [op.primitive for op in difference.only_after] == ["add"] and difference.only_before == ()
+
+
+def operation(primitive="exp", source="a.py:1:2 (f)", scope="A", backward=False, **others):
+    fields = {"rule": "low", "recorded": "float32", "dtype": "float16", "result": "float16", "reason": "", **others}
+    return Operation(primitive, source, scope, **fields, backward=backward, times=1, flops=0, holds_program=False)
+
+
+@pytest.mark.parametrize("change", [{"rule": "high"}, {"dtype": "float32"}, {"result": "float32"}])
+def test_what_of_an_operation_counts_as_changed(change):
+    before, after = operation(), operation(**change)
+    difference = compare({}, {}, [before], [after])
+    assert difference and difference.changed == ((before, after),)
+    assert not compare({}, {}, [before], [operation(reason="another")])
+
+
+@pytest.mark.parametrize(
+    "other", [{"primitive": "log"}, {"source": "b.py:1:2 (f)"}, {"scope": "B"}, {"backward": True}]
+)
+def test_which_operations_are_the_same(other):
+    one, two = operation(), operation(**other, rule="high")
+    difference = compare({}, {}, [one], [two])
+    assert (difference.changed, difference.only_before, difference.only_after) == ((), (one,), (two,))
+    assert compare({}, {}, [one], []) and compare({}, {}, [], [one])
+
+
+def test_a_difference_as_text_and_as_dict():
+    before = [operation(reason="old"), operation("log")]
+    after = [operation(rule="high", dtype="float32", reason="new"), operation("tanh", scope="")]
+    difference = compare({"casts": 1, "a": 1}, {"casts": 2, "b": 1}, before, after)
+    assert [re.split("  +", line.strip()) for line in str(difference).splitlines()] == [
+        ["casts: 1 -> 2"],
+        ["a: 1 -> 0"],
+        ["b: 0 -> 1"],
+        ["primitive", "rule", "dtype", "scope", "source", "reason"],
+        ["exp", "low -> high", "float16 -> float32", "A", "a.py:1 (f)", "new"],
+        ["log", "gone", "A", "a.py:1 (f)"],
+        ["tanh", "new", "a.py:1 (f)"],
+    ]
+    same_rule = compare({}, {}, [operation()], [operation(dtype=None)])
+    assert re.split("  +", str(same_rule).splitlines()[1])[:3] == ["exp", "low", "float16 -> None"]
+    as_dict = dataclasses.asdict
+    assert difference.as_dict() == {
+        "numbers": {"casts": {"before": 1, "after": 2}, "a": {"before": 1, "after": 0}, "b": {"before": 0, "after": 1}},
+        "changed": [{"before": as_dict(before[0]), "after": as_dict(after[0])}],
+        "only_before": [as_dict(before[1])],
+        "only_after": [as_dict(after[1])],
+    }
+    assert compare({"casts": 1}, {"casts": 2}, [], []) and str(compare({"a": 1}, {}, [], [])) == "a: 1 -> 0"
 
 
 # Bad input

@@ -25,6 +25,7 @@ def test_dtypes_follow_the_policy_and_its_overrides():
     assert weights["dense"]["kernel"].dtype == np.float16
     assert weights["norm"]["scale"].dtype == np.float32 and weights["n"].dtype == np.int32
     shapes = jax.eval_shape(lambda p: export_params(p, policy), PARAMS)
+    assert export_params(jax.eval_shape(lambda: PARAMS), policy) == shapes
     assert shapes == jax.eval_shape(lambda: jax.tree.map(jnp.asarray, weights))
 
 
@@ -59,6 +60,10 @@ class TestOutOfRange:
 
     def test_what_is_infinite_already_stays_so(self):
         assert np.isinf(export_params({"w": np.array([np.inf, 1], np.float32)}, "float16")["w"][0])
+        assert np.isinf(export_params({"w": np.float32(np.inf)}, "float16")["w"])
+
+    def test_a_parameter_without_numbers(self):
+        assert export_params({"w": np.zeros((0, 2), np.float32)}, "float16")["w"].shape == (0, 2)
 
     def test_65504_and_what_rounds_to_it_are_kept(self):
         weights = export_params({"w": np.array([65504, 65519], np.float32)}, "float16")["w"]

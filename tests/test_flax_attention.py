@@ -102,6 +102,24 @@ def test_batches_of_any_rank_and_a_dtype():
     assert_near(got.astype(jnp.float32), want, "bfloat16")
 
 
+@pytest.mark.parametrize("precision", [None, "default", jax.lax.Precision.DEFAULT])
+def test_arguments_of_other_forms(precision):
+    """The default precision, a key of a wider dtype, few axes, and a mask of numbers below zero."""
+    wide = X.reshape(2, LENGTH, HEADS, 8)
+    low = wide.astype(jnp.bfloat16)
+    bias, mask = jnp.arange(1.0 * LENGTH), -jnp.tri(LENGTH)
+    got = dot_product_attention(low, wide, wide, bias, mask, precision=precision)
+    assert got.dtype == jnp.float32
+    assert_near(got, nn.dot_product_attention(low.astype(jnp.float32), wide, wide, bias, mask != 0))
+
+
+def test_one_draw_serves_all_if_nothing_is_said():
+    x = jnp.ones((2, LENGTH, HEADS, 8)) * jnp.arange(1.0, 9)
+    value = jnp.broadcast_to(jnp.eye(LENGTH)[None, :, None], x.shape)
+    out = dot_product_attention(x, x, value, dropout_rng=jax.random.key(0), dropout_rate=0.5)
+    np.testing.assert_array_equal(out, jnp.broadcast_to(out[:1, :, :1], out.shape))
+
+
 REFUSED = {
     "module": (object(), "^`sow_weights` asks for the attention weights, which fused attention never writes;"),
     "precision": ("highest", "^`precision` must be None for jmp_train's attention, got 'highest': "),

@@ -27,6 +27,7 @@ from jmp_train import (
     with_stochastic_rounding,
 )
 from jmp_train._paths import leaf_paths
+from jmp_train._state_leaves import traced_state
 from jmp_train._stochastic_rounding import noise_at
 
 NOTHING = jmp.NoOpLossScale()
@@ -140,15 +141,18 @@ def test_masters_and_hyperparameters_are_never_picked():
     [
         lambda x: x.astype(jnp.float32),
         lambda x: jnp.array(x, copy=True),
+        lambda x: x.astype(jnp.float16).astype(jnp.float32),
         lambda x: jax.device_put(x, jax.devices()[0]),
+        lambda x: jax.lax.with_sharding_constraint(x, jax.sharding.SingleDeviceSharding(jax.devices()[0])),
         jax.lax.optimization_barrier,
         jax.jit(lambda x: x),
     ],
-    ids=["cast", "copy", "device_put", "barrier", "jit"],
+    ids=["cast", "copy", "there and back", "device_put", "constraint", "barrier", "jit"],
 )
 def test_what_starts_as_the_parameters_stays(same):
     def init(params):
-        return {"average": jax.tree.map(same, params), "moment": jax.tree.map(jnp.zeros_like, params)}
+        moment = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float16).astype(x.dtype), params)
+        return {"average": jax.tree.map(same, params), "moment": moment}
 
     tx = with_low_precision_state(optax.GradientTransformation(init, lambda g, s, p=None: (g, s)))
     assert stored(tx.init(parameters()).inner_state) == {"moment/dense/w", "moment/dense/b"}
@@ -158,10 +162,39 @@ def test_a_warning_if_nothing_is_stored():
     params = optax.LookaheadParams.init_synced(parameters())
     with pytest.warns(
         UserWarning, match=r"stores nothing in 16 bits: .* large ones are fast_state/0/mu/dense/w, fast_st"
-    ):
+    ) as warned:
         with_low_precision_state(optax.lookahead(optax.adam(1e-3), 5, 0.5)).init(params)
+    assert warned[0].filename == __file__
     picked = with_low_precision_state(optax.lookahead(optax.adam(1e-3), 5, 0.5), where=["mu", "nu"]).init(params)
     assert len(stored(picked)) == 4
+
+
+def test_the_longest_end_of_a_path_says_whose_a_leaf_is():
+    params = {"w": jnp.ones(2), "a": {"w": jnp.ones(2)}}
+    _, leaves = traced_state(optax.trace(0.9).init, params)
+    assert {leaf.path: leaf.parameter for leaf in leaves} == {"trace/w": "w", "trace/a/w": "a/w"}
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"), [("abc", "large ones are a, b, c."), ("abcd", "large ones are a, b, c, ....")]
+)
+def test_the_warning_names_three(names, shown):
+    init = lambda params: {name: jnp.zeros((16, 9)) for name in names}  # noqa: E731
+    tx = with_low_precision_state(optax.GradientTransformation(init, lambda g, s, p=None: (g, s)))
+    with pytest.warns(UserWarning, match=re.escape(shown)):
+        tx.init(parameters())
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", ["copies", "integers", "one number"])
+def test_no_warning_and_nothing_stored_where_nothing_can_be(kind):
+    init = {
+        "copies": lambda p: jax.tree.map(lambda x: jnp.array(x, copy=True), p),
+        "integers": lambda p: jax.tree.map(lambda x: jnp.zeros(x.shape, np.int32), p),
+        "one number": lambda p: jnp.zeros(1),
+    }[kind]
+    tx = with_low_precision_state(optax.GradientTransformation(init, lambda g, s, p=None: (g, s)))
+    assert not stored(tx.init({"w": jnp.ones(1)} if kind == "one number" else parameters()))
 
 
 @pytest.mark.filterwarnings("error")

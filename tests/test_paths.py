@@ -152,6 +152,8 @@ def test_a_glob_that_matches_nothing_is_an_error_with_near_misses():
         picked("BatchNrm*")
     with pytest.raises(ValueError, match=re.escape("'zzz' matches none of the tree's leaves; their paths are '1'.")):
         picked("zzz", {"1": 0.0})
+    with pytest.raises(ValueError, match=re.escape("(near: 'w2'); their paths are 'a/w2', 'b', 'c'. A glob")):
+        picked("zzz/w1", {"a": {"w2": 0.0}, "b": 0.0, "c": 0.0})
 
 
 @pytest.mark.parametrize("empty", [None, {}, {"a": None}])
@@ -170,7 +172,7 @@ def test_overrides_have_one_form():
 
 
 @pytest.mark.parametrize(
-    "wrong", [("BatchNorm*", "float32"), "BatchNorm*", 3, [("a",)], [(1, "float32")], None, [None]]
+    "wrong", [("BatchNorm*", "float32"), "BatchNorm*", "", 3, [("a",)], [(1, "float32")], None, [None]]
 )
 def test_what_is_no_override_is_refused(wrong):
     message = (

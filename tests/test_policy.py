@@ -196,11 +196,14 @@ def test_a_batch_is_not_where_overrides_look():
 
 
 def test_fp8_statistics_are_nobodys_to_cast():
-    tree = {"params": {"w": jnp.ones(2)}, "_overwrite_with_gradient": {"Dense_0": {"scale": jnp.ones(1)}}}
+    statistics = {"_overwrite_with_gradient": {"Dense_0": {"scale": jnp.ones(1)}}}
+    tree = {"params": {"w": jnp.ones(2), "not_overwrite_with_gradient": jnp.ones(2)}, "state": statistics, **statistics}
     for method in ("cast_to_param", "cast_to_compute", "cast_to_output"):
         after = getattr(get_policy("float16"), method)(tree)
         assert after["params"]["w"].dtype == jnp.float16
-        assert after["_overwrite_with_gradient"]["Dense_0"]["scale"].dtype == jnp.float32
+        assert after["params"]["not_overwrite_with_gradient"].dtype == jnp.float16
+        for kept in (after, after["state"]):
+            assert kept["_overwrite_with_gradient"]["Dense_0"]["scale"].dtype == jnp.float32
 
 
 def test_nnx_state():

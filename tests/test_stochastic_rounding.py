@@ -118,3 +118,9 @@ def test_a_key_is_one_key_in_a_buffer_of_its_own():
         check_key(jnp.array([0, 1]))
     key = jax.random.PRNGKey(0)
     assert start_key(key).unsafe_buffer_pointer() != key.unsafe_buffer_pointer()
+
+
+def test_positions_in_an_array_of_more_than_2_to_the_32_elements():
+    shape = (2, 2**17, 2**17)
+    draw = jax.eval_shape(lambda: noise_at(start_key(0), jnp.uint32(1))("w", shape, 0))
+    assert (draw.shape, draw.dtype) == (shape, jnp.uint32)

@@ -5,6 +5,7 @@ Decides what arguments are accepted. Does not decide how they are computed; see 
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from typing import Any
@@ -19,7 +20,7 @@ from .._dtypes import at_least_float32
 from .._sharding import local, varying_axes
 from .._sizes import is_static
 from ._primitives import attention_p
-from ._reference import shifted, with_dropout
+from ._reference import position_mask, shifted, with_dropout
 from ._settings import EXTRAS, Settings, config
 
 
@@ -110,7 +111,7 @@ def dot_product_attention(
             del extras["mask"]
     settings = Settings(tuple(extras), float(factor), bool(is_causal), window, config.jax_default_matmul_precision)
     if "bias" in extras:
-        extras["bias"] = shifted(extras["bias"])
+        extras["bias"] = shifted(extras["bias"], _excluding(extras, lengths, settings))
     operands = query, key, value, *extras.values()
     # In a `shard_map` that checks, so that the gradient of what is equal on all devices is summed over them.
     operands = local(operands, tuple(frozenset().union(*map(varying_axes, operands))))
@@ -205,6 +206,18 @@ def _window_of(mask: Any, lengths: tuple[int, int]) -> tuple[int, int] | None:
     is_window &= np.array_equal(first, np.maximum(row - left, 0))
     is_window &= np.array_equal(last, np.minimum(row + right, columns - 1))
     return (left, right) if is_window and min(left, right) >= 0 else None
+
+
+def _excluding(extras: dict[str, jax.Array], lengths: tuple[int, int], settings: Settings) -> jax.Array | None:
+    """Where a bias counts, as far as a mask says so that is no larger: `None` for everywhere.
+
+    A large number where nothing attends, as of distances to what is yet to come, would take its row's digits.
+    """
+    shape, masks = extras["bias"].shape, (position_mask(*lengths, settings), extras.get("mask"))
+    smaller = [
+        mask for mask in masks if mask is not None and all(a in (1, b) for a, b in zip(mask.shape, shape, strict=True))
+    ]
+    return functools.reduce(jnp.logical_and, smaller) if smaller else None
 
 
 def _scaled(query: jax.Array, key: jax.Array, scale: Any) -> tuple[jax.Array, jax.Array]:
