@@ -70,7 +70,10 @@ CASES = {
     "a dot in a scope": (lambda x, y, w: wide_dot(x, w), BEFORE_DOT | DELICATE),
     "a dot of a precision": (lambda x, y, w: jnp.dot(x, w, precision="highest"), BEFORE_DOT | DELICATE | WIDE),
     "a dot in a loop": (lambda x, y, w: looped(x, w), BEFORE_DOT),
-    "a dot in a loop of unknown length": (lambda x, y, w: repeated(lambda c: jnp.tanh(c @ y.T @ y), x, y), DOT),
+    "a dot in a loop of unknown length": (
+        lambda x, y, w: repeated(lambda c: jnp.tanh(c @ y.T @ jnp.cos(y)), x, y),
+        DOT,
+    ),
     "a dot after a loop of unknown length": (lambda x, y, w: repeated(lambda c: c[::-1], x, y) @ w, DOT),
     "a function in a loop of unknown length": (lambda x, y, w: repeated(jnp.tanh, x, y), set()),
     "an exponential after a loop": (lambda x, y, w: jnp.exp(repeated(lambda c: c[::-1], x, y)), EXPONENT),
