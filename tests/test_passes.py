@@ -395,8 +395,10 @@ def test_the_sum_of_one_window_is_a_sum(name):
 FIRST_AXES = {
     "of images": ((8, 28, 28, 64), (1, 2), 2),
     "of images, the longer axis": ((32, 56, 14, 64), (1, 2), 1),
-    "of a batch": ((32, 7, 7, 512), (0, 1, 2), 0),
-    "whose results are too few for the longest axis": ((8, 128, 768), (0, 1), 0),
+    "of a batch": ((32, 7, 7, 512), (0, 1, 2), 2),
+    "of a batch of tokens": ((32, 128, 768), (0, 1), 1),
+    "whose results are too few for the longest axis": ((8, 196, 4, 64), (1, 2), 2),
+    "whose results are too few but for the batch": ((8, 128, 768), (0, 1), None),
     "too few for any axis": ((40, 40, 8), (0, 1), None),
     "one axis": ((8, 784, 64), (1,), None),
     "the last axis": ((8, 28, 28, 64), (1, 2, 3), None),

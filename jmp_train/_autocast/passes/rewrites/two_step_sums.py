@@ -66,7 +66,8 @@ def first_axis(shape: Sequence[Any], axes: Sequence[int]) -> int | None:
     rows, total = math.prod(shape[axis] for axis in axes), math.prod(shape)
     if not _FEWEST_ROWS <= rows < _MOST_ROWS or total >= _RESULTS * rows:
         return None
-    fused = [axis for axis in axes if shape[axis] <= _FEW_ROWS or total >= _RESULTS * shape[axis]]
+    # Not the batch: devices may share it, and would have to add up all that is left of the other axes.
+    fused = [axis for axis in axes if axis and (shape[axis] <= _FEW_ROWS or total >= _RESULTS * shape[axis])]
     return max(fused, key=lambda axis: (shape[axis], axis), default=None)
 
 
