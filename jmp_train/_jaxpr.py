@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -25,6 +26,7 @@ from jax.extend.core import Primitive as Primitive
 from jax.extend.core.primitives import convert_element_type_p
 from jax.extend.random import threefry2x32_p as threefry2x32_p
 
+JAX_FOLDER = os.path.dirname(jax.__file__) + os.sep
 FULL_PRECISION_MARK = "jmp_train_full_precision"
 LOW_PRECISION_MARK = "jmp_train_low_precision"
 
@@ -45,10 +47,13 @@ _WRAPPER = re.compile(r"^[\w.\-]*\((.*)\)$")
 
 
 class Scope:
-    """A name stack, shared by the nodes of one scope."""
+    """A name stack, shared by the nodes of one scope.
 
-    def __init__(self, name_stack: Any):
-        self.name_stack = name_stack
+    `called_at` is where functions around it that JAX jits, which cut tracebacks, were called; `None` outside of these.
+    """
+
+    def __init__(self, name_stack: Any, called_at: Any = None):
+        self.name_stack, self.called_at = name_stack, called_at
 
     @functools.cached_property
     def text(self) -> str:
@@ -180,9 +185,16 @@ def flatten(
         return number
 
     def inline(
-        closed: ClosedJaxpr | Jaxpr, args: Sequence[int], stack: Any, low_region: bool, calls: tuple[JaxprEqn, ...] = ()
+        closed: ClosedJaxpr | Jaxpr,
+        args: Sequence[int],
+        stack: Any,
+        low_region: bool,
+        calls: tuple[JaxprEqn, ...] = (),
+        called_at: Any = None,
     ) -> list[int]:
         body = open_jaxpr(closed)
+        if JAX_FOLDER not in (body.debug_info.func_src_info or ""):
+            called_at = None
         env = dict(zip(body.invars, args, strict=True))
         for var, const in zip(body.constvars, consts_of(closed), strict=True):
             env[var] = new(var.aval)
@@ -194,11 +206,12 @@ def flatten(
             inner = replaced(eqn) or _inlined_body(eqn, also)
             inner_stack = eqn.source_info.name_stack
             if (key := id(inner_stack)) not in scopes:
-                scopes[key] = Scope(stack + inner_stack)
+                scopes[key] = Scope(stack + inner_stack, called_at)
             scope = scopes[key]
             if inner is not None:
                 marked = low_region or region_mark(eqn) == LOW_PRECISION_MARK
-                results = inline(inner, ins, scope.name_stack, marked, (eqn, *calls))
+                site = called_at or eqn.source_info
+                results = inline(inner, ins, scope.name_stack, marked, (eqn, *calls), site)
                 env.update(zip(eqn.outvars, results, strict=True))
                 continue
             outs = tuple([new(var.aval) for var in eqn.outvars])
@@ -214,7 +227,8 @@ def flatten(
 def contexts(node: Node) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Those of the source line and named scopes, and of the settings, that `node` was recorded with."""
     stack = source_info_util.current_name_stack() + node.scope.name_stack
-    return source_info_util.user_context(_source_of(node).traceback, name_stack=stack), node.eqn.ctx.manager
+    source = node.scope.called_at or node.eqn.source_info
+    return source_info_util.user_context(source.traceback, name_stack=stack), node.eqn.ctx.manager
 
 
 def bind(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
@@ -338,12 +352,4 @@ def leave_out_of_source_lines(path: str) -> None:
 
 def source_line(node: Node) -> str:
     """`file:line (function)` of the user's code that recorded the node."""
-    return source_info_util.summarize(_source_of(node))
-
-
-def _source_of(node: Node) -> Any:
-    """Where the innermost call around a node was recorded that has a line of the user's: JAX's own `jit`s have none."""
-    if not node.calls:
-        return node.eqn.source_info
-    infos = [eqn.source_info for eqn in (node.eqn, *node.calls)]
-    return next((info for info in infos if source_info_util.summarize(info)), infos[0])
+    return source_info_util.summarize(node.scope.called_at or node.eqn.source_info)

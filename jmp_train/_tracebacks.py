@@ -7,14 +7,10 @@ people, and the names of JAX's own frames may change; nothing but reports to peo
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
-import jax
+from ._jaxpr import JAX_FOLDER, Node, open_jaxpr
 
-from ._jaxpr import Node, open_jaxpr
-
-_JAX = os.path.dirname(jax.__file__) + os.sep
 # JAX's frames around a call from outside, and the calls that ask for a dtype by name.
 _WRAPPERS = (".meth", ".op", ".cache_miss", ".reraise_with_filtered_traceback")
 _CASTS = frozenset({"_astype", "astype", "array", "asarray", "convert_element_type", "_ScalarMeta.__call__"})
@@ -35,7 +31,7 @@ def frames_of(node: Node) -> Iterator[tuple[str, str, int]]:
 
 
 def is_jax(file: str) -> bool:
-    return file.startswith(_JAX)
+    return file.startswith(JAX_FOLDER)
 
 
 def is_asked_for(node: Node) -> bool:

@@ -115,7 +115,7 @@ SYSTEMS = {
     "a product of it and others": (lambda p: jnp.linalg.cholesky((p.T + p[:1].T) @ jnp.tanh(p)), True),
     "a product of a product of it": (lambda p: jnp.linalg.cholesky(jnp.eye(5) @ (p.T @ jnp.ones((4, 5)))), True),
     "a product of a function of it": (lambda p: jnp.linalg.cholesky(jnp.tanh(p).T @ jnp.tanh(p)), False),
-    "a product of what bounds it": (lambda p: jnp.linalg.cholesky(jax.nn.relu6(p).T @ jnp.tanh(p)), False),
+    "a product of what bounds it": (lambda p: jnp.linalg.cholesky(jnp.maximum(p, 0).T @ jnp.tanh(p)), False),
     "a factor": (lambda p: jnp.linalg.qr(2 * p)[0], True),
     "a function of it": (lambda p: jnp.linalg.solve(jnp.eye(4), jnp.tanh(p)), False),
     "an angle": (jnp.sin, False),

@@ -321,6 +321,8 @@ def test_products_in_a_function_that_jax_jits():
     found = report(lambda x, w: jnp.linalg.matrix_power(x @ w, 3), jnp.ones((8, 8)), W, argnums=1)
     sources = [op.source for op in only(found, "dot_general")]
     assert len(sources) == 3 and all("test_explain.py" in source for source in sources)
+    (nested,) = only(report(lambda x: jnp.corrcoef(x * 2), jnp.ones((16, 32))), "dot_general")
+    assert "test_explain.py" in nested.source  # `cov` in `corrcoef`, both of JAX
 
 
 def test_scopes_that_match_nothing():

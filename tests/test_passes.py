@@ -441,6 +441,7 @@ SUMMED = {
     "one operation on what is cast": (lambda y: y.astype(jnp.bfloat16).astype(jnp.float32) * 2, False),
     "one operation on what is cast and moved": (lambda y: y.astype(jnp.bfloat16)[::-1].astype(jnp.float32) * 2, False),
     "two operations behind a barrier": (lambda y: lax.optimization_barrier(y * 2 + 1), False),
+    "two operations, then broadcast": (lambda y: y * jnp.broadcast_to(jnp.tanh(y[:1]), y.shape), False),
     "what a sum computed": (lambda y: y + jnp.cumsum(y * 2 + 1, 1), False),
 }
 
@@ -453,6 +454,16 @@ def test_what_takes_several_operations_is_summed_in_two_steps(name):
     )
     (total,) = (equation for equation in program.equations if equation.node.name == "reduce_sum")
     assert (total.rewrite is sum_in_two_steps) == expected
+
+
+def test_a_sum_over_one_axis_is_left_as_it_is():
+    def fn(w, x):
+        y = jnp.tanh(grid(x @ w))
+        return jnp.sum(y, 1), jnp.sum(y, (1, 2))
+
+    program = after("mark_dead", fn, W, RNG.normal(size=(240, 8)).astype(np.float32))
+    sums = [equation.rewrite for equation in program.equations if equation.node.name == "reduce_sum"]
+    assert sums == [None, sum_in_two_steps]
 
 
 # Of a root that a dot reads in 16 bits, what is summed beside it or behind it, and whether in two steps.

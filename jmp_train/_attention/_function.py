@@ -111,7 +111,7 @@ def dot_product_attention(
             del extras["mask"]
     settings = Settings(tuple(extras), float(factor), bool(is_causal), window, config.jax_default_matmul_precision)
     if "bias" in extras:
-        extras["bias"] = shifted(extras["bias"], _excluding(extras, lengths, settings))
+        extras["bias"] = shifted(extras["bias"], _counting(extras, lengths, settings))
     operands = query, key, value, *extras.values()
     # In a `shard_map` that checks, so that the gradient of what is equal on all devices is summed over them.
     operands = local(operands, tuple(frozenset().union(*map(varying_axes, operands))))
@@ -208,16 +208,14 @@ def _window_of(mask: Any, lengths: tuple[int, int]) -> tuple[int, int] | None:
     return (left, right) if is_window and min(left, right) >= 0 else None
 
 
-def _excluding(extras: dict[str, jax.Array], lengths: tuple[int, int], settings: Settings) -> jax.Array | None:
-    """Where a bias counts, as far as a mask says so that is no larger: `None` for everywhere.
+def _counting(extras: dict[str, jax.Array], lengths: tuple[int, int], settings: Settings) -> jax.Array | None:
+    """Where a bias counts, as far as masks no larger than it say so: `None` for everywhere.
 
     A large number where nothing attends, as of distances to what is yet to come, would take its row's digits.
     """
     shape, masks = extras["bias"].shape, (position_mask(*lengths, settings), extras.get("mask"))
-    smaller = [
-        mask for mask in masks if mask is not None and all(a in (1, b) for a, b in zip(mask.shape, shape, strict=True))
-    ]
-    return functools.reduce(jnp.logical_and, smaller) if smaller else None
+    masks = [mask for mask in masks if mask is not None and jnp.broadcast_shapes(mask.shape, shape) == shape]
+    return functools.reduce(jnp.logical_and, masks) if masks else None
 
 
 def _scaled(query: jax.Array, key: jax.Array, scale: Any) -> tuple[jax.Array, jax.Array]:

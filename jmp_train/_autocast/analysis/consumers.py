@@ -13,7 +13,7 @@ Does not decide what follows from it; see `product_causes.py`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 from ..._jaxpr import FlatJaxpr, Node
@@ -88,9 +88,8 @@ class Consumers:
         pending = [node for system in systems for number in system.ins for node in self._products_in(number)]
         found = {node.outs[0]: True for node in pending}  # whether a system reads it itself
         while pending:
-            factors = [self._producers.producer(number) for number in self._linear_terms(pending.pop().ins)]
-            for factor in factors:
-                if factor is not None and factor.name in _PRODUCTS and factor.outs[0] not in found:
+            for factor in [each for number in pending.pop().ins for each in self._products_in(number, _ADDS)]:
+                if factor.outs[0] not in found:
                     found[factor.outs[0]] = False
                     pending.append(factor)
         return found
@@ -112,18 +111,6 @@ class Consumers:
                     if any([producers.are_one(each, beside) for each in inner.ins]):
                         found.update((*inner.outs, *node.outs))
         return found
-
-    def _linear_terms(self, numbers: Iterable[int]) -> Iterator[int]:
-        """Some values, and what they are sums of."""
-        pending = list(numbers)
-        for _ in range(_MOST_TERMS):
-            if not pending:
-                return
-            number = pending.pop()
-            yield number
-            node = self._producers.producer(number)
-            if node is not None and node.name in _ADDS:
-                pending.extend(node.ins)
 
     @functools.cached_property
     def _cross_terms(self) -> dict[int, frozenset[int]]:
@@ -193,7 +180,9 @@ class Consumers:
         producer = self._producers.producer(value) if is_square else None
         return producer.ins[0] if producer is not None and producer.name == "abs" else value if is_square else None
 
-    def _products_in(self, number: int, magnitudes: bool = False) -> Iterator[Node]:
+    def _products_in(
+        self, number: int, through: Container[str] = _ADDS | _BOUNDS, magnitudes: bool = False
+    ) -> Iterator[Node]:
         """The products that are terms of a value, moved, scaled or bounded; of `magnitudes` their squares and roots."""
         pending = [number]
         for _ in range(_MOST_TERMS):
@@ -202,7 +191,7 @@ class Consumers:
                 continue
             if node.name in _PRODUCTS:
                 yield node
-            elif node.name in _ADDS or node.name in _BOUNDS:
+            elif node.name in through:
                 pending.extend(node.ins)
             elif magnitudes and (node.name in _MAGNITUDES or (node.name == "mul" and node.ins[0] == node.ins[1])):
                 pending.append(node.ins[0])

@@ -162,7 +162,7 @@ class _Walk:
         flags = self.uses[number]
         fact.to_dot = flags.to_dot
         exceeds = fact.numbers is not UNKNOWN and fact.numbers.exceed(self.low)
-        fact.sensitive = flags.sensitive or exceeds
+        fact.sensitive = flags.delicate or flags.in_exponent or exceeds
         if fact.precision is Precision.FULL and fact.computed and self.saves_low:
             fact.has_low_copy = flags.to_dot and not fact.sensitive
         values = fact.numbers.range

@@ -33,6 +33,7 @@ Values that one scan hands to another are the business of `scan_residuals.py`, b
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -107,7 +108,6 @@ class _Decisions:
     def __init__(self, program: Program, saves_low: bool):
         self.values: dict[int, _Value] = {}
         self._program, self._saves_low = program, saves_low
-        self._shared_with_dots = _shared_with_dots(program)
         self._costs = ResidualCosts(self._size_of, in_memory=(*program.inputs, *program.captured))
 
     def add(self, equation: Equation, number: int) -> None:
@@ -132,7 +132,7 @@ class _Decisions:
         if fact.precision is Precision.LOW:
             # What a dot reads needs no barrier of its own behind a bias: its kernel may write it in another layout.
             read = any([operand.from_dot or (operand.biased and not fact.to_dot) for operand in operands])
-            value.saved = not value.remat and (value.from_dot or read or number in self._shared_with_dots)
+            value.saved = not value.remat and (value.from_dot or read or self._is_shared_with_dot(number, node))
         elif fact.has_low_copy:
             value.saved = True
         value.expensive = value.remat and is_expensive(equation)
@@ -141,6 +141,23 @@ class _Decisions:
         if value.saved:
             self._costs.save(number)
         value.dot_reads_relu = dot_reads_it and relu_operand(node, self._program.recorded) is not None
+
+    def _is_shared_with_dot(self, number: int, node: Node) -> bool:
+        """Whether a value first rounded here is read by a dot and, across a dot, by another equation.
+
+        So is a residual stream behind a relu.
+        """
+        return any([self._program.facts[n].has_low_copy for n in node.ins]) and number in self._read_by_both
+
+    @functools.cached_property
+    def _read_by_both(self) -> set[int]:
+        facts, by_dots, far = self._program.facts, set(), set()
+        for equation in self._program.equations:
+            if equation.is_narrow_dot:
+                by_dots.update(equation.operands)
+            else:
+                far.update([number for number in equation.operands if facts[number].depth < equation.depth])
+        return by_dots & far
 
     def _is_biased(self, node: Node) -> bool:
         """Whether an addition is that of a convolution and a parameter."""
@@ -205,19 +222,6 @@ class _Decisions:
             return True
         known = all([number in low or number in self._program.constants for number in equation.node.ins])
         return len(low) == 1 and known and equation.node.name in ("add", "sub")
-
-
-def _shared_with_dots(program: Program) -> set[int]:
-    """The values first rounded here that a dot reads and, across a dot, another equation, as a stream after a relu."""
-    facts, rounded, by_dots, far = program.facts, set(), set(), set()
-    for equation in program.equations:
-        if any([facts[number].has_low_copy for number in equation.operands]):
-            rounded.update(equation.results)
-        if equation.is_narrow_dot:
-            by_dots.update(equation.operands)
-        else:
-            far.update([number for number in equation.operands if facts[number].depth < equation.depth])
-    return rounded & by_dots & far
 
 
 def _is_from_dot(equation: Equation, operands: Sequence[_Value]) -> bool:

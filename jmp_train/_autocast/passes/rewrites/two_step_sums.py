@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from ...._jaxpr import Node
@@ -37,20 +36,20 @@ _RESULTS, _FEW_ROWS = 2**14, 32
 class TwoStepSums(Rewrite):
     def of_planned(self, program: Program) -> Program:
         """The program whose sums of computed values are such that XLA fuses the computation into them."""
-        if not any([_is_slow(equation) for equation in program.equations]):
+        slow = {i for i, e in enumerate(program.equations) if e.node.name == "reduce_sum" and _is_slow(e)}
+        if not slow:
             return program
-        lengths, equations = _Lengths(program), []
-        for equation in program.equations:
-            if _is_slow(equation) and lengths.of(equation.uses[0]) > 1:
-                equation = equation.replace(op=Op.REWRITTEN, rewrite=sum_in_two_steps)
+        lengths, equations = _Lengths(program), [*program.equations]
+        for i, equation in enumerate(program.equations):
+            if i in slow and lengths.longest(equation.uses) > 1:
+                equations[i] = equation.replace(op=Op.REWRITTEN, rewrite=sum_in_two_steps)
             lengths.add(equation)
-            equations.append(equation)
         return dataclasses.replace(program, equations=equations)
 
 
 def _is_slow(equation: Equation) -> bool:
     node: Any = equation.node
-    if node.name != "reduce_sum" or equation.entry.rule is not Rule.HIGH or node.params.get("out_sharding") is not None:
+    if equation.entry.rule is not Rule.HIGH or node.params.get("out_sharding") is not None:
         return False
     return first_axis(node.eqn.invars[0].aval.shape, node.params["axes"]) is not None
 
@@ -84,30 +83,34 @@ def sum_in_two_steps(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
 def sum_over(x: jax.Array, axes: Sequence[int]) -> jax.Array:
     """The sum of `x` over some axes, which it no longer has."""
     if (first := first_axis(x.shape, axes)) is None:
-        return jnp.sum(x, axes)
-    step = lax.optimization_barrier(jnp.sum(x, first))
-    return jnp.sum(step, [axis - (axis > first) for axis in axes if axis != first])
+        return lax.reduce_sum(x, axes)
+    step = lax.optimization_barrier(lax.reduce_sum(x, (first,)))
+    return lax.reduce_sum(step, [axis - (axis > first) for axis in axes if axis != first])
 
 
 class _Lengths:
     """How many operations, at most, compute a value from what is in memory; an expensive one counts as two."""
 
     def __init__(self, program: Program):
-        self._program, self._lengths = program, dict[int, int]()
+        self._avals, self._saved = program.avals, program.residuals.saved
+        self._lengths: dict[int, int] = {}
 
-    def of(self, use: Use) -> int:
-        in_memory = use.residual and use.value in self._program.residuals.saved
-        return 0 if in_memory else self._lengths.get(use.value, 0)
+    def longest(self, uses: Sequence[Use]) -> int:
+        found = 0
+        for value, _, residual in uses:
+            if value in self._lengths and self._lengths[value] > found and not (residual and value in self._saved):
+                found = self._lengths[value]
+        return found
 
     def add(self, equation: Equation) -> None:
-        moves = equation.name in _MOVES
-        if equation.name == "optimization_barrier" or not (moves or fuses(equation)):
+        name, own, uses = equation.node.name, 0, equation.uses
+        if name == "optimization_barrier" or not (name in _MOVES or fuses(equation)):
             return  # its results are in memory
-        own = 0 if moves else 2 if is_expensive(equation) else 1
-        for number in equation.results:
-            # What is smaller than a result, as a norm's statistics are, is computed in a kernel of its own.
-            operands = [use for use in equation.uses if self._size(use.value) == self._size(number)]
-            self._lengths[number] = own + max(map(self.of, operands), default=0)
-
-    def _size(self, number: int) -> Any:
-        return math.prod(self._program.avals[number].shape)
+        # What is broadcast, as a norm's statistics are, is computed in a kernel of its own.
+        if name not in _MOVES:
+            own, shape = 2 if is_expensive(equation) else 1, self._avals[equation.results[0]].shape
+            uses = [use for use in uses if self._avals[use.value].shape == shape]
+        elif name == "broadcast_in_dim":
+            return
+        if length := own + self.longest(uses):
+            self._lengths.update(dict.fromkeys(equation.results, length))
