@@ -73,6 +73,7 @@ def first_axis(shape: Sequence[Any], axes: Sequence[int]) -> int | None:
 def sum_in_two_steps(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
     """What a `reduce_sum` does to `[n_0, n_1, ...]`.
 
+    >>> import jax.numpy as jnp
     >>> eqn = jax.make_jaxpr(lambda x: jnp.sum(x, (0, 1)))(jnp.ones((10, 20, 3))).eqns[0]
     >>> sum_in_two_steps(Node(eqn, (), (), None, False), [jnp.ones((10, 20, 3))])
     [Array([200., 200., 200.], dtype=float32)]
