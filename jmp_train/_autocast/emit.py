@@ -75,13 +75,13 @@ def _last_reads(program: Program) -> list[list[int]]:
 
 
 def _run(equation: Equation, operands: list[Any]) -> list[Any]:
-    if equation.op is Op.RECORDED:
-        if equation.bodies:
-            return _BODIES.get(equation.node.name, _with_bodies)(equation, operands)
-        return bind(equation.node.eqn, operands, **equation.params)
-    if equation.op is Op.REWRITTEN and equation.rewrite is not None:
+    if equation.op is not Op.RECORDED:
+        return [_ADDED[equation.op](equation.params, *operands)]
+    if equation.rewrite is not None:
         return equation.rewrite(equation.node, operands)
-    return [_ADDED[equation.op](equation.params, *operands)]
+    if equation.bodies:
+        return _BODIES.get(equation.node.name, _with_bodies)(equation, operands)
+    return bind(equation.node.eqn, operands, **equation.params)
 
 
 def _cast(params: Mapping[str, Any], value: Any) -> Any:

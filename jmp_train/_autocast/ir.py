@@ -143,8 +143,7 @@ _VALUE, _DTYPE = operator.itemgetter(0), operator.itemgetter(1)
 class Op(enum.Enum):
     """What an equation does."""
 
-    RECORDED = "recorded"  # the recorded primitive, perhaps with other parameters and bodies
-    REWRITTEN = "rewritten"  # another computation of the same result
+    RECORDED = "recorded"  # what was recorded, perhaps with other parameters and bodies, or computed in another way
     CAST = "cast"  # a conversion that autocast adds
     SAVED = "saved"  # an optimization barrier: XLA stores the operand once, and all later readers read that
     ROUND = "round"  # keeps float32 numbers on the compute dtype's grid, where XLA might drop a cast and its inverse
@@ -164,7 +163,7 @@ class Equation:
       op: what it does.
       params: parameters of the primitive that differ from the recorded ones.
       computes: the dtype in which the primitive returns each result, if it says so: another one is cast.
-      rewrite: computes the results from the operands, for `Op.REWRITTEN`.
+      rewrite: computes the results from the operands, in place of the primitive.
       bodies: the programs inside.
       counts: how many of a scan's operands are constants and carries, where they are not the recorded ones.
       derive: plans and runs derivative rules, which are callables until JAX asks for them.
@@ -196,7 +195,7 @@ class Equation:
     @property
     def name(self) -> str:
         """The primitive's, or what autocast adds."""
-        return self.node.name if self.op in (Op.RECORDED, Op.REWRITTEN) else self.op.value
+        return self.node.name if self.op is Op.RECORDED else self.op.value
 
     @property
     def is_narrow_dot(self) -> bool:
@@ -342,9 +341,7 @@ def format_program(program: Program) -> str:
     lines[0] += f" {' '.join(map(typed, program.inputs))} . let"
     for equation in program.equations:
         rewritten = f"[{equation.rewrite.__name__}]" if equation.rewrite is not None else ""
-        words = (
-            ["dead"] * equation.dead + ["remat"] * equation.remat + [equation.node.name if rewritten else equation.name]
-        )
+        words = ["dead"] * equation.dead + ["remat"] * equation.remat + [equation.name]
         results = " ".join(map(typed, equation.results)) or "_"
         lines.append(f"    {results} = {' '.join(words)}{rewritten} {' '.join(map(operand, equation.uses))}")
         lines += [textwrap.indent(format_program(body), " " * 8) for body in equation.bodies]

@@ -41,9 +41,7 @@ def saved_values(program: Program) -> Iterator[tuple[str, int | None]]:
 
 
 def _is_backward(program: Program, equation: Equation) -> bool:
-    return (
-        equation.op in (Op.RECORDED, Op.REWRITTEN) and not equation.remat and program.place.is_backward(equation.node)
-    )
+    return equation.op is Op.RECORDED and not equation.remat and program.place.is_backward(equation.node)
 
 
 def _sources(program: Program, makers: dict[int, Equation], number: int) -> Iterator[tuple[int, np.dtype]]:
@@ -55,7 +53,7 @@ def _sources(program: Program, makers: dict[int, Equation], number: int) -> Iter
         if equation is None or number in seen or _is_backward(program, equation):
             continue
         seen.add(number)
-        added = equation.op not in (Op.RECORDED, Op.REWRITTEN)
+        added = equation.op is not Op.RECORDED
         if equation.remat:
             pending.extend((operand, program.avals[operand].dtype) for operand in equation.operands)
         elif added or equation.node.name in _MOVES:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable
 import jax.numpy as jnp
 
 from ..._jaxpr import Loop, loop_of
-from ..ir import Equation, Op, Precision, Program, is_float32, is_sixteen_bit
+from ..ir import Equation, Precision, Program, is_float32, is_sixteen_bit
 from ..primitives import Trait, having
 
 _CALLS = having(Trait.CALL)
@@ -118,7 +118,7 @@ def _runs_as_recorded(equation: Equation, operands: Iterable[int], rounded: Coll
         if (read is not None and read.itemsize < 4) or (residual and number in rounded):
             return False
     # An effect brings in what is no operand, such as what another operation wrote.
-    return bool(equation.bodies) or not (equation.op is Op.REWRITTEN or equation.node.eqn.effects)
+    return bool(equation.bodies) or not (equation.rewrite or equation.node.eqn.effects)
 
 
 def _rounded_residuals(program: Program) -> set[int]:

@@ -51,7 +51,7 @@ def fuses(equation: Equation) -> bool:
         rule = equation.node.name == "custom_jvp_call" and len(equation.results) == 1
         return rule and _IN_RULES.issuperset(_names_inside(equation))
     if equation.op is Op.RECORDED:
-        return equation.node.name in _FUSES
+        return equation.node.name in _FUSES and equation.rewrite is None
     return equation.op in (Op.CAST, Op.ROUND, Op.SAVED)
 
 

@@ -23,7 +23,7 @@ from jax import lax
 from ...._jaxpr import Node
 from ...._sizes import is_less
 from ...analysis.wide_product import WideProduct
-from ...ir import Equation, Op, Program
+from ...ir import Equation, Program
 from .rewrite import Rewrite
 
 _MOST_TERMS = 16  # of a sum that is written out: more are reduced
@@ -36,7 +36,7 @@ class DotAsSums(Rewrite):
         if not isinstance(equation.entry, WideProduct) or not equation.entry.as_sums:
             return equation
         reads_low = any(program.low == dtype for dtype in equation.reads)
-        return equation if reads_low else equation.replace(op=Op.REWRITTEN, rewrite=multiply_and_add)
+        return equation if reads_low else equation.replace(rewrite=multiply_and_add)
 
 
 def multiply_and_add(node: Node, operands: Sequence[Any]) -> list[jax.Array]:

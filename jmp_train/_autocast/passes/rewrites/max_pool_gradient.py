@@ -22,7 +22,7 @@ from jax import lax
 from ...._dtypes import at_least_float32
 from ...._jaxpr import Node
 from ...._sizes import is_less
-from ...ir import Equation, Op, Program
+from ...ir import Equation, Program
 from ...primitives import Entry, Rule
 from .rewrite import Rewrite
 from .windows import are_small, elements_at, starts_of_places
@@ -44,7 +44,7 @@ class MaxPoolGradient(Rewrite):
         del program
         if not windows_are_small(equation.node) or equation.entry.rule not in (Rule.WIDEST, Rule.FOLLOW, Rule.LOW):
             return equation
-        return equation.replace(op=Op.REWRITTEN, rewrite=scatter_to_windows)
+        return equation.replace(rewrite=scatter_to_windows)
 
 
 def windows_are_small(node: Node) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from ...._jaxpr import Node
-from ...ir import Equation, Op, Program
+from ...ir import Equation, Program
 from ...primitives import Rule
 from .rewrite import Rewrite
 
@@ -34,7 +34,7 @@ class OneHotScatter(Rewrite):
         avals = [program.recorded.avals[number] for number in node.ins]
         if equation.entry.rule is not Rule.HIGH or not adds_one_per_row(node, avals):
             return equation
-        return equation.replace(op=Op.REWRITTEN, rewrite=add_one_per_row)
+        return equation.replace(rewrite=add_one_per_row)
 
 
 def adds_one_per_row(node: Node, avals: Sequence[Any]) -> bool:

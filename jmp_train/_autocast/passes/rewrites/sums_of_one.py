@@ -15,7 +15,7 @@ import jax
 from jax import lax
 
 from ...._jaxpr import Node
-from ...ir import Equation, Op, Program
+from ...ir import Equation, Program
 from ...primitives import Entry, Rule
 from .rewrite import Rewrite
 
@@ -31,7 +31,7 @@ class SumsOfOne(Rewrite):
 
     def of_equation(self, program: Program, equation: Equation) -> Equation:
         del program
-        return equation.replace(op=Op.REWRITTEN, rewrite=drop_axes) if equation.entry is _ENTRY else equation
+        return equation.replace(rewrite=drop_axes) if equation.entry is _ENTRY else equation
 
 
 def drop_axes(node: Node, operands: Sequence[Any]) -> list[jax.Array]:

@@ -23,7 +23,7 @@ from jax import lax
 from ...._jaxpr import Node
 from ...._sizes import is_static
 from ...analysis.residual_costs import fuses, is_expensive
-from ...ir import Equation, Op, Program, Use
+from ...ir import Equation, Program, Use
 from ...primitives import Rule, Trait, having
 from .rewrite import Rewrite
 
@@ -42,7 +42,7 @@ class TwoStepSums(Rewrite):
         lengths, equations = _Lengths(program), [*program.equations]
         for i, equation in enumerate(program.equations):
             if i in slow and lengths.longest(equation.uses) > 1:
-                equations[i] = equation.replace(op=Op.REWRITTEN, rewrite=sum_in_two_steps)
+                equations[i] = equation.replace(rewrite=sum_in_two_steps)
             lengths.add(equation)
         return dataclasses.replace(program, equations=equations)
 

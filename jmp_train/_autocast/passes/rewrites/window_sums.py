@@ -18,7 +18,7 @@ import jax
 from jax import lax
 
 from ...._jaxpr import Node
-from ...ir import Equation, Op, Program
+from ...ir import Equation, Program
 from ...primitives import Rule
 from .rewrite import Rewrite
 from .two_step_sums import sum_over
@@ -36,7 +36,7 @@ class WindowSums(Rewrite):
         if equation.entry.rule is not Rule.HIGH:
             return equation
         rewrite = sum_axes if _is_one_window(node) else add_places if _can_be_written_out(node) else None
-        return equation if rewrite is None else equation.replace(op=Op.REWRITTEN, rewrite=rewrite)
+        return equation if rewrite is None else equation.replace(rewrite=rewrite)
 
 
 def _is_one_window(node: Node) -> bool:
