@@ -40,8 +40,8 @@ def rewrite_planned(program: Program, context: Context) -> Program:
     equations = [*program.equations]
     for rewrite in context.planner.rewrites:
         for i, equation in enumerate(equations):
-            if equation.node.name in rewrite.primitives:
-                equations[i] = rewrite.of_equation(program, equation)
+            if equation.node.name in rewrite.primitives and (found := rewrite.of_equation(program, equation)):
+                equations[i] = equation.replace(rewrite=found)
     program = dataclasses.replace(program, equations=equations)
     for rewrite in context.planner.rewrites:
         program = rewrite.of_planned(program)

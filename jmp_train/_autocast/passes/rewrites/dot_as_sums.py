@@ -24,7 +24,7 @@ from ...._jaxpr import Node
 from ...._sizes import is_less
 from ...analysis.wide_product import WideProduct
 from ...ir import Equation, Program
-from .rewrite import Rewrite
+from .rewrite import Computation, Rewrite
 
 _MOST_TERMS = 16  # of a sum that is written out: more are reduced
 
@@ -32,11 +32,9 @@ _MOST_TERMS = 16  # of a sum that is written out: more are reduced
 class DotAsSums(Rewrite):
     primitives = frozenset({"dot_general"})
 
-    def of_equation(self, program: Program, equation: Equation) -> Equation:
-        if not isinstance(equation.entry, WideProduct) or not equation.entry.as_sums:
-            return equation
-        reads_low = any(program.low == dtype for dtype in equation.reads)
-        return equation if reads_low else equation.replace(rewrite=multiply_and_add)
+    def of_equation(self, program: Program, equation: Equation) -> Computation | None:
+        as_sums = isinstance(equation.entry, WideProduct) and equation.entry.as_sums
+        return multiply_and_add if as_sums and program.low not in equation.reads else None
 
 
 def multiply_and_add(node: Node, operands: Sequence[Any]) -> list[jax.Array]:

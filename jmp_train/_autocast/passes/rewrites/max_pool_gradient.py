@@ -24,7 +24,7 @@ from ...._jaxpr import Node
 from ...._sizes import is_less
 from ...ir import Equation, Program
 from ...primitives import Entry, Rule
-from .rewrite import Rewrite
+from .rewrite import Computation, Rewrite
 from .windows import are_small, elements_at, starts_of_places
 
 _MOST_PLACES = 64  # of a window: each adds a few operations to the program
@@ -40,11 +40,9 @@ class MaxPoolGradient(Rewrite):
         """Selections follow their operands, where a scatter adds in its buffer's dtype."""
         return _ENTRY if windows_are_small(node) else None
 
-    def of_equation(self, program: Program, equation: Equation) -> Equation:
-        del program
-        if not windows_are_small(equation.node) or equation.entry.rule not in (Rule.WIDEST, Rule.FOLLOW, Rule.LOW):
-            return equation
-        return equation.replace(rewrite=scatter_to_windows)
+    def of_equation(self, program: Program, equation: Equation) -> Computation | None:
+        follows = equation.entry.rule in (Rule.WIDEST, Rule.FOLLOW, Rule.LOW)
+        return scatter_to_windows if follows and windows_are_small(equation.node) else None
 
 
 def windows_are_small(node: Node) -> bool:

@@ -21,7 +21,7 @@ from jax import lax
 from ...._jaxpr import Node
 from ...ir import Equation, Program
 from ...primitives import Rule
-from .rewrite import Rewrite
+from .rewrite import Computation, Rewrite
 
 _MODES = ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")
 
@@ -29,12 +29,10 @@ _MODES = ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")
 class OneHotScatter(Rewrite):
     primitives = frozenset({"scatter-add"})
 
-    def of_equation(self, program: Program, equation: Equation) -> Equation:
-        node = equation.node
-        avals = [program.recorded.avals[number] for number in node.ins]
-        if equation.entry.rule is not Rule.HIGH or not adds_one_per_row(node, avals):
-            return equation
-        return equation.replace(rewrite=add_one_per_row)
+    def of_equation(self, program: Program, equation: Equation) -> Computation | None:
+        avals = [program.avals[number] for number in equation.node.ins]
+        one_per_row = equation.entry.rule is Rule.HIGH and adds_one_per_row(equation.node, avals)
+        return add_one_per_row if one_per_row else None
 
 
 def adds_one_per_row(node: Node, avals: Sequence[Any]) -> bool:

@@ -6,9 +6,14 @@ where what it asks for is known.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from ...._jaxpr import FlatJaxpr, Node
 from ...ir import Equation, Program
 from ...primitives import Entry
+
+Computation = Callable[[Node, Sequence[Any]], list[Any]]  # of an equation's results, given its operands
 
 
 class Rewrite:
@@ -26,13 +31,11 @@ class Rewrite:
 
     def entry(self, node: Node) -> Entry | None:
         """The rule for `node` once it is rewritten; `None` if that of its primitive holds."""
-        del node
         return None
 
-    def of_equation(self, program: Program, equation: Equation) -> Equation:
-        """Rewrites one equation, whose dtypes are decided."""
-        del program
-        return equation
+    def of_equation(self, program: Program, equation: Equation) -> Computation | None:
+        """What computes the results of an equation, whose dtypes are decided; `None` if its primitive does."""
+        return None
 
     def of_planned(self, program: Program) -> Program:
         """Rewrites a program whose dtypes and residuals are decided."""

@@ -20,7 +20,7 @@ from jax import lax
 from ...._jaxpr import Node
 from ...ir import Equation, Program
 from ...primitives import Rule
-from .rewrite import Rewrite
+from .rewrite import Computation, Rewrite
 from .two_step_sums import sum_over
 from .windows import are_small, elements_at, starts_of_places
 
@@ -30,13 +30,12 @@ _MOST_PLACES = 16  # of a window: each reads the operand once more
 class WindowSums(Rewrite):
     primitives = frozenset({"reduce_window_sum"})
 
-    def of_equation(self, program: Program, equation: Equation) -> Equation:
-        del program
-        node = equation.node
+    def of_equation(self, program: Program, equation: Equation) -> Computation | None:
         if equation.entry.rule is not Rule.HIGH:
-            return equation
-        rewrite = sum_axes if _is_one_window(node) else add_places if _can_be_written_out(node) else None
-        return equation if rewrite is None else equation.replace(rewrite=rewrite)
+            return None
+        if _is_one_window(equation.node):
+            return sum_axes
+        return add_places if _can_be_written_out(equation.node) else None
 
 
 def _is_one_window(node: Node) -> bool:
