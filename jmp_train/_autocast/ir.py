@@ -263,11 +263,10 @@ class Program:
       place: where that stands.
       low: the compute dtype.
       avals: of every value, by number; after `insert_casts` in the dtype it has.
-      facts: what is known of every recorded value.
       constants: values that are known: literals and captured arrays.
-      captured: the numbers among them that are arrays or tracers; `emit` can be given others in their place.
       inputs, outputs: numbers of the arguments and results.
       input_dtypes, result_dtypes: the dtypes in which arguments come and results leave; `None` as recorded.
+      facts: what is known of every recorded value.
       result_precisions: what the results are to those who read them outside.
       equations: in the order in which they run.
       residuals: what is saved and rematerialized; empty before `save_or_remat` and after `insert_casts`.
@@ -277,16 +276,20 @@ class Program:
     place: Place
     low: np.dtype
     avals: list[Any]
-    facts: list[Fact]
     constants: dict[int, Any]
-    captured: frozenset[int]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     input_dtypes: list[np.dtype | None]
-    result_dtypes: list[np.dtype | None]
-    result_precisions: list[Precision]
-    equations: list[Equation]
+    result_dtypes: list[np.dtype | None] = dataclasses.field(default_factory=list)
+    facts: list[Fact] = dataclasses.field(default_factory=list)
+    result_precisions: list[Precision] = dataclasses.field(default_factory=list)
+    equations: list[Equation] = dataclasses.field(default_factory=list)
     residuals: Residuals = dataclasses.field(default_factory=Residuals)
+
+    @property
+    def captured(self) -> frozenset[int]:
+        """The constants that are arrays or tracers; `emit` can be given others in their place."""
+        return self.recorded.captured
 
     def dtypes_of(self, precisions: Iterable[Precision]) -> list[np.dtype | None]:
         return [dtype_of(precision, self.low) for precision in precisions]

@@ -145,7 +145,11 @@ class Planner:
         recorded, entries = self.recorded(jaxpr, place)
         uses = self.uses(jaxpr, place, out_flags)
         context = Context(self, entries, uses, precisions, out_flags, roundable)
-        program = self._start(recorded, place, precisions)
+        low = self.policy.compute_dtype
+        dtypes = [dtype_of(precision, low) for precision in precisions]
+        program = Program(
+            recorded, place, low, recorded.avals, recorded.known, recorded.inputs, recorded.outputs, dtypes
+        )
         for run in PLANNING:
             program = run(program, context)
             yield run.__name__, program
@@ -165,24 +169,6 @@ class Planner:
         for run in LOWERING:
             program = run(program, self)
             yield run.__name__, program
-
-    def _start(self, recorded: FlatJaxpr, place: Place, precisions: Sequence[Precision]) -> Program:
-        low = self.policy.compute_dtype
-        return Program(
-            recorded=recorded,
-            place=place,
-            low=low,
-            avals=recorded.avals,
-            facts=[],
-            constants=recorded.known,
-            captured=recorded.captured,
-            inputs=recorded.inputs,
-            outputs=recorded.outputs,
-            input_dtypes=[dtype_of(precision, low) for precision in precisions],
-            result_dtypes=[],
-            result_precisions=[],
-            equations=[],
-        )
 
     def recorded(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place) -> tuple[FlatJaxpr, list[Entry]]:
         """The flattened program, the rewrites of recorded programs applied, and the rule of each of its equations."""
