@@ -297,6 +297,14 @@ class Program:
     def precision(self, number: int) -> Precision:
         return self.facts[number].precision
 
+    def only_readers(self) -> dict[int, int | None]:
+        """The equation that alone reads a value, by its position; `None` if several do, or the program returns it."""
+        readers: dict[int, int | None] = dict.fromkeys(self.outputs)
+        for i, equation in enumerate(self.equations):
+            for number in equation.operands:
+                readers[number] = i if readers.get(number, i) == i else None
+        return readers
+
     def new(self, aval: Any) -> int:
         """A value that was not recorded."""
         self.avals.append(aval)

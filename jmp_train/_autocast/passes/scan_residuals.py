@@ -38,7 +38,7 @@ def scan_residuals(program: Program, planner: Planner) -> Program:
     if len(scans) < 2 or not planner.rules.low_residuals:
         return program
     program = dataclasses.replace(program, avals=[*program.avals])
-    readers = _only_readers(program)
+    readers = program.only_readers()
     for scan in scans.values():
         pairs: dict[int, list[tuple[int, int]]] = {}
         for number, _ in scan.results[scan.carry :]:
@@ -51,15 +51,6 @@ def scan_residuals(program: Program, planner: Planner) -> Program:
             used |= _Link(program, scan, scans[at], movable).make()
     equations = [scans[i].finished() if i in scans else equation for i, equation in enumerate(program.equations)]
     return remove_dead_code(dataclasses.replace(program, equations=equations))
-
-
-def _only_readers(program: Program) -> dict[int, int | None]:
-    """The equation that reads a value, by its position; `None` if several do, or if the program returns it."""
-    readers: dict[int, int | None] = dict.fromkeys(program.outputs)
-    for i, equation in enumerate(program.equations):
-        for number in equation.operands:
-            readers[number] = i if readers.get(number, i) == i else None
-    return readers
 
 
 def _reading_scan(program: Program, readers: Mapping[int, int | None], number: int) -> tuple[int, int]:

@@ -21,21 +21,13 @@ class FoldTransposes(Rewrite):
         """The program without the transposes that follow a dot as its only readers, where a swap of operands can be."""
         if not any([equation.node.name == "transpose" for equation in program.equations]):
             return program
-        moved = [e.results[0] for e in program.equations if e.node.name in ("dot_general", "transpose")]
-        readers: dict[int, list[Equation | None]] = {number: [] for number in moved}
-        for equation in program.equations:
-            for number, _, _ in equation.uses:
-                if number in readers:
-                    readers[number].append(equation)
-        for number in program.outputs:
-            if number in readers:
-                readers[number].append(None)
+        readers = program.only_readers()
         changed: dict[int, Equation] = {}
         for dot in program.equations:
             if dot.node.name != "dot_general" or dot.entry.rule is not Rule.LOW:
                 continue
             order, chain = tuple(range(len(program.avals[dot.node.outs[0]].shape))), [dot]
-            while (following := _only_transpose(readers, chain[-1])) is not None:
+            while (following := _only_transpose(program, readers, chain[-1])) is not None:
                 chain.append(following)
                 order = tuple(order[axis] for axis in following.node.params["permutation"])
             unchanged = order == tuple(sorted(order))
@@ -47,9 +39,9 @@ class FoldTransposes(Rewrite):
         return dataclasses.replace(program, equations=equations) if changed else program
 
 
-def _only_transpose(readers: dict[int, list[Equation | None]], equation: Equation) -> Equation | None:
-    found = readers.get(equation.results[0], [])
-    only = found[0] if len(found) == 1 else None
+def _only_transpose(program: Program, readers: dict[int, int | None], equation: Equation) -> Equation | None:
+    at = readers.get(equation.results[0])
+    only = None if at is None else program.equations[at]
     if only is None or only.node.name != "transpose" or only.entry.rule is not Rule.SHAPE:
         return None  # a region, a scope or an edit may ask for another dtype than the dot's
     # A residual is read on another side of a dot than it is computed on.
