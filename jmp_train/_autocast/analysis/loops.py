@@ -21,13 +21,24 @@ _ADDS_TO_STREAM = having(Trait.ADDS) | _PASSES | {"select_n"}
 
 
 def dependents(
-    program: FlatJaxpr, numbers: Iterable[int], around: Callable[[Node], bool] = lambda node: False
+    program: FlatJaxpr, numbers: Iterable[int], through: Callable[[Node], bool] = lambda node: True
 ) -> set[int]:
-    """The values that depend on any of `numbers`, which are among them, by a path that leaves out nodes `around`."""
+    """The values that depend on any of `numbers` by a path `through` some nodes, and these."""
     found = set(numbers)
     for node in program.nodes:
-        if not found.isdisjoint(node.ins) and not around(node):
+        if not found.isdisjoint(node.ins) and through(node):
             found.update(node.outs)
+    return found
+
+
+def sources(
+    program: FlatJaxpr, numbers: Iterable[int], through: Callable[[Node], bool] = lambda node: True
+) -> set[int]:
+    """The values that any of `numbers` depends on by a path `through` some nodes, and these."""
+    found = set(numbers)
+    for node in reversed(program.nodes):
+        if not found.isdisjoint(node.outs) and through(node):
+            found.update(node.ins)
     return found
 
 
@@ -49,7 +60,7 @@ def may_be_narrow(
       wide: the ids of equations that are products kept in float32.
     """
     # A 16-bit dot rounds the carry anyway; one that is kept in float32 does not.
-    if result not in dependents(body, [start], lambda node: node.name in DOTS and id(node.eqn) not in wide):
+    if result not in dependents(body, [start], lambda node: node.name not in DOTS or id(node.eqn) in wide):
         return True
     if not place.backward and any(map(place.is_backward, body.nodes)):
         return False
@@ -144,26 +155,8 @@ def is_residual_stream(program: FlatJaxpr, start: int, result: int) -> bool:
 
     The state of an LSTM or a moving average is none: it is scaled on the way, and small terms have to last.
     """
-    producer = {out: node for node in program.nodes for out in node.outs}
-    pending, seen = [result], {result}
-    while pending:
-        number = pending.pop()
-        if number == start:
-            return not accumulates(program, start, result)
-        node = producer.get(number)
-        if node is not None and node.name in _ADDS_TO_STREAM:
-            pending.extend(operand for operand in node.ins if operand not in seen)
-            seen.update(node.ins)
-    return False
-
-
-def sources(program: FlatJaxpr, result: int) -> set[int]:
-    """The values that `result` depends on, which is among them."""
-    found = {result}
-    for node in reversed(program.nodes):
-        if not found.isdisjoint(node.outs):
-            found.update(node.ins)
-    return found
+    added_to = sources(program, [result], lambda node: node.name in _ADDS_TO_STREAM)
+    return start in added_to and not accumulates(program, start, result)
 
 
 def is_counted(loop: Loop) -> bool:
@@ -171,12 +164,12 @@ def is_counted(loop: Loop) -> bool:
     if loop.condition is None:
         return True
     condition, body = flatten(loop.condition), flatten(loop.body)
-    read = sources(condition, condition.outputs[0])
+    read = sources(condition, condition.outputs)
     pending = {i for i, number in enumerate(condition.inputs[loop.skip :]) if number in read}
     deciding: set[int] = set()
     while pending:
         deciding |= pending
-        read = set().union(*(sources(body, body.outputs[i]) for i in pending))
+        read = sources(body, [body.outputs[i] for i in pending])
         pending = {i for i in range(loop.carry) if body.inputs[loop.consts + i] in read} - deciding
     avals = [body.avals[number] for number in body.outputs]
     return not any(jnp.issubdtype(avals[i].dtype, jnp.inexact) for i in deciding)

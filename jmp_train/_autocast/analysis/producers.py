@@ -18,10 +18,12 @@ from ..._jaxpr import FlatJaxpr, Node
 from ..._sizes import is_single, is_static
 from ..primitives import Trait, having
 from .constants import is_zero
+from .loops import dependents
 
 _MOVES = having(Trait.MOVES) | {"neg"}
 _PARTS = having(Trait.PICKS) | {"pad"}  # some of the numbers, or all of them beside zeros
 _WEIGHTS = having(Trait.DOT)
+_BECOME_WEIGHTS = _MOVES | {"add", "mul", "convert_element_type"}
 
 # What two values may be made of and be compared for equality: beyond this, unknown.
 _MOST_COMPARED = 64
@@ -133,15 +135,8 @@ class Producers:
 
     def becomes_weight(self, number: int) -> bool:
         """Whether a dot multiplies by a value, or by the sum of it and others, as by a weight and its adapter."""
-        found = {number}
-        for node in self.program.nodes:
-            if found.isdisjoint(node.ins):
-                continue
-            if node.name in _WEIGHTS:
-                return True
-            if node.name in _MOVES | {"add", "mul", "convert_element_type"}:
-                found.update(node.outs)
-        return False
+        found = dependents(self.program, [number], lambda node: node.name in _BECOME_WEIGHTS)
+        return any(node.name in _WEIGHTS and not found.isdisjoint(node.ins) for node in self.program.nodes)
 
     def _widens(self, node: Node) -> bool:
         source, target = (self.program.avals[number].dtype for number in (node.ins[0], node.outs[0]))

@@ -99,7 +99,7 @@ def solves(program: FlatJaxpr, start: int, result: int) -> bool:
 
     So it is for a Kalman filter's covariance. A network is other functions.
     """
-    dependent, leading = dependents(program, [start]), sources(program, result)
+    dependent, leading = dependents(program, [start]), sources(program, [result])
     between = [n for n in program.nodes if not (dependent.isdisjoint(n.ins) or leading.isdisjoint(n.outs))]
     floating = [n for n in between if any(jnp.issubdtype(program.avals[out].dtype, jnp.floating) for out in n.outs)]
     return any(n.name in SYSTEMS for n in between) and all(n.name in KEEPS_ESTIMATES for n in floating)
