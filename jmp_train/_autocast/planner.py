@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from .._jaxpr import CALLS, ClosedJaxpr, FlatJaxpr, Jaxpr, Node, flatten
+from .._jaxpr import CALLS, ClosedJaxpr, FlatJaxpr, Jaxpr, flatten
 from .._policy import Policy
 from .analysis.entries import entries_of
 from .analysis.products import Products
 from .analysis.uses import Flags, Uses, find_uses
 from .ir import TOP, Place, Precision, Program, dtype_of, recorded_dtypes
-from .passes import control_flow
 from .passes.assign_dtypes import assign_dtypes
 from .passes.dead_code import mark_dead
 from .passes.f32_accumulators import f32_accumulators
@@ -191,11 +190,7 @@ class Planner:
         key = (id(jaxpr), place, tuple(out_flags))
         if key not in self._uses:
             program, entries = self.recorded(jaxpr, place)
-
-            def enter(node: Node, at: Place, outs: list[Flags]) -> list[Flags]:
-                return control_flow.flags_of(self, node, at.inside(node), outs)
-
-            self._uses[key] = find_uses(program, entries, place, out_flags, enter)
+            self._uses[key] = find_uses(self, program, entries, place, out_flags)
         return self._uses[key]
 
     def in_flags(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, out_flags: Sequence[Flags]) -> list[Flags]:

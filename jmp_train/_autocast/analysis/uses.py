@@ -7,18 +7,22 @@ whether a rounding of it would be more than a rounding later. Does not decide dt
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._jaxpr import FlatJaxpr, Node
+from ..._jaxpr import FlatJaxpr, Node, body_of, loop_of
 from ..ir import Place
 from ..primitives import DELICATE_OPERAND, DOTS, EXPONENTIALS, Entry, Rule, Trait, having
 from .wide_product import WideProduct
+
+if TYPE_CHECKING:
+    from ..planner import Planner
 
 # Rounding before these is rounding after them: every element of the result is one of an operand's, or its negative.
 _EXACT = having(Trait.JOINS | Trait.BOUNDS | Trait.FLIPS)
 _EXACT_OR_POOLS = _EXACT | having(Trait.POOL)
 _AFFINE = having(Trait.ADDS) | {"mul"}
+_CALLS = having(Trait.CALL)
 
 
 class Flags(NamedTuple):
@@ -139,18 +143,34 @@ def axes_of(aval: Any) -> frozenset[Any]:
     return frozenset(Counter(aval.shape).items())
 
 
-EnterFlags = Callable[[Node, Place, list[Flags]], list[Flags]]
-
-
 def find_uses(
-    program: FlatJaxpr, entries: Sequence[Entry], place: Place, out_flags: Sequence[Flags], enter: EnterFlags
+    planner: Planner, program: FlatJaxpr, entries: Sequence[Entry], place: Place, out_flags: Sequence[Flags]
 ) -> Uses:
-    """Runs the backward walk; `enter(node, place, out_flags)` gives the flags of the operands of a node with a body."""
+    """Runs the backward walk, through the programs inside too, of which the planner knows the uses."""
     uses = Uses(program, out_flags)
     for node, entry in zip(reversed(program.nodes), reversed(entries), strict=True):
         if entry.rule is Rule.ENTER:
-            for number, flags in zip(node.ins, enter(node, place, [uses[o] for o in node.outs]), strict=True):
+            found = _of_operands(planner, node, place.inside(node), [uses[number] for number in node.outs])
+            for number, flags in zip(node.ins, found, strict=True):
                 uses.add(number, flags)
         else:
             uses.step(node, entry)
     return uses
+
+
+def _of_operands(planner: Planner, node: Node, inside: Place, outs: list[Flags]) -> list[Flags]:
+    """What becomes of the operands of a node with a body, given what becomes of its results."""
+    if node.name == "cond":
+        branches = [planner.in_flags(branch, inside, outs) for branch in node.params["branches"]]
+        # The predicate is an integer: no rounding.
+        return [Flags(), *map(merged, zip(*branches, strict=True))]
+    if (loop := loop_of(node.eqn)) is not None:
+        # Twice: what becomes of a carry after the loop, then what becomes of it in the iterations between.
+        first = planner.in_flags(loop.body, inside, outs)
+        pairs = zip(outs[: loop.carry], first[loop.consts :], strict=False)
+        # A carry's dtype is that of its first value; what only float32 reads at the end does not widen it.
+        fed_back = [merged(pair)._replace(only_wide=False) for pair in pairs]
+        return [Flags()] * loop.skip + planner.in_flags(loop.body, inside, [*fed_back, *outs[loop.carry :]])
+    if node.name in _CALLS:
+        return planner.in_flags(body_of(node.eqn), inside, outs)
+    return [Flags(reaches_dot=True)] * len(node.ins)

@@ -20,7 +20,7 @@ from ..._dtypes import FLOAT32
 from ..._jaxpr import ClosedJaxpr, Loop, Node, body_of, loop_of, open_jaxpr, trace
 from ..analysis.loop_ends import narrowed_decision, narrowed_stop
 from ..analysis.loops import is_counted, may_be_narrow
-from ..analysis.uses import Flags, merged
+from ..analysis.uses import Flags
 from ..emit import cast, emit, is_array
 from ..ir import (
     Decided,
@@ -33,35 +33,10 @@ from ..ir import (
     recorded_dtypes,
     recorded_reads,
 )
-from ..primitives import Entry, Rule, Trait, having
+from ..primitives import Entry, Rule
 
 if TYPE_CHECKING:
     from ..planner import Context, Planner
-
-_CALLS = having(Trait.CALL)
-
-
-def flags_of(planner: Planner, node: Node, inside: Place, outs: list[Flags]) -> list[Flags]:
-    """What becomes of the operands of a node with a body, given what becomes of its results."""
-    params = node.params
-    if node.name == "cond":
-        branches = [planner.in_flags(branch, inside, outs) for branch in params["branches"]]
-        # The predicate is an integer: no rounding.
-        return [Flags(), *map(merged, zip(*branches, strict=True))]
-    if (loop := loop_of(node.eqn)) is not None:
-        return [Flags()] * loop.skip + _loop_flags(planner, loop, inside, outs)
-    if node.name in _CALLS:
-        return planner.in_flags(body_of(node.eqn), inside, outs)
-    return [Flags(reaches_dot=True)] * len(node.ins)
-
-
-def _loop_flags(planner: Planner, loop: Loop, inside: Place, outs: list[Flags]) -> list[Flags]:
-    # Twice: what becomes of a carry after the loop, then what becomes of it in the iterations between.
-    first = planner.in_flags(loop.body, inside, outs)
-    pairs = zip(outs[: loop.carry], first[loop.consts :], strict=False)
-    # A carry's dtype is that of its first value; what only float32 reads at the end does not widen it.
-    fed_back = [merged(pair)._replace(only_wide=False) for pair in pairs]
-    return planner.in_flags(loop.body, inside, [*fed_back, *outs[loop.carry :]])
 
 
 def enter(context: Context, node: Node, entry: Entry, place: Place, seen: list[Precision]) -> Decided:
