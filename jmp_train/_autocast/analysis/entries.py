@@ -48,7 +48,9 @@ def _entry(
     if scoped == FLOAT32 and not low_region and entry.rule is not Rule.ENTER:  # a narrower scope may be inside
         return Entry(Rule.RECORDED, "with_scopes: float32")
     if entry.rule in (Rule.ENTER, Rule.RECORDED):
-        return _recorded(program, node, entry)
+        if node.name == "convert_element_type" and all(is_float32(program.avals[n]) for n in (*node.ins, *node.outs)):
+            return Entry(Rule.SHAPE, "no change of dtype")
+        return entry
     avals = [program.avals[i] for i in node.ins]
     if not any(map(is_float32, avals)):
         if entry.never_low and any(map(is_sixteen_bit, avals)):  # hand-cast code accumulates in float32, too
@@ -62,13 +64,6 @@ def _entry(
         reason = "low_precision region" if low_region else "with_scopes"
         return entry if entry.never_low else Entry(Rule.LOW, reason)
     return _refine(node, entry, producers, rewrites)
-
-
-def _recorded(program: FlatJaxpr, node: Node, entry: Entry) -> Entry:
-    if node.name == "convert_element_type" and is_float32(program.avals[node.ins[0]]):
-        if is_float32(program.avals[node.outs[0]]):
-            return Entry(Rule.SHAPE, "no change of dtype")
-    return entry
 
 
 def _refine(node: Node, entry: Entry, producers: Producers, rewrites: Sequence[Rewrite]) -> Entry:

@@ -43,7 +43,7 @@ import numpy as np
 from ..._jaxpr import Node
 from ..._sizes import is_less, size_in_bytes
 from ..analysis.residual_costs import ResidualCosts, Storage, fuses, is_expensive
-from ..ir import Access, Equation, Fact, Precision, Program, Residuals
+from ..ir import Access, Equation, Fact, Precision, Program, Residuals, Use
 from ..primitives import Rule, Trait, having
 from .rewrites.relu_mask import is_positive, relu_operand
 
@@ -55,7 +55,7 @@ _ELEMENTWISE = having(Trait.FUSES | Trait.EXPENSIVE)
 
 def save_or_remat(program: Program, context: Context) -> Program:
     """The program with its `residuals`, and with those operands marked that are read as saved or rematerialized."""
-    equations, decisions = [], _Decisions(program, context.saves_low)
+    equations, decisions = [], _Decisions(program, context)
     values = decisions.values
     for equation in program.equations:
         for number in equation.results:
@@ -63,7 +63,7 @@ def save_or_remat(program: Program, context: Context) -> Program:
         uses = equation.uses
         for position, use in enumerate(uses):
             known = use.value in values and not use.residual
-            if known and _is_residual(program, context, equation, values, position):
+            if known and decisions.is_residual(equation, use, equation.accesses[position]):
                 uses = [*uses[:position], use._replace(residual=True), *uses[position + 1 :]]
         equations.append(equation if uses is equation.uses else equation.replace(uses=uses))
     decisions.rematerialize_masks(equations)
@@ -105,9 +105,9 @@ class _Decisions:
     In memory anyway is what a dot reads or made, what is saved, and what comes from outside.
     """
 
-    def __init__(self, program: Program, saves_low: bool):
+    def __init__(self, program: Program, context: Context):
         self.values: dict[int, _Value] = {}
-        self._program, self._saves_low = program, saves_low
+        self._program, self._saves_low, self._readers = program, context.saves_low, context.uses.readers
         self._costs = ResidualCosts(self._size_of, in_memory=(*program.inputs, *program.captured))
 
     def add(self, equation: Equation, number: int) -> None:
@@ -141,6 +141,18 @@ class _Decisions:
         if value.saved:
             self._costs.save(number)
         value.dot_reads_relu = dot_reads_it and relu_operand(node, self._program.recorded) is not None
+
+    def is_residual(self, equation: Equation, use: Use, access: Access) -> bool:
+        """Whether an operand is read as saved or rematerialized; kernels of their own read so on the near side too."""
+        fact, value = self._program.facts[use.value], self.values[use.value]
+        if not (value.saved or value.remat) or (fact.has_low_copy and access is Access.CARRIED):
+            return False
+        # Dots of both sides read the same numbers in the same memory. Behind a barrier XLA would pad them once more for
+        # the dot of the other side where it pads: attention over 196 tokens would move 1.2 times the bytes.
+        if fact.has_low_copy and equation.is_narrow_dot:
+            return False
+        shared = fact.has_low_copy or (value.expensive and self._readers[use.value] > 1)
+        return equation.depth > fact.depth or (shared and access is not Access.FUSED)
 
     def _is_shared_with_dot(self, number: int, node: Node) -> bool:
         """Whether a value first rounded here is read by a dot and, across a dot, by another equation.
@@ -287,19 +299,3 @@ def _reading_saved(equation: Equation, saved: set[int]) -> Equation:
         return equation
     uses = [use._replace(residual=use.residual or use.value in saved) for use in equation.uses]
     return equation.replace(uses=uses)
-
-
-def _is_residual(
-    program: Program, context: Context, equation: Equation, values: dict[int, _Value], position: int
-) -> bool:
-    """Whether an operand is read as saved or rematerialized; kernels of their own read it so on the near side too."""
-    use, access = equation.uses[position], equation.accesses[position]
-    fact, value = program.facts[use.value], values[use.value]
-    if not (value.saved or value.remat) or (fact.has_low_copy and access is Access.CARRIED):
-        return False
-    # Dots of both sides read the same numbers in the same memory. Behind a barrier XLA would pad them once more for the
-    # dot of the other side where it pads: attention over 196 tokens would move 1.2 times the bytes.
-    if fact.has_low_copy and equation.is_narrow_dot:
-        return False
-    shared = fact.has_low_copy or (value.expensive and context.uses.readers[use.value] > 1)
-    return equation.depth > fact.depth or (shared and access is not Access.FUSED)
