@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from jax import export
 
-from jmp_train._autocast.analysis.residual_costs import ResidualCosts, Storage
+from jmp_train._autocast.analysis.residual_costs import ResidualCosts
 
 DOT, OTHER, FLOAT32, BIAS, VALUE, NEXT = range(6)
 N = 1024
@@ -18,7 +18,7 @@ def costs_of(dot_results: int = 1, numbers: Any = N, **sizes: Any) -> ResidualCo
     bytes |= {VALUE: sizes.get("value", 4 * numbers), NEXT: sizes.get("next", 4 * numbers)}
     costs = ResidualCosts(bytes.__getitem__, in_memory=range(dot_results))
     for number in (FLOAT32, BIAS, VALUE, NEXT):
-        costs.state(number, Storage.NEW)
+        costs.state(number)
     return costs
 
 
@@ -27,22 +27,22 @@ def again(costs: ResidualCosts, number: int, operands: Iterable[int]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("size", "storage", "operands", "is_again"),
+    ("size", "in_memory", "operands", "is_again"),
     [
-        (4 * N, Storage.NEW, [DOT], True),  # 2 bytes are read in place of 8
-        (2 * N, Storage.NEW, [DOT], True),  # in place of 4
-        (2 * N, Storage.IN_MEMORY, [DOT], False),  # both only read 2: what is in memory is read
-        (2 * N, Storage.NEW, [DOT, OTHER], True),  # both move 4, and nothing is held for it
-        (2 * N, Storage.NEW, [DOT, OTHER, BIAS], True),  # the few bytes of a bias do not decide
-        (2 * N, Storage.NEW, [DOT, FLOAT32], False),
-        (4 * N, Storage.NEW, [FLOAT32], False),  # both move 8: the source is not in memory either
-        (4, Storage.NEW, [DOT], False),  # the statistics of many numbers
-        (4 * N, Storage.NEW, [], True),  # known numbers
+        (4 * N, False, [DOT], True),  # 2 bytes are read in place of 8
+        (2 * N, False, [DOT], True),  # in place of 4
+        (2 * N, True, [DOT], False),  # both only read 2: what is in memory is read
+        (2 * N, False, [DOT, OTHER], True),  # both move 4, and nothing is held for it
+        (2 * N, False, [DOT, OTHER, BIAS], True),  # the few bytes of a bias do not decide
+        (2 * N, False, [DOT, FLOAT32], False),
+        (4 * N, False, [FLOAT32], False),  # both move 8: the source is not in memory either
+        (4, False, [DOT], False),  # the statistics of many numbers
+        (4 * N, False, [], True),  # known numbers
     ],
 )
-def test_a_value_is_rematerialized_where_its_sources_cost_less(size, storage, operands, is_again):
+def test_a_value_is_rematerialized_where_its_sources_cost_less(size, in_memory, operands, is_again):
     costs = costs_of(2, value=size)
-    costs.state(VALUE, storage)
+    costs.state(VALUE, in_memory)
     assert again(costs, VALUE, operands) == is_again
     assert costs.sources_of([VALUE]) == frozenset(operands if is_again else [VALUE])
 
@@ -74,7 +74,7 @@ def test_a_source_that_another_value_has_saved_is_only_read():
 
 def test_a_value_of_very_many_sources_is_its_own():
     costs = ResidualCosts(lambda number: 4 * N if number == 17 else 1, in_memory=range(17))
-    costs.state(17, Storage.NEW)
+    costs.state(17)
     assert not again(costs, 17, range(17)) and again(costs, 17, range(16))
 
 

@@ -11,13 +11,13 @@ rematerialized value are those of its operands, so that one choice rests on the 
 the cut in Jain et al., "Checkmate" (2020).
 
 A policy in the manner of `jax.checkpoint_policies`: it asks for an equation's primitive (`fuses`) and for facts about
-its operands and result, the bytes and the `Storage` of each. `save_or_remat.py` states them for straight code, and
-`scan_residuals.py` for what one scan stacks for another.
+its operands and result: the bytes of each, and whether it is in memory anyway, as an argument, the operand or result
+of a dot or another residual is. `save_or_remat.py` states them for straight code, and `scan_residuals.py` for what one
+scan stacks for another.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
@@ -36,13 +36,6 @@ _NEGLIGIBLE = 4
 
 Sources = frozenset[int]
 _NOTHING: Sources = frozenset()
-
-
-class Storage(enum.Enum):
-    """Where a value is when it is read again, if it is saved."""
-
-    IN_MEMORY = "in memory"  # anyway: an argument, the operand or result of a dot, another residual; it is read
-    NEW = "new"  # it is written and read
 
 
 def fuses(equation: Equation) -> bool:
@@ -80,16 +73,16 @@ class ResidualCosts:
     def __init__(self, size_of: Callable[[int], Any], in_memory: Iterable[int] = ()):
         self._size_of = size_of
         self._sizes: dict[int, Any] = {}
-        self._storage = dict.fromkeys(in_memory, Storage.IN_MEMORY)
+        self._in_memory = dict.fromkeys(in_memory, True)
         self._sources: dict[int, Sources] = {}
 
-    def state(self, number: int, storage: Storage) -> None:
-        """States where a value is. It is its own source, unless `rematerialize` says otherwise."""
-        self._storage[number] = storage
+    def state(self, number: int, in_memory: bool = False) -> None:
+        """States whether a value is only read if it is saved. It is its own source, unless `rematerialize` says not."""
+        self._in_memory[number] = in_memory
 
     def save(self, number: int) -> None:
         """States that a value is saved, whatever it is computed from."""
-        self._storage[number] = Storage.IN_MEMORY
+        self._in_memory[number] = True
         self._sources.pop(number, None)
 
     def sources_of(self, operands: Iterable[int]) -> Sources:
@@ -98,7 +91,7 @@ class ResidualCosts:
         for operand in operands:
             if operand in self._sources:
                 found |= self._sources[operand]
-            elif operand in self._storage:
+            elif operand in self._in_memory:
                 found |= {operand}
         return found
 
@@ -116,10 +109,10 @@ class ResidualCosts:
         for source in sources:
             if is_less(_NEGLIGIBLE * sizes[source], sizes[number]):
                 continue
-            is_read_only = source in saved or self._storage[source] is Storage.IN_MEMORY
+            is_read_only = source in saved or self._in_memory[source]
             are_in_memory = are_in_memory and is_read_only
             cost += sizes[source] * (1 if is_read_only else 2)
-        is_new = self._storage[number] is Storage.NEW
+        is_new = not self._in_memory[number]
         value = sizes[number] * (2 if is_new else 1)
         return is_less(cost, value) or (is_new and are_in_memory and cost == value)
 

@@ -42,7 +42,7 @@ import numpy as np
 
 from ..._jaxpr import Node
 from ..._sizes import is_less, size_in_bytes
-from ..analysis.residual_costs import ResidualCosts, Storage, fuses, is_expensive
+from ..analysis.residual_costs import ResidualCosts, fuses, is_expensive
 from ..ir import Access, Equation, Fact, Precision, Program, Residuals, Use
 from ..primitives import Rule, Trait, having
 from .rewrites.relu_mask import is_positive, relu_operand
@@ -121,7 +121,7 @@ class _Decisions:
             value.from_dot = _is_from_dot(equation, operands)
             value.convolution = node.name == "conv_general_dilated"
             value.biased = node.name == "add" and self._is_biased(node)
-        self._costs.state(number, Storage.IN_MEMORY if value.biased or dot_reads_it else Storage.NEW)
+        self._costs.state(number, in_memory=value.biased or dot_reads_it)
         if fact.precision is Precision.RECORDED:
             value.saved = self._is_saved_mask(number, node)
         elif self._may_run_again(equation, fact):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._jaxpr import scan_counts
 from ..._sizes import size_in_bytes
-from ..analysis.residual_costs import ResidualCosts, Sources, Storage, fuses
+from ..analysis.residual_costs import ResidualCosts, Sources, fuses
 from ..ir import Equation, Op, Program, Use
 from .dead_code import remove_dead_code
 
@@ -152,11 +152,11 @@ class _Link:
         could: dict[int, Sources] = {}
         for number in self.body.inputs:
             if number not in self.there and number not in self.passed:
-                costs.state(number, Storage.NEW)
+                costs.state(number)
         for equation in self.body.equations:
             for number in equation.results:
                 if number not in self.there:
-                    costs.state(number, Storage.NEW)
+                    costs.state(number)
                 if fuses(equation):
                     could[number] = costs.sources_of(equation.operands)
                     if number not in self.there:
