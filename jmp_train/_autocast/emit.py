@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -76,7 +76,7 @@ def _last_reads(program: Program) -> list[list[int]]:
 
 def _run(equation: Equation, operands: list[Any]) -> list[Any]:
     if equation.op is not Op.RECORDED:
-        return [_ADDED[equation.op](equation.params, *operands)]
+        return [_ADDED[equation.op](*operands, **equation.params)]
     if equation.rewrite is not None:
         return equation.rewrite(equation.node, operands)
     if equation.bodies:
@@ -84,31 +84,20 @@ def _run(equation: Equation, operands: list[Any]) -> list[Any]:
     return bind(equation.node.eqn, operands, **equation.params)
 
 
-def _cast(params: Mapping[str, Any], value: Any) -> Any:
+def _cast(value: Any, dtype: np.dtype, stop_gradient: bool = False) -> Any:
     # Of a hoisted copy: `Op.HOISTED`, which reads it, has the derivative of a cast of the float32 weight.
-    value = cast(value, params["dtype"])
-    return lax.stop_gradient(value) if params.get("stop_gradient") else value
+    value = cast(value, dtype)
+    return lax.stop_gradient(value) if stop_gradient else value
 
 
-def _saved(params: Mapping[str, Any], value: Any) -> Any:
-    del params
-    return lax.optimization_barrier(value)
-
-
-def _round(params: Mapping[str, Any], value: Any) -> Any:
+def _round(value: Any, dtype: np.dtype) -> Any:
     # With float32's exponent: a narrower one would flush float16's subnormal numbers to zero.
-    return lax.reduce_precision(value, jnp.finfo(FLOAT32).nexp, jnp.finfo(params["dtype"]).nmant)
+    return lax.reduce_precision(value, jnp.finfo(FLOAT32).nexp, jnp.finfo(dtype).nmant)
 
 
-def _chained(params: Mapping[str, Any], value: Any, last: Any) -> Any:
+def _chained(value: Any, last: Any, dtype: np.dtype) -> Any:
     """`value`, float32, in the dtype of `last`, of which it is an elementwise function that keeps NaN: so no change."""
-    del params
-    return _copy_of(value, lax.select(lax.ne(last, last), last, convert(value, last.dtype)))
-
-
-def _hoisted(params: Mapping[str, Any], value: Any, copy: Any) -> Any:
-    del params
-    return _copy_of(value, copy)
+    return _copy_of(value, lax.select(lax.ne(last, last), last, convert(value, dtype)))
 
 
 @jax.custom_jvp
@@ -123,7 +112,13 @@ def _copy_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any,
     return primals[1], lax.convert_element_type(tangents[0], primals[1].dtype)
 
 
-_ADDED = {Op.CAST: _cast, Op.SAVED: _saved, Op.ROUND: _round, Op.CHAINED: _chained, Op.HOISTED: _hoisted}
+_ADDED: dict[Op, Callable[..., Any]] = {
+    Op.CAST: _cast,
+    Op.SAVED: lax.optimization_barrier,
+    Op.ROUND: _round,
+    Op.CHAINED: _chained,
+    Op.HOISTED: _copy_of,
+}
 
 
 def _remat(equation: Equation, operands: list[Any]) -> list[Any]:

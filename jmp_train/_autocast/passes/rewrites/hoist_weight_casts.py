@@ -63,7 +63,7 @@ def _reading(scan: Equation, weights: dict[int, Equation], copies: Sequence[int]
         avals.append(avals[cast.results[0]])
         inputs.append(len(avals) - 1)
         uses = [*cast.uses, Use(inputs[-1])]
-        hoisted[id(cast)] = cast.replace(op=Op.HOISTED, uses=uses)
+        hoisted[id(cast)] = cast.replace(op=Op.HOISTED, uses=uses, params={})
     body = dataclasses.replace(
         body,
         avals=avals,
