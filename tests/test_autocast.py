@@ -102,6 +102,28 @@ def test_what_literals_make_together_stays_wide_too(name):
     np.testing.assert_allclose(got, fn(X @ W, np.arange(8) < 3), rtol=2e-3)
 
 
+GUARDED = {
+    "an arc cosine": lambda c: jnp.arccos(jnp.clip(c, -0.999999, 0.999999)),
+    "a sine": lambda c: jnp.sqrt(1 - jnp.clip(c, -0.999999, 0.999999) ** 2),
+    "a cross-entropy": lambda c: jnp.log(1 - jnp.clip(c, 1e-6, 0.999999)),
+}
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("name", GUARDED)
+def test_a_literal_beside_one_is_not_rounded_to_one(name, policy):
+    """In 16 bits it would be, and the slope that it keeps finite would not."""
+
+    def loss(w, x):
+        return jnp.mean(GUARDED[name](x @ w))
+
+    got = autocast(jax.value_and_grad(loss), policy)(W, 3 * X)
+    exact = jax.value_and_grad(loss)(W, 3 * X)
+    assert np.isfinite(exact[1]).all()
+    np.testing.assert_allclose(got[0], exact[0], rtol=1e-2)
+    assert np.isfinite(got[1]).all()
+
+
 HUGE = {
     "selected": lambda h: jnp.where(jnp.arange(8) < 4, h, -1e5),
     "added": lambda h: h + jnp.where(jnp.arange(8) < 4, 0.0, -1e5),

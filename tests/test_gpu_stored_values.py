@@ -182,6 +182,10 @@ def exact_gelu(x):
     return nn.gelu(x, approximate=False)
 
 
+def mish(x):
+    return x * jnp.tanh(nn.softplus(x))
+
+
 def mean_square(out):
     return 1024 * jnp.mean(out**2)
 
@@ -210,6 +214,20 @@ ROWS_OF_TABLE = {
     "group norm": (lambda dtype: BehindBias(group_norm, nn.relu, dtype), FEWER_IMAGES, mean_square, 0.95),
     "group norm, then silu": (lambda dtype: BehindBias(group_norm, nn.silu, dtype), FEWER_IMAGES, mean_square, 0.78),
     "batch norm, then gelu": (lambda dtype: BehindBias(batch_norm, nn.gelu, dtype), FEWER_IMAGES, mean_square, 0.92),
+    "batch norm, then tanh": (lambda dtype: BehindBias(batch_norm, nn.tanh, dtype), FEWER_IMAGES, mean_square, 1.03),
+    "batch norm, then mish": (lambda dtype: BehindBias(batch_norm, mish, dtype), FEWER_IMAGES, mean_square, 1.03),
+    "batch norm, then softplus": (
+        lambda dtype: BehindBias(batch_norm, nn.softplus, dtype),
+        FEWER_IMAGES,
+        mean_square,
+        1.03,
+    ),
+    "batch norm, then leaky relu": (
+        lambda dtype: BehindBias(batch_norm, nn.leaky_relu, dtype),
+        FEWER_IMAGES,
+        mean_square,
+        1.03,
+    ),
     "residual convolutions": (Residual, FEWER_IMAGES, mean_square, 0.7),
     "bottlenecks": (lambda dtype: Bottlenecks(nn.relu, False, dtype=dtype), SMALL_IMAGES, mean_square, 0.96),
     "bottlenecks, gelu": (lambda dtype: Bottlenecks(nn.gelu, False, dtype=dtype), SMALL_IMAGES, mean_square, 0.97),

@@ -66,9 +66,15 @@ def test_the_range_of_a_tracer_is_not_known():
         (Range(2.0**-14, 1.0), FLOAT16, True),
         (Range(2.0**-15, 1.0), FLOAT16, False),
         (Range(2.0**-15, 65505.0), BFLOAT16, True),
+        # Beside one, and one in 16 bits: the guard of a logarithm or an arc cosine.
+        (Range(0.9999, 0.9999), FLOAT16, False),
+        (Range(0.5, 1.0001), FLOAT16, False),
+        (Range(0.9995, 1.001), FLOAT16, True),
+        (Range(0.999, 0.999), BFLOAT16, False),
+        (Range(0.998, 1.01), BFLOAT16, True),
     ],
 )
-def test_a_range_fits_if_all_are_normal_numbers(magnitudes, dtype, fits):
+def test_a_range_fits_if_all_are_normal_numbers_and_none_becomes_one(magnitudes, dtype, fits):
     assert magnitudes.fits(dtype) == fits
 
 

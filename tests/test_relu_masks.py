@@ -99,8 +99,9 @@ def test_other_comparisons_are_those_recorded(name):
     cast = autocast(jax.grad(loss), "mixed_float16")
     got, exact = cast(W, X), jax.jit(jax.grad(loss))(W, X)
     assert np.linalg.norm(got - exact) < 2e-3 * np.linalg.norm(exact)
+    # What they compare is in memory anyway if the backward pass reads it as well.
     barriers = [dtypes for name, dtypes, _ in equations(cast, W, X) if name == "optimization_barrier"]
-    assert [np.dtype(bool)] in barriers
+    assert ([np.dtype(bool)] in barriers) == (name not in ("of the result", "another function"))
 
 
 @jax.custom_jvp

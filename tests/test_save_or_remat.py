@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from pass_tools import after
+from pass_tools import after, stages
 
 from jmp_train import DEFAULT_RULES, autocast
 
@@ -81,26 +81,90 @@ def test_parts_and_concatenations_fuse_with_their_readers():
     assert decided("concatenate", both, W, X)[0] == "remat"
 
 
-def test_what_has_a_low_copy_is_read_as_that_and_only_its_distances_are_rematerialized_from_it():
+def test_what_has_a_low_copy_is_read_as_that_and_computed_again_for_what_is_rematerialized_from_it():
     def exp_that_a_dot_reads(w, x):
         h = jnp.exp(x @ w)
         y = h @ w @ w
         return jnp.sum(y * (h * h) + y * (1 - h))
 
     assert decided("exp", exp_that_a_dot_reads, W, X) == ["saved"]
-    assert decided("mul", exp_that_a_dot_reads, W, X)[0] == "read"
+    assert decided("mul", exp_that_a_dot_reads, W, X)[0] == "remat"  # 2 bytes of x @ w, in place of 8
     assert decided("sub", exp_that_a_dot_reads, W, X)[0] == "remat"
+
+
+def rematerialized(fn, *args):
+    *_, program = stages(fn, *args)
+    return [equation.name for equation in program[1].equations if equation.remat]
+
+
+def test_only_distances_are_rematerialized_from_a_low_copy():
+    """That of a rounded number is more than a rounding away elsewhere, and `1 - y` is read beside `y`."""
+
+    def read(of):
+        def exp_that_a_dot_reads(w, x):
+            h = jnp.exp(x @ w)
+            return jnp.sum((h @ w @ w) * of(h))
+
+        return rematerialized(exp_that_a_dot_reads, W, X)
+
+    assert read(lambda h: 1 - h) == ["sub"]
+    assert read(lambda h: h * (1 - h)) == ["exp", "sub", "mul"]
+    assert read(jnp.cos) == ["exp", "cos"]
+    assert read(lambda h: jnp.cos(jnp.cos(h))) == ["exp", "cos", "cos"]
+
+
+def test_what_cannot_be_computed_again_in_full_is_no_source():
+    def sum_that_a_dot_reads(w, x):
+        h = jnp.cumsum(jnp.exp(x @ w), 1)  # not elementwise
+        return jnp.sum((h @ w @ w) * jnp.cos(h))
+
+    assert decided("cos", sum_that_a_dot_reads, W, X) == ["read"]
+
+
+def test_on_a_mesh_the_one_of_a_derivative_is_a_reshard():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    w, x = (jax.device_put(array, NamedSharding(mesh, P())) for array in (W, X))
+
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x @ w) @ w)
+
+    recorded = [equation.name for equation in after("save_or_remat", jax.grad(loss), w, x).equations]
+    assert "reshard" in recorded
+    assert rematerialized(jax.grad(loss), w, x) == rematerialized(jax.grad(loss), W, X) == ["sub"]
+
+
+def test_tests_for_infinities_are_made_again_and_other_equalities_are_not():
+    def softplus(w, x):
+        h = jax.nn.softplus(x @ w)
+        return jnp.sum(h @ w)
+
+    def ties(w, x):
+        h = jnp.maximum(jnp.tanh(x @ w), 0.5)
+        return jnp.sum(h @ w)
+
+    again = rematerialized(jax.grad(softplus), W, X)
+    assert again.count("eq") == 2 and "exp" in again
+    assert "eq" not in rematerialized(jax.grad(ties), W, X)
+
+
+def test_masks_that_are_joined_are_made_again_from_what_they_compare():
+    def loss(w, x):
+        h = x @ w
+        return jnp.sum(jax.nn.hard_swish(h) @ w)
+
+    assert rematerialized(jax.grad(loss), W, X).count("and") == 1
+    assert "saved" not in [d for name, d in decisions(jax.grad(loss), W, X) if name == "and"]
 
 
 @pytest.mark.parametrize(
     ("name", "read", "expected"),
     [
-        ("cos", lambda h, x: jnp.cos(h), "read"),  # that of a rounded number is more than a rounding away
-        ("add", lambda h, x: x + h, "read"),
+        ("cos", lambda h, x: jnp.cos(h), "remat"),
+        ("add", lambda h, x: x + h, "remat"),
         ("sub", lambda h, x: jnp.log(1 - h), "remat"),  # there is no low copy of what is delicate
     ],
 )
-def test_what_else_is_computed_from_a_low_copy_is_read_as_it_is(name, read, expected):
+def test_what_is_computed_from_a_value_with_a_low_copy_is_rematerialized(name, read, expected):
     def exp_that_a_dot_reads(w, x):
         h = jnp.exp(x @ w)
         return jnp.sum((h @ w @ w) * read(h, x))
@@ -155,12 +219,12 @@ def test_dots_of_both_sides_read_one_low_copy():
     assert {use.dtype for pair in uses for use in pair} == {np.dtype(np.float16)}
 
 
-def test_a_difference_of_two_low_copies_is_read_as_it_is():
+def test_a_difference_of_two_values_with_low_copies_is_rematerialized():
     def two_that_dots_read(w, x):
         h, k = jnp.exp(x @ w), jnp.exp(x @ A)
         return jnp.sum((h @ w @ w + k @ w) * (h - k))
 
-    assert decided("sub", two_that_dots_read, W, X) == ["read"]
+    assert decided("sub", two_that_dots_read, W, X) == ["remat"]
 
 
 def convolve(x, kernel):

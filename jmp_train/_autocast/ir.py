@@ -241,12 +241,14 @@ class Residuals:
     Attributes:
       saved: values of which a copy is saved, in the compute dtype if they are floating.
       remat: values that are rematerialized instead.
+      in_full: saved values that are rematerialized too, in float32, for what is rematerialized from them.
       rounded: values in the compute dtype that every float32 reader has to see rounded.
       squared: those among them that a product, here or in a body, multiplies with themselves.
     """
 
     saved: frozenset[int] = frozenset()
     remat: frozenset[int] = frozenset()
+    in_full: frozenset[int] = frozenset()
     rounded: frozenset[int] = frozenset()
     squared: frozenset[int] = frozenset()
 

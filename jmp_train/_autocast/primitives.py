@@ -42,7 +42,7 @@ class Trait(enum.Flag):
     ELEMENTWISE = enum.auto()  # of real numbers: an element of the result comes from one of each operand
     FUSES = enum.auto()  # elementwise, or moves values, and cheap: XLA computes it again in every fusion that reads it
     EXPENSIVE = enum.auto()  # elementwise, and XLA stores the result rather than compute it twice
-    COMPARES = enum.auto()  # an order of two numbers, which few roundings change; any changes `eq` and `ne`
+    COMPARES = enum.auto()  # an order of two numbers, which few roundings change, where any changes `eq`; joins such
     BITWISE = enum.auto()  # what JAX writes functions such as erfc's derivative with
     EXPONENTIAL = enum.auto()  # an absolute error of the operand is a relative one of the result
     PERIODIC = enum.auto()  # an absolute error of the operand is one of the result, however large the operand is
@@ -195,8 +195,8 @@ TRAITS = {
     "copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 floor integer_pow lgamma log log1p logistic max min "
     "mul neg nextafter pow reduce_precision rem round rsqrt sign sin sinh sqrt square sub tan tanh",
     Trait.EXPENSIVE: "exp exp2 expm1 log log1p log2 logistic tanh erf erfc erf_inv pow sin cos tan sqrt rsqrt cbrt",
-    Trait.COMPARES: "lt le gt ge",
-    Trait.BITWISE: "and or bitcast_convert_type polynomial",
+    Trait.COMPARES: "lt le gt ge and or not",
+    Trait.BITWISE: "bitcast_convert_type polynomial",
     Trait.EXPONENTIAL: "exp exp2 expm1 sinh cosh",
     Trait.PERIODIC: "sin cos tan",
     Trait.POOL: "reduce_window_max reduce_window_min",

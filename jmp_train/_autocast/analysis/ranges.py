@@ -39,8 +39,16 @@ class Range(NamedTuple):
     largest: float = 0.0
 
     def fits(self, dtype: np.dtype) -> bool:
-        """Whether `dtype` holds all of them as normal numbers."""
-        return facts(dtype).smallest_normal <= self.smallest and self.largest <= facts(dtype).max
+        """Whether `dtype` holds all of them as normal numbers, and makes none one that stands beside it.
+
+        The 0.999999 of `arccos(clip(x, -0.999999, 0.999999))` keeps a slope finite.
+        """
+        normal = facts(dtype).smallest_normal <= self.smallest and self.largest <= facts(dtype).max
+        return normal and not any([_becomes_one(end, dtype) for end in self])
+
+
+def _becomes_one(number: float, dtype: np.dtype) -> bool:
+    return 0 < abs(number - 1) < facts(dtype).eps and dtype.type(number) == 1
 
 
 def range_of(value: Any) -> Range | None:

@@ -21,6 +21,10 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
+import numpy as np
+from jax.extend.core import Literal
+
+from ..._jaxpr import Node
 from ..._sizes import is_less
 from ..ir import Equation, Op
 from ..primitives import Trait, having
@@ -42,21 +46,27 @@ def fuses(equation: Equation) -> bool:
     """Whether an equation is elementwise, so that XLA computes it in the kernel of whatever reads it."""
     if equation.bodies:
         rule = equation.node.name == "custom_jvp_call" and len(equation.results) == 1
-        return rule and _IN_RULES.issuperset(_names_inside(equation))
+        inside = equation.bodies[0].equations
+        return rule and all(inner.node.name in _IN_RULES or _is_test(inner.node) for inner in inside)
     if equation.op is Op.RECORDED:
-        return equation.node.name in _FUSES and equation.rewrite is None
+        return (equation.node.name in _FUSES or _is_test(equation.node)) and equation.rewrite is None
     return equation.op in (Op.CAST, Op.ROUND, Op.SAVED)
+
+
+def _is_test(node: Node) -> bool:
+    """Whether it tests for NaN or an infinity, which no rounding of a finite number changes."""
+    if node.name not in ("eq", "ne"):
+        return False
+    one, other = node.eqn.invars
+    return one is other or any(isinstance(each, Literal) and np.isinf(each.val) for each in (one, other))
 
 
 def is_expensive(equation: Equation) -> bool:
     """Whether XLA would rather store the result of an equation than compute it twice."""
     if equation.bodies:
-        return equation.node.name == "custom_jvp_call" and not _EXPENSIVE.isdisjoint(_names_inside(equation))
+        names = [inner.node.name for inner in equation.bodies[0].equations]
+        return equation.node.name == "custom_jvp_call" and not _EXPENSIVE.isdisjoint(names)
     return equation.node.name in _EXPENSIVE
-
-
-def _names_inside(equation: Equation) -> list[str]:
-    return [inner.node.name for inner in equation.bodies[0].equations]
 
 
 class ResidualCosts:

@@ -124,16 +124,25 @@ class _Writer:
         needed, pending = set(), {value} - self.rematerialized.keys()
         while pending:
             needed |= pending
-            operands = {operand for each in pending for operand in self.producers[each].operands}
-            pending = (operands & self.residuals.remat) - self.rematerialized.keys() - needed
+            operands = {use.value for each in pending for use in self.producers[each].uses if self._runs_again(use)}
+            pending = operands - self.rematerialized.keys() - needed
         for each in sorted(needed):  # values are numbered in the order in which they are computed
             equation = self.producers[each]
-            uses = [use._replace(residual=self.residuals.has(use.value)) for use in equation.uses]
-            operands = [Use(self.read(use, at)) for use in uses]
+            operands = [Use(self._again(use, at)) for use in equation.uses]
             self.rematerialized[each] = result = self._like(each)
             again = equation.replace(uses=operands, results=(result,), at=at, remat=True, dead=False)
             self.equations.append(again)
         return self.rematerialized[value]
+
+    def _runs_again(self, use: Use) -> bool:
+        """Whether an operand of what is rematerialized is itself; a low copy that it read there it finds again."""
+        in_full = use.value in self.residuals.in_full and not use.residual and use.dtype != self.source.low
+        return in_full or use.value in self.residuals.remat
+
+    def _again(self, use: Use, at: Node | None) -> int:
+        if use.value in self.residuals.in_full and self._runs_again(use):
+            return self.rematerialized[use.value]
+        return self.read(use._replace(residual=self.residuals.has(use.value)), at)
 
     def _add(self, op: Op, operand: int, result: int, at: Node | None) -> int:
         node: Any = at  # a program without equations casts nothing

@@ -21,7 +21,8 @@ A value that is read across a dot is, in this order:
    norm's backward pass reads the gradient of a GELU: the kernel of the sum ends before the others can start, so XLA
    stores it, in float32;
 2. *rematerialized*, if it is elementwise in values of which the reader finds the very numbers that the equation read,
-   and to read those costs fewer bytes than to write and read it (`analysis/residual_costs.py`);
+   and to read those costs fewer bytes than to write and read it (`analysis/residual_costs.py`). Where the equation
+   read a value before it was rounded to its low copy, that is computed again too: `exp(x - softplus(x))` from `x`;
 3. *saved as it is*, if it is a comparison (1 byte, where both operands would be saved otherwise), unless what it
    compares is read there anyway, or as fewer values than there are comparisons of them;
 4. *read as it is*: the compiler decides.
@@ -42,7 +43,7 @@ import numpy as np
 
 from ..._jaxpr import Node
 from ..._sizes import is_less, size_in_bytes
-from ..analysis.residual_costs import ResidualCosts, fuses, is_expensive
+from ..analysis.residual_costs import ResidualCosts, Sources, fuses, is_expensive
 from ..ir import Access, Equation, Fact, Precision, Program, Residuals, Use
 from ..primitives import Rule, Trait, having
 from .rewrites.relu_mask import is_positive, relu_operand
@@ -73,7 +74,8 @@ def save_or_remat(program: Program, context: Context) -> Program:
         equations = [_reading_saved(equation, shared) for equation in equations]
     saved = frozenset(number for number, value in values.items() if value.saved)
     remat = frozenset(number for number, value in values.items() if value.remat)
-    return dataclasses.replace(program, equations=equations, residuals=Residuals(saved, remat))
+    in_full = frozenset(decisions.computed_again(equations, remat) - remat)
+    return dataclasses.replace(program, equations=equations, residuals=Residuals(saved, remat, in_full))
 
 
 @dataclasses.dataclass(slots=True)
@@ -108,6 +110,8 @@ class _Decisions:
     def __init__(self, program: Program, context: Context):
         self.values: dict[int, _Value] = {}
         self._program, self._saves_low, self._readers = program, context.saves_low, context.uses.readers
+        self._in_full: dict[int, Sources] = {}  # what a saved mask or value with a low copy may be computed again from
+        self._reads_in_full: dict[int, list[int]] = {}  # of results that may be rematerialized: which operands are so
         self._costs = ResidualCosts(self._size_of, in_memory=(*program.inputs, *program.captured))
 
     def add(self, equation: Equation, number: int) -> None:
@@ -124,11 +128,16 @@ class _Decisions:
         self._costs.state(number, in_memory=value.biased or dot_reads_it)
         if fact.precision is Precision.RECORDED:
             value.saved = self._is_saved_mask(number, node)
-        elif self._may_run_again(equation, fact):
-            cheaper = self._costs.rematerialize(number, self._costs.sources_of(node.ins))
+            if value.saved and (sources := self._sources_of(equation)) is not None:
+                self._in_full[number] = sources
+        elif (sources := self._sources_of(equation)) is not None:
             # What no barrier is behind would be the same expression twice, which XLA computes once.
             behind_barrier = any([operand.saved or operand.remat for operand in operands])
-            value.remat = cheaper and behind_barrier and fact.precision is not Precision.WEAK
+            if fact.has_low_copy:
+                if behind_barrier:
+                    self._in_full[number] = sources
+            elif self._costs.rematerialize(number, sources):
+                value.remat = behind_barrier and fact.precision is not Precision.WEAK
         if fact.precision is Precision.LOW:
             # What a dot reads needs no barrier of its own behind a bias: its kernel may write it in another layout.
             read = any([operand.from_dot or (operand.biased and not fact.to_dot) for operand in operands])
@@ -186,54 +195,68 @@ class _Decisions:
 
     def _is_saved_mask(self, number: int, node: Node) -> bool:
         """Whether a value compares numbers that were recorded in float32, and a relu's result does not say the same."""
-        precisions = [self._program.precision(operand) for operand in node.ins]
-        if getattr(self._program.avals[number], "dtype", None) != np.bool_ or all(
-            [p is Precision.RECORDED for p in precisions]
-        ):
+        precisions = [self._program.precision(n) for n in node.ins if n not in self._in_full]
+        if not self._is_mask(number) or (len(precisions) == len(node.ins) and set(precisions) <= {Precision.RECORDED}):
             return False
         relu = self.values.get(node.ins[0])
         return relu is None or not (relu.dot_reads_relu and is_positive(node, self._program.recorded))
+
+    def _is_mask(self, number: int) -> bool:
+        return getattr(self._program.avals[number], "dtype", None) == np.bool_
 
     def rematerialize_masks(self, equations: Sequence[Equation]) -> None:
         """Rematerializes saved masks from fewer values than there are masks, but for those that are read anyway.
 
         A mask costs a byte to write and one to read, such a value 2 bytes to read.
         """
-        saved = {n for n, value in self.values.items() if value.saved and self._program.avals[n].dtype == np.bool_}
+        saved = {n for n, value in self.values.items() if value.saved and self._is_mask(n)}
         if not saved:
             return
-        producers = {number: equation for equation in equations for number in equation.results}
-        read: set[int] = set()
-        masks: dict[frozenset[int], list[_Value]] = {}
-        for number in producers.keys() & {use.value for equation in equations for use in equation.uses if use.residual}:
-            equation = producers[number]
-            if number not in saved:
-                read |= self._costs.sources_of([number])
-            elif self._may_run_again(equation, self._program.facts[number]):
-                sources = self._costs.sources_of(equation.node.ins)
-                large = frozenset(n for n in sources if not is_less(self._size_of(n), self._size_of(number)))
-                if all(n in self.values and self.values[n].saved for n in large):
-                    masks.setdefault(large, []).append(self.values[number])
+        residual = {use.value for equation in equations for use in equation.uses if use.residual}
+        read = self._costs.sources_of(residual - saved)
+        masks: dict[Sources, list[_Value]] = {}
+        for number in saved & (residual | read) & self._in_full.keys():
+            sources = self._in_full[number]
+            large = frozenset(n for n in sources if not is_less(self._size_of(n), self._size_of(number)))
+            if all(n in self.values and self.values[n].saved for n in large):
+                masks.setdefault(large, []).append(self.values[number])
         for sources, found in masks.items():
             if len(sources - read) < len(found):
                 for value in found:
                     value.saved, value.remat = False, True
 
-    def _may_run_again(self, equation: Equation, fact: Fact) -> bool:
-        """Whether readers across a dot may compute a value: from the numbers that the equation read.
+    def _sources_of(self, equation: Equation) -> Sources | None:
+        """What readers across a dot would compute an equation's result from; `None` where they may not.
 
-        In place of an operand with a low copy they would find that, as the equation itself does where it is on the
-        far side of a dot. So they may in `(1 + y) * (1 - y)`, the derivative of a `tanh`, where `y` itself is read as
-        its low copy.
+        They must find the numbers that the equation read. Of an operand with a low copy that is those that the operand
+        is computed from, if it is elementwise itself. To `1 + y` and `1 - y`, the derivative of a `tanh`, the low copy
+        will do: `y` itself is read as that. (With arguments on a mesh JAX records that one as the result of a
+        `reshard`.)
         """
-        if fact.has_low_copy or not fuses(equation):
-            return False
-        facts = self._program.facts
-        low = [n for n in equation.node.ins if facts[n].has_low_copy and facts[n].depth >= equation.depth]
+        if not fuses(equation):
+            return None
+        facts, operands = self._program.facts, equation.node.ins
+        low = [n for n in operands if facts[n].has_low_copy and facts[n].depth >= equation.depth]
+        if self._is_mask(equation.results[0]):
+            low += [n for n in operands if self._is_mask(n) and n in self._in_full]
         if not low:
-            return True
-        known = all([number in low or number in self._program.constants for number in equation.node.ins])
-        return len(low) == 1 and known and equation.node.name in ("add", "sub")
+            return self._costs.sources_of(operands)
+        known = all([number in low or facts[number].numbers.range is not None for number in operands])
+        if len(low) == 1 and known and equation.node.name in ("add", "sub"):
+            return self._costs.sources_of(operands)
+        if not self._in_full.keys() >= set(low):
+            return None
+        self._reads_in_full[equation.results[0]] = low
+        others = self._costs.sources_of([number for number in operands if number not in low])
+        return others.union(*[self._in_full[number] for number in low])
+
+    def computed_again(self, equations: Sequence[Equation], remat: frozenset[int]) -> set[int]:
+        """The values that run again, among them those with a low copy that something rematerialized reads in full."""
+        again = {use.value for equation in equations for use in equation.uses if use.residual and use.value in remat}
+        for equation in reversed(equations) if self._reads_in_full else ():
+            if not again.isdisjoint(equation.results):
+                again.update(remat.intersection(equation.operands), self._reads_in_full.get(equation.results[0], ()))
+        return again
 
 
 def _is_from_dot(equation: Equation, operands: Sequence[_Value]) -> bool:
