@@ -5,6 +5,7 @@ is moved into the tree's structure, which JAX compares and remembers, and back.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -37,6 +38,25 @@ class _Static:
 
     def __hash__(self) -> int:
         return hash((type(self.value), self._key()))
+
+
+def is_argument(leaf: Any) -> bool:
+    """Whether a leaf is an array or a number that JAX makes one of; a Python boolean is a flag, and says what to run.
+
+    >>> [is_argument(leaf) for leaf in (np.ones(2), 0.1, 3, True, "train")]
+    [True, True, True, False, False]
+    """
+    return _is_array(leaf) or (isinstance(leaf, int | float | complex) and not isinstance(leaf, bool))
+
+
+def of_hidden(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` as a function of arguments that `hide_static` has been through."""
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return fn(*reveal_static(args), **reveal_static(kwargs))
+
+    return run
 
 
 def is_jax_array(leaf: Any) -> bool:

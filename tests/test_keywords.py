@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -41,6 +42,22 @@ def test_a_keyword_may_have_any_name(wrapper):
         assert result == fn(X, X, **factors)
     elif wrapper.startswith("value_and_grad"):
         assert result[0] == fn(X, X, **factors)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_flags_and_text_reach_the_function_as_they_are(wrapper):
+    """An eager function may branch on them; under `jax.jit` a flag would be traced, and text would be an error."""
+
+    def fn(w, x, train, *, mode="sum", options=None):
+        h = jnp.tanh(x @ w) if train else x @ w
+        return (jnp.mean if mode == "mean" else jnp.sum)(h) * (1 if options is None else options["scale"])
+
+    wrapped = WRAPPERS[wrapper](fn)
+    for train, mode in ((True, "sum"), (False, "sum"), (False, "mean")):
+        options = {"scale": 2.0, "name": "b"}
+        result = wrapped(X, X, train, mode=mode, options=options)
+        if wrapper in ("autocast", "full_precision", "low_precision"):
+            np.testing.assert_allclose(result, fn(X, X, train, mode=mode, options=options), rtol=1e-2)
 
 
 def test_a_function_among_the_keywords_is_the_users():

@@ -19,6 +19,7 @@ from .._dtypes import FLOAT32, facts
 from .._finite import is_float0
 from .._jaxpr import convert, open_jaxpr, trace
 from .._policy import Policy, get_policy
+from .._static import hide_static, is_argument, reveal_static
 from .analysis.uses import Flags
 from .emit import emit
 from .ir import Precision, Program, precision_of
@@ -47,7 +48,8 @@ def autocast(
     hold) keep the operations they meet in float32. With a compute dtype of 32 bits or more the result is `fn`'s own.
 
     Args:
-      fn: any function of arrays; pytrees of them, keywords and Python numbers as under `jax.jit`.
+      fn: any function of arrays; pytrees of them, keywords and Python numbers as under `jax.jit`. Flags, strings and
+        other objects reach it as they are; a different one is another program.
       policy: a `Policy`, or a name for `get_policy`. Its `compute_dtype`, `reduce_dtype` (what weight gradients leave
         their dot in, and what crosses devices), `matmul_precision` and `overrides` (parameters that stay in float32,
         and keep what they meet there) hold.
@@ -59,8 +61,7 @@ def autocast(
       A function with `fn`'s arguments, results and result dtypes.
 
     Raises:
-      TypeError: `fn` is not callable, `rules` or `argnums` is something else, or an argument is none that `jax.jit`
-        takes.
+      TypeError: `fn` is not callable, or `rules` or `argnums` is something else.
       ValueError: `rules` set a scope to a 16-bit dtype that is not the policy's, or the function is called with fewer
         positional arguments than `argnums` names.
 
@@ -83,8 +84,9 @@ def autocast(
         with matmul_precision(policy):
             if facts(policy.compute_dtype).bits > 16:
                 return fn(*args, **kwargs)
-            plan, tree = planned(*args, **kwargs)
-            results = emit(plan.lowered, list(map(as_array, jax.tree.leaves((args, kwargs)))))
+            hidden = hide_static((args, kwargs), is_argument)
+            plan, tree = planned(*hidden[0], **hidden[1])
+            results = emit(plan.lowered, list(map(as_array, jax.tree.leaves(hidden))))
             recorded = plan.program.recorded
             return jax.tree.unflatten(tree, map(as_result, results, map(recorded.avals.__getitem__, recorded.outputs)))
 
@@ -117,8 +119,9 @@ class _Plans(weakref.WeakKeyDictionary[Any, dict[tuple[Precision, ...], Plan]]):
 def make_planned(
     fn: Callable, policy: Policy, rules: Rules, argnums: int | Sequence[int]
 ) -> Callable[..., tuple[Plan, Any]]:
-    """Returns a function of `fn`'s arguments that gives the plan of `fn` for them, and the tree of its result.
+    """Returns a function that gives the plan of `fn` for some arguments, and the tree of its result.
 
+    What is no array is hidden in the arguments, by `hide_static`.
     Traces are remembered by JAX, plans beside them: neither is made twice for the same shapes and dtypes.
     """
     if not isinstance(rules, Rules):
@@ -129,7 +132,8 @@ def make_planned(
 
     @functools.wraps(fn)
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs)  # a frame of this file in every traceback: the sign of autocast
+        # A frame of this file in every traceback: the sign of autocast.
+        return fn(*reveal_static(args), **reveal_static(kwargs))
 
     def planned(*args: Any, **kwargs: Any) -> tuple[Plan, Any]:
         jaxpr, shape = trace(recorded, *args, **kwargs)

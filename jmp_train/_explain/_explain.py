@@ -23,6 +23,7 @@ from .._jaxpr import source_line, trace
 from .._paths import glob_matches, leaf_paths
 from .._policy import Policy, get_policy
 from .._sizes import is_static
+from .._static import hide_static, is_argument, of_hidden
 from .._tracebacks import is_asked_for, user_rules
 from ._emitted import count_casts, emitted_jaxpr, emitted_of, is_cast
 from ._operations import REQUESTED, Operation, Visit, dtype_name, operations_of, visits
@@ -63,9 +64,11 @@ def explain(
         raise TypeError(f"`fn` must be callable, got {fn!r}; pass the function whose precision is to be explained.")
     policy = get_policy(policy)
     narrows = facts(policy.compute_dtype).bits <= 16
+    fn = of_hidden(fn)
     planned = make_planned(fn, policy, rules if narrows else _as_recorded(rules), argnums)
 
     def report(*args: Any, **kwargs: Any) -> Explanation:
+        args, kwargs = hide_static((args, kwargs), is_argument)
         with matmul_precision(policy):
             recorded = trace(fn, *args, **kwargs)[0]
             plan, tree = planned(*args, **kwargs)

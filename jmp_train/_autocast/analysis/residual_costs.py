@@ -22,9 +22,8 @@ from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Literal
 
-from ..._jaxpr import Node
+from ..._jaxpr import Literal, Node
 from ..._sizes import is_less
 from ..ir import Equation, Op
 from ..primitives import Trait, having

@@ -17,6 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ..._jaxpr import ClosedJaxpr, Jaxpr, trace
+from ..._static import hide_static, is_argument, of_hidden
 from ..._values import as_count
 from ._gpus import get_gpu
 
@@ -138,7 +139,10 @@ def lower_for_gpu(
 def traced_program(fn: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> ClosedJaxpr | Jaxpr:
     """The jaxpr of a function, jitted or not; a jitted one knows which of its arguments are static."""
     found = getattr(fn.trace(*args, **kwargs), "jaxpr", None) if is_jitted(fn) else None  # type: ignore[attr-defined]
-    return trace(fn, *args, **kwargs)[0] if found is None else found
+    if found is not None:
+        return found
+    args, kwargs = hide_static((args, kwargs), is_argument)
+    return trace(of_hidden(fn), *args, **kwargs)[0]
 
 
 def is_jitted(fn: Callable[..., Any]) -> bool:
