@@ -46,7 +46,7 @@ def fuses(equation: Equation) -> bool:
     if equation.bodies:
         rule = equation.node.name == "custom_jvp_call" and len(equation.results) == 1
         inside = equation.bodies[0].equations
-        return rule and all(inner.node.name in _IN_RULES or _is_test(inner.node) for inner in inside)
+        return rule and all([inner.node.name in _IN_RULES or _is_test(inner.node) for inner in inside])
     if equation.op is Op.RECORDED:
         return (equation.node.name in _FUSES or _is_test(equation.node)) and equation.rewrite is None
     return equation.op in (Op.CAST, Op.ROUND, Op.SAVED)
@@ -57,7 +57,7 @@ def _is_test(node: Node) -> bool:
     if node.name not in ("eq", "ne"):
         return False
     one, other = node.eqn.invars
-    return one is other or any(isinstance(each, Literal) and np.isinf(each.val) for each in (one, other))
+    return one is other or any([isinstance(each, Literal) and np.isinf(each.val) for each in (one, other)])
 
 
 def is_expensive(equation: Equation) -> bool:
