@@ -231,12 +231,13 @@ def with_stochastic_rounding(
         full = jax.tree.map(_widen_bfloat16, params)
         updates, inner_state = inner_tx.update(map_gradients(widen, updates), state.inner_state, full, **extra_args)
         noise = noise_at(state.key, state.step)
-        names = jax.tree.unflatten(jax.tree.structure(params), [f"parameter/{path}" for path in leaf_paths(params)])
+        paths = iter(leaf_paths(params))  # not a tree of them: a tree may ask its leaves for dtypes
 
-        def rounded(p: jax.Array, w: jax.Array, u: jax.Array, name: str) -> jax.Array:
+        def rounded(p: jax.Array, w: jax.Array, u: jax.Array) -> jax.Array:
+            name = f"parameter/{next(paths)}"
             return round_stochastically(w + u, noise(name, w.shape, 0)) - w if p.dtype == jnp.bfloat16 else u
 
-        updates = jax.tree.map(rounded, params, full, updates, names)
+        updates = jax.tree.map(rounded, params, full, updates)
         return updates, StochasticRoundingState(inner_state, state.key, state.step + np.uint32(1))
 
     return optax.GradientTransformationExtraArgs(init, update)

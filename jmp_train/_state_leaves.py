@@ -94,15 +94,15 @@ def _copies(jaxpr: Any) -> list[bool]:
 
 
 def _masters(state: Any) -> list[bool]:
-    def marked(node: Any) -> Any:
+    """Which leaves of a state are masters; a list, since a tree may ask its leaves for dtypes."""
+    found = []
+    for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, MasterWeightsState)):
         if isinstance(node, MasterWeightsState):
-            return node._replace(
-                inner_state=jax.tree.map(lambda _: False, node.inner_state),
-                masters=jax.tree.map(lambda _: True, node.masters),
-            )
-        return False
-
-    return jax.tree.leaves(jax.tree.map(marked, state, is_leaf=lambda node: isinstance(node, MasterWeightsState)))
+            inner, masters = (len(jax.tree.leaves(part)) for part in node)
+            found += [False] * inner + [True] * masters
+        else:
+            found.append(False)
+    return found
 
 
 def check_where(where: Any) -> Any:

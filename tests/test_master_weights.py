@@ -4,6 +4,7 @@
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportOperatorIssue=false
 
+import dataclasses
 import functools
 import re
 
@@ -21,6 +22,7 @@ from jmp_train import (
     master_params,
     sync_master_weights,
     with_loss_scale,
+    with_low_precision_state,
     with_master_weights,
     with_stochastic_rounding,
 )
@@ -204,6 +206,28 @@ def test_parameters_changed_by_hand_are_restored_unless_synchronised():
     updates, synced = tx.update(grads, synced, changed)
     assert optax.apply_updates(changed, updates)["w"].tolist() == [3.5, 3.5]
     assert master_params(synced)["w"].dtype == jnp.float32 and get_loss_scale(synced).loss_scale == 2.0**15
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Checked:
+    """A layer that asks its weight for a dtype whenever it is built, which JAX does, too."""
+
+    w: jax.Array
+
+    def __post_init__(self):
+        assert jnp.issubdtype(self.w.dtype, jnp.floating)
+
+
+@pytest.mark.parametrize("wrap", [with_master_weights, with_stochastic_rounding, with_low_precision_state])
+def test_a_tree_that_checks_its_leaves(wrap):
+    plain, grads = {"w": jnp.ones(4, jnp.bfloat16)}, {"w": jnp.linspace(-1, 1, 4)}
+    tx = with_loss_scale(wrap(optax.adam(1e-3)))
+    state = tx.init(Checked(plain["w"]))
+    updates, state = jax.jit(tx.update)(Checked(grads["w"]), state, Checked(plain["w"]))
+    assert isinstance(updates, Checked)
+    expected, expected_state = jax.jit(tx.update)(grads, tx.init(plain), plain)
+    assert as_bytes((updates, state)) == as_bytes((expected, expected_state))
 
 
 class TestStochasticRounding:
