@@ -948,6 +948,33 @@ def test_a_window_of_symbolic_lengths():
     assert error(jax.export.export(fn)(*shapes).call(*operands()), fn(*operands())) <= TOLERANCE["float32"].value
 
 
+def test_a_known_mask_of_no_queries():
+    query, key, value = operands()
+    attend = jax.jit(lambda query: dot_product_attention(query, key, value, mask=np.ones((1, 1, 0, T), bool)))
+    assert attend(query[:, :0]).shape == (B, 0, N, H)
+
+
+def test_what_is_beyond_the_lengths_of_queries_reaches_no_gradient():
+    lengths = jnp.array([5, 0], jnp.int32)
+    query, *rest = operands()
+    inside = (jnp.arange(T) < lengths[:, None])[..., None, None]
+
+    def gradients(query):
+        attend = functools.partial(dot_product_attention, query_seq_lengths=lengths)
+        return jax.grad(lambda *given: jnp.sum(jnp.sin(attend(*given))), (0, 1, 2))(query, *rest)
+
+    got, want = (quick_jit(gradients)(jnp.where(inside, query, beyond)) for beyond in (np.float32(np.nan), 0))
+    assert error(got, want) == 0
+
+
+def test_a_row_that_masks_everything_has_the_log_of_its_length():
+    """Beside what masks, -2**126, a log-sum-exp in float32 would not hold it; the kernels' backward pass reads it."""
+    settings, mask = Settings(("bias", "mask")), jnp.arange(T)[:, None] != 3
+    given = *operands(), 5 + draw(1, 1, T, T), jnp.broadcast_to(mask, (1, 1, T, T))
+    _, found = _reference.forward(*given, settings=settings)
+    np.testing.assert_allclose(found[:, :, 3], np.log(T), rtol=1e-6)
+
+
 def test_a_known_mask_for_each_head_is_no_mask_of_positions():
     query, key, value = (x[:, :4] for x in operands(heads=N))
     mask = np.tril(np.ones((4, 4), bool))[None, :, None]  # of four heads, and four positions

@@ -192,20 +192,22 @@ def _normalized(
 
 
 def _window_of(mask: Any, lengths: tuple[int, int]) -> tuple[int, int] | None:
-    """The window that says the same as a mask whose numbers are known, one for all examples and heads."""
+    """The window that says the same as a mask whose numbers are known, one for all examples and heads.
+
+    The left side is negative where every position attends to later ones only, as without its own in longer keys.
+    """
     rows, columns = lengths
-    if isinstance(mask, Tracer) or np.size(mask) != rows * columns or np.shape(mask)[-2:] != lengths:
+    known = not isinstance(mask, Tracer) and np.size(mask) == rows * columns and np.shape(mask)[-2:] == lengths
+    if not known or rows == 0:
         return None
     numbers = np.asarray(mask).reshape(lengths)
-    if not np.all(np.any(numbers, axis=1)):
-        return None
     row = np.arange(rows)
     first, last = np.argmax(numbers, axis=1), columns - 1 - np.argmax(numbers[:, ::-1], axis=1)
     left, right = int(np.max(row - first)), int(np.max(last - row))
     is_window = np.array_equal(np.sum(numbers, axis=1), last - first + 1)
     is_window &= np.array_equal(first, np.maximum(row - left, 0))
     is_window &= np.array_equal(last, np.minimum(row + right, columns - 1))
-    return (left, right) if is_window and min(left, right) >= 0 else None
+    return (left, right) if is_window else None
 
 
 def _counting(extras: dict[str, jax.Array], lengths: tuple[int, int], settings: Settings) -> jax.Array | None:
@@ -225,8 +227,8 @@ def _scaled(query: jax.Array, key: jax.Array, scale: Any) -> tuple[jax.Array, ja
     """
     wide = at_least_float32(query.dtype)
     scale = jnp.asarray(scale, wide)
-    size = jnp.maximum(jnp.abs(jax.lax.stop_gradient(scale)), 1)
-    of_key = jnp.floor(jnp.floor(jnp.log2(size)) / 2)
+    size = jnp.maximum(jnp.abs(scale), 1)
+    of_key = jnp.floor(jnp.floor(jnp.log2(size)) / 2)  # of no derivative
     query = (query.astype(wide) * (scale * jnp.exp2(-of_key))).astype(query.dtype)
     return query, (key.astype(wide) * jnp.exp2(of_key)).astype(key.dtype)
 

@@ -54,8 +54,6 @@ def partitioned(run: Callable[..., tuple[Any, ...]], settings: Settings, shapes:
         def local(*arrays: Any) -> tuple[Any, ...]:
             """A gradient of what devices share is the sum of theirs, in float32."""
             made = run(*arrays, settings=settings)
-            if not is_backward:
-                return made
             own = [{axis for entry in found[name] for axis in _axes(entry)} for name in results]
             return tuple(_summed(x, tuple(sorted(divided_by - axes))) for x, axes in zip(made, own, strict=True))
 
