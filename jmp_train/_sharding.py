@@ -18,7 +18,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from ._dtypes import FLOAT32, at_least_float32
-from ._finite import is_float0, is_gradient
+from ._finite import is_gradient
 
 T = TypeVar("T")
 AxisName = Hashable | Sequence[Hashable]
@@ -92,7 +92,7 @@ def mean_values(new: Sequence[Any], old: Sequence[Any], axes: Sequence[Hashable]
             return after
         known_equal = _checked(axes) - varying_axes(after)
         over = tuple(axis for axis in axes if axis not in known_equal | varying_axes(before))
-        return _mean(after, over, jax.lax.axis_size(over), FLOAT32) if over else after
+        return _mean(after, over, jax.lax.axis_size(over), FLOAT32).astype(after.dtype) if over else after
 
     return [mean(after, before) for after, before in zip(new, old, strict=True)]
 
@@ -110,12 +110,13 @@ def mean_gradients(grads: T, like: Any, axes: Sequence[Hashable], reduce_dtype: 
         after the division, so that the sum of the devices' shares is in range where their mean is.
 
     Returns:
-      A tree like `grads`, in the same dtypes. Flax's `_overwrite_with_gradient` statistics, largest magnitudes and what
-      follows from them, are the largest over the devices. What is no gradient (float0, integers) is returned as it is.
+      A tree like `grads`, in the same dtypes, but for 16-bit gradients in float32: their mean is not rounded again.
+      Flax's `_overwrite_with_gradient` statistics, largest magnitudes and what follows from them, are the largest over
+      the devices. What is no gradient (float0, integers) is returned as it is.
     """
 
     def mean(path: Any, grad: Any, value: Any) -> Any:
-        if is_float0(grad) or not jnp.issubdtype(jnp.result_type(grad), jnp.inexact):
+        if not jnp.issubdtype(jnp.result_type(grad), jnp.inexact):
             return grad
         over = tuple(axis for axis in axes if axis not in varying_axes(value))
         if not is_gradient(path, grad):
@@ -131,10 +132,10 @@ def _checked(axes: Sequence[Hashable]) -> frozenset[Any]:
 
 
 def _mean(grad: jax.Array, over: tuple[Hashable, ...], devices: int, reduce_dtype: Any) -> jax.Array:
-    """The sum over the axes `over`, divided by a number of devices in at least float32."""
+    """The sum over the axes `over`, divided by a number of devices; in at least float32."""
     wide = at_least_float32(grad.dtype)
     share = grad.astype(wide) / devices
     if not over:
-        return share.astype(grad.dtype)
+        return share
     wire = reduce_dtype if wide == FLOAT32 else wide
-    return jax.lax.psum(share.astype(wire), over).astype(grad.dtype)
+    return jax.lax.psum(share.astype(wire), over).astype(wide)

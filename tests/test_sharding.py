@@ -545,11 +545,15 @@ def test_the_mean_of_what_a_model_changes_in_itself():
     def step(own):
         rank = jax.lax.axis_index("data")[None]
         new, old = [rank.astype(np.float32), rank, own + rank], [np.zeros(1, np.float32), np.zeros(1, np.int32), own]
-        return mean_values(new, list(map(jnp.asarray, old)), ("data", "model"))
+        new, old = [*new, rank.astype(jnp.bfloat16)], [*old, np.zeros(1, jnp.bfloat16)]
+        keys = jax.vmap(jax.random.key)
+        return mean_values([*new, keys(rank)], [*map(jnp.asarray, old), keys(jnp.arange(1))], ("data", "model"))
 
-    run = jax.shard_map(step, mesh=mesh, in_specs=data, out_specs=[PartitionSpec(), data, data])
-    mean, ranks, own = jax.jit(run)(jnp.full(4, 10.0))
+    run = jax.shard_map(step, mesh=mesh, in_specs=data, out_specs=[PartitionSpec(), data, data, PartitionSpec(), data])
+    mean, ranks, own, low, keys = jax.jit(run)(jnp.full(4, 10.0))
     assert (mean.tolist(), ranks.tolist(), own.tolist()) == ([1.5], [0, 1, 2, 3], [10, 11, 12, 13])
+    assert low.tolist() == [1.5] and low.dtype == jnp.bfloat16
+    assert jnp.all(keys == jax.vmap(jax.random.key)(jnp.arange(4)))
 
 
 def test_the_devices_of_two_axes_skip_together():
@@ -578,6 +582,25 @@ def test_an_argument_counted_from_the_end(argnums):
     specs = PartitionSpec("data"), PartitionSpec()
     run = jax.shard_map(step, mesh=mesh_of(4), in_specs=specs, out_specs=PartitionSpec())
     assert jax.jit(run)(jnp.arange(4.0), jnp.float32(2)) == 1.5
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_mean_of_16_bit_gradients_is_not_rounded_to_16_bits(sharded):
+    """1 and 1 + 2**-7, neighbours in bfloat16: of parameters on all devices, and of one that a device has a part of."""
+    data, of_w = PartitionSpec("data"), PartitionSpec("data") if sharded else PartitionSpec()
+
+    def step(w, x):
+        def loss(w, x):
+            return jnp.sum((jax.lax.all_gather(w, "data") if sharded else w) * x[0])
+
+        return jmp.grad(loss, "mixed_bfloat16", autocast=False, axis_name="data")(w, x)
+
+    x = np.array([1, 1 + 2**-7], np.float32).reshape(2, 1, 1) * np.ones((1, 2 if sharded else 1, 1), np.float32)
+    run = jax.jit(jax.shard_map(step, mesh=mesh_of(2), in_specs=(of_w, data), out_specs=of_w))
+    grads = run(jnp.ones(2 if sharded else 1, jnp.bfloat16), x.astype(jnp.bfloat16))
+    assert grads.dtype == jnp.float32
+    if not sharded:  # the transpose of the gather adds up in bfloat16
+        assert grads.tolist() == [1 + 2**-8]
 
 
 def test_16_bit_gradients_cross_the_devices_in_float32():
