@@ -242,6 +242,9 @@ def test_float64_is_found():
             (lambda x: jnp.sin(x), jnp.complex128(1), "complex128"),
         ):
             assert f"computes with {dtypes} at LINE" in only_fault(fn, x, checks=[no_float64()])
+        casts = lambda x: [x.astype(dtype) for dtype in ("float32", "float16")]  # noqa: E731
+        narrowed = faults(casts, jnp.float64(1), checks=[no_float64()])
+        assert [re.findall("with (.*) at", fault) for fault in narrowed] == [["float64, float32"], ["float64, float16"]]
     assert faults(loss, W, X, checks=[no_float64()]) == []
 
 

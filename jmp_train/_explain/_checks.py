@@ -7,6 +7,7 @@ none if all is well. Any function of an `Explanation` that does so is a check.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
@@ -169,10 +170,9 @@ def _grouped(
     report: Explanation, is_fault: Callable[[Emitted], bool], sentence: Callable[[Emitted, str], str]
 ) -> list[str]:
     """One sentence for all faults of the same primitive, dtypes, source line and scope."""
-    faults = [op for op in report.emitted if is_fault(op)]
-    alike = Counter((op.primitive, op.operands, op.sums_in, op.source, op.scope) for op in faults)
-    first = {(op.primitive, op.operands, op.sums_in, op.source, op.scope): op for op in reversed(faults)}
-    return [sentence(first[key], _where(first[key], number)) for key, number in alike.items()]
+    # Without what no sentence says.
+    alike = Counter(dataclasses.replace(op, backward=False, times=1) for op in report.emitted if is_fault(op))
+    return [sentence(op, _where(op, number)) for op, number in alike.items()]
 
 
 def _where(op: Emitted, number: int) -> str:
