@@ -80,8 +80,6 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
     flag = check_flag("pred", pred)
 
     def select(path: Any, a: Any, b: Any) -> Any:
-        if is_float0(b):
-            return b
         one, other = ((jnp.shape(x), jnp.result_type(x)) for x in (a, b))
         if one != other:
             raise ValueError(

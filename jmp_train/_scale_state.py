@@ -133,7 +133,7 @@ def find_state(opt_state: Any) -> LossScaleState:
 def find_states(opt_state: Any) -> dict[str, LossScaleState]:
     """Every `LossScaleState`, by its path."""
     nodes, _ = jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=lambda x: isinstance(x, LossScaleState))
-    return {jax.tree_util.keystr(path) or "the top": _unboxed(x) for path, x in nodes if isinstance(x, LossScaleState)}
+    return {jax.tree_util.keystr(path): _unboxed(x) for path, x in nodes if isinstance(x, LossScaleState)}
 
 
 def _unboxed(state: LossScaleState) -> LossScaleState:

@@ -29,7 +29,7 @@ def as_number(argument: str, value: Any) -> float:
     if isinstance(value, Tracer):
         raise ValueError(f"`{argument}` is part of the program and cannot be traced. Pass a Python number.")
     array = np.asarray(value)
-    if array.shape or array.dtype == np.bool_ or not jnp.issubdtype(array.dtype, np.number) or np.iscomplexobj(array):
+    if array.shape or not jnp.issubdtype(array.dtype, np.number) or np.iscomplexobj(array):
         raise ValueError(f"`{argument}` must be one real number, got {value!r}. Pass a number such as 2.0.")
     with np.errstate(over="ignore"):
         number = float(array.astype(np.float32))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
-from .._finite import is_float0, select_tree
+from .._finite import select_tree
 from .._paths import leaf_paths
 from .._scale_state import LossScaleState, get_loss_scale, step_metrics
 from .._sharding import varying_axes
@@ -121,16 +121,16 @@ def _pairs(new: Any, old: Any) -> Any:
 
 def _drifting(new: Any, old: Any) -> list[Any]:
     """The mesh axes over which JAX knows `new` to differ and `old` not to."""
-    return [] if is_float0(old) else sorted(varying_axes(new) - varying_axes(old), key=str)
+    return sorted(varying_axes(new) - varying_axes(old), key=str)
 
 
 def _select(finite: jax.Array, new: Any, old: Any) -> Any:
-    same = is_float0(old) or jnp.result_type(new) == jnp.result_type(old)
+    same = jnp.result_type(new) == jnp.result_type(old)
     return select_tree(finite, new if same else jnp.asarray(new).astype(jnp.result_type(old)), old)
 
 
 def _has_statistics(tree: Any) -> bool:
-    return not isinstance(tree, jax.Array) and hasattr(tree, "keys") and OVERWRITE_WITH_GRADIENT in tree
+    return hasattr(tree, "keys") and OVERWRITE_WITH_GRADIENT in tree
 
 
 def _is_scale_state(node: Any) -> bool:
