@@ -41,6 +41,27 @@ def test_nnx_parameters():
     assert model.dense.kernel.dtype == jnp.bfloat16 and model.norm.mean.dtype == jnp.float32
 
 
+@jax.tree_util.register_pytree_node_class
+class Seeded:
+    """Stores the data of a key and makes a key of it whenever it is flattened."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def tree_flatten(self):
+        return (jax.random.wrap_key_data(self.data),), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(jax.random.key_data(children[0]))
+
+
+def test_a_key_that_is_another_object_every_time():
+    params = {"w": jnp.ones(2), "dropout": Seeded(jax.random.key_data(jax.random.key(3)))}
+    exported = export_params(params, "mixed_float16")
+    assert exported["dropout"].data.tolist() == [0, 3] and exported["w"].dtype == jnp.float16
+
+
 LARGE = {"a": {"w": np.array([1.0, -70000.0, np.inf], np.float32)}}
 
 

@@ -206,6 +206,14 @@ def test_the_state_keeps_its_types_so_that_one_trace_serves_all_steps():
         assert jax.tree.map(jax.typeof, scale) == before
 
 
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_state_of_python_numbers_gets_its_types_back(finite):
+    """As JSON has them; of weak types the next step would be traced anew."""
+    read = jax.tree.map(lambda x: x.item(), UNUSUAL)
+    wanted = jax.tree.map(jax.typeof, jax.tree.map(jnp.array, UNUSUAL))
+    assert jax.tree.map(jax.typeof, read.adjust(finite)) == wanted
+
+
 def test_traced_values_are_taken_as_they_are():
     def build(start):
         return DynamicLossScale(start, counter=jnp.int32(3)).adjust(False)

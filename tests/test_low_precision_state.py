@@ -121,6 +121,8 @@ def test_globs_and_functions_pick():
     assert picked("nu") == picked(["0/nu"]) == second
     assert picked(("nu/dense/w", "mu/*/b")) == {"0/nu/dense/w", "0/mu/dense/b"}
     assert picked(lambda path, leaf: leaf.ndim == 2) == {path for path in BOTH if path.endswith("w")}
+    # It is asked of arrays only: the count has no first axis.
+    assert picked(lambda path, leaf: leaf.shape[0] > 1) == BOTH
     factors = optax.adafactor(1e-3, min_dim_size_to_factor=2)
     assert picked("v_row/dense/w", factors) == {"0/v_row/dense/w"}  # of any shape, if asked for
     assert picked("z", contrib.schedule_free_sgd(1e-3)) == {"z/dense/w", "z/dense/b"}

@@ -208,6 +208,17 @@ def test_parameters_changed_by_hand_are_restored_unless_synchronised():
     assert master_params(synced)["w"].dtype == jnp.float32 and get_loss_scale(synced).loss_scale == 2.0**15
 
 
+def test_float64_gradients_change_no_dtype():
+    with jax.enable_x64(True):
+        params, grads = jnp.ones(4, jnp.bfloat16), np.linspace(0.1, 0.4, 4)
+        masters, stochastic = (wrap(optax.sgd(0.1)) for wrap in (with_master_weights, with_stochastic_rounding))
+        state = masters.update(grads, masters.init(params), params)[1]
+        assert master_params(state).dtype == jnp.float32
+        np.testing.assert_allclose(master_params(state), 1 - 0.1 * grads, rtol=1e-7)
+        moved = np.asarray(params + stochastic.update(grads, stochastic.init(params), params)[0])
+        assert np.array_equal(moved, moved.astype(jnp.bfloat16)) and np.all(np.abs(moved - 1 + 0.1 * grads) < 2**-8)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Checked:

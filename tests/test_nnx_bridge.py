@@ -321,6 +321,9 @@ class TestErrors:
         )
         state = nnx.state(model, nnx.Param), nnx.state(model, nnx.BatchStat)
         self.check(ValueError, message, update_module, model, optimizer, *state)
+        # Before the optimizer is asked, which misses its own keywords.
+        optimizer = nnx.Optimizer(model, optax.lbfgs(), wrt=nnx.Param)
+        self.check(ValueError, message, update_module, model, optimizer, *state)
 
     def test_another_state(self):
         model = Scaled()

@@ -5,6 +5,7 @@
 # pyright: reportCallIssue=false, reportOperatorIssue=false
 
 import pickle
+from typing import Any
 
 import chex
 import jax
@@ -130,6 +131,21 @@ class TestState:
         new, state = run(with_loss_scale(inner), [grads, grads], params=params)
         assert new["ids"].tolist() == [0, 1, 2] and new["ids"].dtype == jnp.int32
         assert jnp.all(new["w"] < 1) and state.grads_finite
+
+    def test_integer_parameters_of_lookahead(self):
+        decayed = optax.chain(optax.add_decayed_weights(1.0), optax.sgd(0.25))
+        tx = with_loss_scale(optax.lookahead(decayed, sync_period=1, slow_step_size=0.5))
+        params = optax.LookaheadParams.init_synced({"ids": jnp.arange(3), "w": jnp.ones(2)})
+        grads = {"ids": np.zeros(3, jax.dtypes.float0), "w": jnp.ones(2)}
+        updates, _ = tx.update(grads, tx.init(params), params)
+        moved: Any = optax.apply_updates(params, updates)
+        for each in moved:
+            assert each["ids"].tolist() == [0, 1, 2] and each["ids"].dtype == jnp.int32
+            assert each["w"].tolist() == [0.75, 0.75]
+
+    def test_updates_come_in_the_containers_of_the_inner_transformation(self):
+        tx = with_loss_scale(optax.stateless(lambda updates, params: list(updates.values())))
+        assert isinstance(tx.update(GOOD, tx.init(PARAMS), PARAMS)[0], list)
 
     def test_vmap_over_an_ensemble(self):
         tx = with_loss_scale(optax.sgd(1.0), DynamicLossScale(8.0))
