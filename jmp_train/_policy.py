@@ -36,7 +36,9 @@ class Policy:
       overrides: other dtypes for some parameters; each is `(glob, dtype)` or a function `(path, leaf) -> dtype | None`,
         and the last that speaks wins. `"BatchNorm*"` finds `params/Block_1/BatchNorm_0/scale`; a glob matches whole
         segments at any depth. An override is what its leaves compute in; they are also stored in it unless it is
-        narrower than `param_dtype`, because a parameter that is stored narrow loses small updates.
+        narrower than `param_dtype`, because a parameter that is stored narrow loses small updates. Under `autocast` a
+        parameter kept in float32 keeps the element-wise operations that it meets in float32, but a dot or convolution
+        that reads it still runs on operands in `compute_dtype`; `Rules` keep those wide.
 
     Reference: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.
 
