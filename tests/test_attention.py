@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import jmp_train as jmp
 from jmp_train import autocast, dot_product_attention, explain
 from jmp_train._attention import _cudnn, _reference
-from jmp_train._attention._partition import partitioned
+from jmp_train._attention._partition import _rule, partitioned
 from jmp_train._attention._settings import EXTRAS, Settings
 
 B, T, N, K, H = 2, 16, 4, 2, 8
@@ -641,6 +641,31 @@ def test_divided_among_devices_it_is_the_same(kind):
     got = jax.jit(functools.partial(run, *divided))(*replicated)
     assert error(got, jax.jit(functools.partial(run, *reference))(*given)) <= TOLERANCE["float32"].gradient
     assert (local_query, local_key) in seen
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_shardy_is_told_which_axes_are_one(is_backward):
+    """Factors have one size each, those of one size are the same, and an axis of size one is divided with no other."""
+    shape_of = {
+        **{"query": (2, 16, 4, 8), "key": (2, 6, 12, 8), "value": (2, 6, 12, 8), "bias": (1, 4, 16, 6)},
+        **{"mask": (2, 1, 16, 6), "query_seq_lengths": (2,), "key_value_seq_lengths": (2,)},
+        **{"out": (2, 16, 4, 8), "lse": (2, 4, 16), "d_out": (2, 16, 4, 8)},
+    }
+    names, results = tuple(shape_of), ("query", "key", "value", "bias")
+    if not is_backward:
+        names, results = names[:-3], ("out", "lse")
+    sides = [side.split(", ") for side in _rule(names, results, shape_of).split(" -> ")]
+    sizes = [[shape_of[name] for name in each] for each in (names, results)]
+    found = [
+        (factor, size)
+        for factors, shapes in zip(sides, sizes, strict=True)
+        for of_one, shape in zip(factors, shapes, strict=True)
+        for factor, size in zip(of_one.split(), shape, strict=True)
+    ]
+    known = {pair for pair in found if pair[1] != 1}
+    assert len(known) == len(dict(known)) == len({size for _, size in known}) == 6
+    ones = [factor for factor, size in found if size == 1]
+    assert len(ones) == len({*ones} - {*dict(known)}) == 2 + is_backward
 
 
 ORDER = np.arange(T)

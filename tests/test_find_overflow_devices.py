@@ -195,7 +195,10 @@ def test_a_sum_over_devices_that_overflows():
     report = find_overflow(total)(x)
     assert (report.primitive, report.verdict) == ("psum_invariant", Verdict.KEEP_FLOAT32)
     assert report.device == (("data", 0), ("model", 1)) and report.operands[0].shape == (4, 1, 1)
-    assert report.results[0].shape == (1, 1) and "reduce_dtype=jnp.float32" in report.cure
+    assert report.results[0].shape == (1, 1)
+    assert report.cure == (
+        "Reduce in float32: a policy with reduce_dtype=jnp.float32, or .astype(jnp.float32) before the collective."
+    )
     assert "from the same operands float32 reaches 1.2e+05" in report.why
 
 

@@ -193,6 +193,20 @@ class TestStatesThatWouldPart:
         )
         self.check(message, lambda state, x: state.apply_gradients(grads={"w": x.mean(0)}), state)
 
+    def test_one_decision_for_parameters_of_their_own(self):
+        """Whose updates may differ, where the loss scale may not."""
+        tx = jmp.with_loss_scale(optax.sgd(0.1))
+
+        def step(w, x):
+            own = state.replace(params={"w": jax.lax.pcast(w, "data", to="varying")})
+            return own.apply_gradients(grads={"w": x.mean(0)}).step
+
+        state = TrainState.create(apply_fn=print, params={"w": jnp.ones(3)}, tx=tx)
+        with pytest.raises(
+            ValueError, match=r"^`grads` differ between the devices of axis 'data', whose states are equal"
+        ):
+            jax.eval_shape(parallel(step), jnp.ones(3), X)
+
     def test_states_of_their_own_may_part(self):
         def step(state, x):
             state = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "data", to="varying"), state)

@@ -220,6 +220,9 @@ def test_aux_that_is_missing():
     )
     with pytest.raises(TypeError, match=re.escape(message)):
         grad(lambda w: w, "float32", has_aux=True)(jnp.float32(1))
+    for wrong in (lambda w: (w, None, None), lambda w: (w,), lambda w: [w, None]):
+        with pytest.raises(TypeError, match=r"^`loss_fn` must return the pair .* got an object of type (tuple|list); "):
+            grad(wrong, "float32", has_aux=True)(jnp.float32(1))
 
 
 @pytest.mark.parametrize(

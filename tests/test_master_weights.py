@@ -300,6 +300,9 @@ class TestErrors:
             f"`inner` must be an optax transformation, got float. Pass an optimizer, as in {name}(optax.adam(1e-3))."
         )
         self.check(TypeError, message, wrap, 0.1)
+        for functions in ((1, print), (print, 1)):
+            without_one = optax.GradientTransformation(*functions)  # pyright: ignore[reportArgumentType]
+            self.check(TypeError, message.replace("float", "GradientTransformation"), wrap, without_one)
         message = (
             f"`state` must be the {type(tx.init(params)).__name__} that `init` or `update` returned, got dict. Pass "
             "the whole state, not a part of it."

@@ -292,6 +292,7 @@ FORWARDED = {
         lambda x, y: jax.lax.scan(lambda c, _: ((c[1], c[0]), None), (x, y), None, 3)[0], [None, None]),
     "rows": (lambda x, y: jax.lax.scan(lambda c, row: (c + row, row), y[0], x), [None, 0]),
     "rows of another": (lambda x, y: jax.lax.scan(lambda c, rows: (c, rows[1]), y[0], (x, y))[1], [1]),
+    "rows of what is computed": (lambda x, y: jax.lax.scan(lambda c, row: (c, c * row), y[0], x)[1], [None]),
     "a constant stacked": (lambda x, y: jax.lax.scan(lambda c, _: (c, y), x, None, 3)[1], [None]),
     "a while": (
         lambda x, y: jax.lax.while_loop(lambda c: c[0][0] < 3, lambda c: (c[0] + 1, c[1]), (x, y)), [None, 1]),

@@ -14,7 +14,7 @@ from flax import nnx
 
 import jmp_train as jmp
 from jmp_train import DEFAULT_RULES, StaticLossScale
-from jmp_train._diagnostics.formats._sensitivity_search import Candidate, Measured, Search, shares_of
+from jmp_train._diagnostics.formats._sensitivity_search import Candidate, Measured, Search, at_most, shares_of
 from jmp_train.diagnostics import sensitivity
 
 RNG = np.random.default_rng(0)
@@ -292,6 +292,38 @@ def test_what_only_alone_shows_has_a_share():
     shares = {row.candidate.name: row.share for row in search.ranking()}
     assert shares == pytest.approx({"A": 0.81, "B": 0.81, "C": 1e-6})
     assert {part.name for part in search.propose(0.01)} == {"A", "B"}
+
+
+def test_to_remove_less_than_another_part_adds_is_chance():
+    errors = {"": 1.0, "A": 1.05, "B": 0.98, "C": 0.5, "BC": 0.01, "AC": 0.01, "AB": 0.9, "ABC": 0.0}
+    candidates = tuple(Candidate(name, 1) for name in "ABC")
+    search: Any = Search(MadeUp(errors.__getitem__), DEFAULT_RULES, candidates, 1.0)  # pyright: ignore[reportArgumentType]
+    assert {row.candidate.name: row.share for row in search.ranking()} == pytest.approx(
+        {"A": 1e-4, "B": 1e-4, "C": 0.81}
+    )
+
+
+@pytest.mark.parametrize("limit, divided", [(3, "AB"), (4, "abB"), (24, "abB")])
+def test_the_worst_part_is_divided_and_no_small_one(limit, divided):
+    """Of the squared error a has 80 %, b 17 %, c 2 % and d 1 %; what is kept whole is said by its own name."""
+    squares = {"a": 0.8, "b": 0.17, "c": 0.02, "d": 0.01}
+    inside = {"a": "Aa", "b": "Ab", "c": "Bc", "d": "Bd"}
+    error_of = lambda wide: np.sqrt(sum(x for name, x in squares.items() if not {*inside[name]} & {*wide}))  # noqa: E731
+    whole = tuple(Candidate(x, 2, children=tuple(map(Candidate, y, (1, 1)))) for x, y in (("A", "ab"), ("B", "cd")))
+    search: Any = Search(MadeUp(error_of), DEFAULT_RULES, whole, error_of(""))  # pyright: ignore[reportArgumentType]
+    search.refine(limit)
+    assert "".join(sorted(each.name for each in search.candidates)) == "".join(sorted(divided))
+    assert [each.name for each in search.propose(0.2)] == ["A"]
+    assert [each.name for each in search.propose(0.5)] == (["a"] if "a" in divided else ["A"])
+
+
+def test_scopes_of_one_kind_are_one_where_they_are_too_many():
+    parts = tuple(map(Candidate, ("L_0", "Head", "L_10", "Out_1"), (1, 2, 3, 4)))
+    assert at_most(4, parts) == parts and at_most(2, parts) is None
+    merged = at_most(3, parts)
+    assert merged is not None
+    assert [(each.name, each.operations) for each in merged] == [("L_[0-9]*", 4), ("Head", 2), ("Out_1", 4)]
+    assert merged[0].children == (parts[0], parts[2])
 
 
 # Limits

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import jmp_train as jmp
 from jmp_train import diagnostics
 from jmp_train._diagnostics.formats._bits import DOUBLE, SINGLE, magnitudes, target_format
-from jmp_train._diagnostics.formats._underflow_report import OUTCOMES, outcome
+from jmp_train._diagnostics.formats._underflow_report import OUTCOMES, floor_log2, outcome
 from jmp_train._dtypes import facts
 
 F32 = functools.partial(np.array, dtype=np.float32)
@@ -154,11 +154,23 @@ def test_nothing_to_report():
     assert json.loads(json.dumps(report.as_dict()))["total"]["headroom"] is None
 
 
+def test_a_stack_of_reports_is_not_read():
+    stack = jax.vmap(diagnostics.underflow_report)(jnp.ones((2, 3)))
+    for read in (str, lambda x: x.as_dict(), lambda x: x.leaves, lambda x: x.total):
+        with pytest.raises(ValueError, match=r"^this is a stack of reports, of shape \(2,\), as vmap and scan return"):
+            read(stack)
+
+
+@given(st.fractions(Fraction(1, 2**40), 2**40))
+def test_the_power_of_two_below_a_fraction(number):
+    assert Fraction(2) ** floor_log2(number) <= number < Fraction(2) ** (floor_log2(number) + 1)
+
+
 def test_any_loss_scale_and_a_traced_one():
     grads = jnp.float32([2.0**-30, 1.0])
     for scale in (2.0**10, jnp.float32(1024), jmp.StaticLossScale(1024), jmp.DynamicLossScale(1024), np.float32(1024)):
         assert diagnostics.underflow_report(grads, loss_scale=scale).total.becomes_zero == 0
-    for scale in (jnp.float32(1024), jmp.StaticLossScale(1024), jmp.DynamicLossScale(1024)):
+    for scale in (1024, jnp.float32(1024), jmp.StaticLossScale(1024), jmp.DynamicLossScale(1024)):
         assert jax.jit(lambda s: diagnostics.underflow_report(grads, loss_scale=s))(scale).total.becomes_zero == 0
     assert diagnostics.underflow_report(grads, loss_scale=jmp.NoOpLossScale()).total.becomes_zero == 0.5
 
