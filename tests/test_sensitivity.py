@@ -294,6 +294,12 @@ def test_what_only_alone_shows_has_a_share():
     assert {part.name for part in search.propose(0.01)} == {"A", "B"}
 
 
+def test_parts_without_a_share_are_ranked_by_their_error_alone():
+    sizes = {"B": 0.1, "C": 0.2}
+    error_of = lambda wide: np.hypot(*(x * (y not in wide) for y, x in sizes.items())) if "A" in wide else np.inf  # noqa: E731
+    assert proposed(error_of, "BCA", 0.05) == ("BCA", ["A", "C", "B"])
+
+
 def test_to_remove_less_than_another_part_adds_is_chance():
     errors = {"": 1.0, "A": 1.05, "B": 0.98, "C": 0.5, "BC": 0.01, "AC": 0.01, "AB": 0.9, "ABC": 0.0}
     candidates = tuple(Candidate(name, 1) for name in "ABC")
