@@ -63,6 +63,19 @@ def mean_by_ones_data(rng):
     return params, {"x": normal(rng, 32_768, 16), "mean": normal(rng, 8), "spread": uniform(rng, 1, 3, 8)}
 
 
+def survival(net, params, batch):
+    """The likelihood of a death in one of 100 intervals: a difference of exponentials of summed hazards."""
+    hazards = jax.nn.softplus(net.mlp(params, batch["x"]) - 2)
+    alive = jnp.exp(-hazards @ jnp.triu(jnp.ones((100, 100), hazards.dtype)))
+    alive = jnp.concatenate([jnp.ones_like(alive[:, :1]), alive], 1)
+    died = jnp.take_along_axis(alive[:, :-1] - alive[:, 1:], batch["interval"][:, None], 1)
+    return -jnp.mean(jnp.log(died + 1e-8))
+
+
+def survival_data(rng):
+    return dense_params(rng, 16, 64, 100), {"x": normal(rng, 64, 16), "interval": rng.integers(0, 60, 64)}
+
+
 def molecules(net, params, batch):
     """Energies of molecules, sums over their atoms by a one-hot matrix: 7e4 each, whose errors are 30."""
     atoms = net.mlp(params, batch["x"]) + batch["level"][:, None]
@@ -349,6 +362,7 @@ CASES = (
     Case("attention_pooling", 4, attention_pooling, attention_pooling_data),
     Case("mean_by_ones", 4, mean_by_ones, mean_by_ones_data),
     Case("molecules", 4, molecules, molecules_data),
+    Case("survival", 4, survival, survival_data),
     Case(
         "energy_model",
         4,

@@ -138,6 +138,28 @@ def test_what_is_known_of_a_table(name):
     assert {name for name, is_so in dataclasses.asdict(table).items() if is_so} == expected
 
 
+ONES = np.ones((4, 6), np.float32)
+STAIRCASES = {
+    "a triangle": (np.tri(4), True),
+    "an upper triangle, without a diagonal": (np.triu(ONES, 1), True),
+    "rows from the last": (np.tri(4)[::-1], True),
+    "in a batch of one": (np.tri(4)[None], True),
+    "ones": (ONES, False),
+    "the same ones in each row": (ONES * (np.arange(6) < 3), False),
+    "a unit matrix": (np.eye(4), False),
+    "a band": (np.tri(4) - np.tri(4, k=-2), False),
+    "a triangle of averages": (np.tri(4) / np.arange(1, 5)[:, None], False),
+    "rows in disorder": (np.tri(4)[[1, 0, 2, 3]], False),
+    "a row": (np.tri(4)[2], False),
+}
+
+
+@pytest.mark.parametrize("name", STAIRCASES)
+def test_the_ones_of_a_cumulative_sum_are_a_staircase(name):
+    numbers, expected = STAIRCASES[name]
+    assert table_of(numbers.astype(np.float32), (0,), HALF).staircase == expected
+
+
 def test_small_numbers_vanish_along_the_axis_that_a_product_contracts():
     numbers = np.array([[1e-8, 2e-8], [0.25, 0.5]], np.float32)
     assert table_of(numbers, (1,), HALF).exceeds and not table_of(numbers, (0,), HALF).exceeds

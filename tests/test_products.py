@@ -187,7 +187,12 @@ WIDE = {
         W, X, Cause.SOLUTION),
     "a kernel of a Gram matrix between data": (
         lambda w, x: (x * w[0]) @ jnp.exp((x * w[1]).T @ (x * w[1]) / 64) @ x.T, W, X, Cause.SOLUTION),
-    "running sums of data": (lambda w, x: (x * w[0]) @ jnp.tril(jnp.ones((64, 64))), W, X, Cause.GRID),
+    "running sums of data": (lambda w, x: (x * w[0]) @ jnp.tril(jnp.ones((64, 64))), W, X, Cause.CUMULATIVE),
+    "running sums of activations": (
+        lambda w, x: jnp.tanh(x @ w) @ jnp.triu(jnp.ones((64, 64)), 1), W, X, Cause.CUMULATIVE),
+    "running sums of activations in a batch": (
+        lambda w, x: jnp.einsum("ts,bsd->btd", np.tri(8, dtype=np.float32), (x @ w).reshape(4, 8, 64)), W, X,
+        Cause.CUMULATIVE),
     "distances between two sets": (
         lambda w, x: squares(x * w[0])[:, None] + squares(x + 1) - 2 * (x * w[0]) @ (x + 1).T, W, X, Cause.DISTANCE),
     "an angle": (lambda w, x: jnp.cos(7 + (x * w[0]) @ (x + 1).T / 3), W, X, Cause.DELICATE),
@@ -262,6 +267,9 @@ NARROW = {
     "layers on what a filter returns": (
         lambda w, x: jnp.tanh(lax.scan(
             lambda p, _: (jnp.linalg.solve(9 * jnp.eye(32) + p, p), None), x[:, :32], None, 2)[0] @ w[:32]) @ w, W, X),
+    "a causal average": (
+        lambda w, x: (jnp.tril(jnp.ones((32, 32))) / jnp.arange(1, 33)[:, None]) @ (x @ w), W, X),
+    "two groups of rows": (lambda w, x: jnp.repeat(jnp.eye(32)[:2], 32, 0) @ (x @ w), W, X),
     "one-hot numbers": (lambda w, x: jax.nn.one_hot(jnp.arange(10) % 3, 10) @ w[:10], W, X),
     "exact interpolation": (
         lambda w, x: jnp.einsum("ij,jk->ik", jnp.repeat(jnp.eye(8), 2, 0), (x @ w)[:8], precision="highest"), W, X),
@@ -290,7 +298,7 @@ def test_layers_stay_narrow(name, dtype):
 def test_gradients_are_those_of_float32(name):
     """What is computed from data alone: a layer's rounding would be a thousand times larger."""
     fn, w, x, _ = WIDE[name]
-    if "softmax" in fn.__code__.co_names or "tiny" in name:
+    if "softmax" in fn.__code__.co_names or "tiny" in name or "activations" in name:
         return  # a layer is part of these; `product_cases.py` measures them
     loss, half, bfloat = loss_of(fn), get_policy("mixed_float16"), get_policy("mixed_bfloat16")
     made = {

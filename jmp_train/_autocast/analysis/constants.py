@@ -142,6 +142,7 @@ class Table:
       averages: it is exact, and no number is larger than one: the weights of an average or a selection.
       ordered: one row of numbers that rise or fall, as bins and grids do.
       uniform: all numbers are equal, as in a sum.
+      staircase: zeros and ones in a triangle, as in a cumulative sum.
     """
 
     exceeds: bool
@@ -149,6 +150,7 @@ class Table:
     averages: bool
     ordered: bool
     uniform: bool
+    staircase: bool
 
 
 def table_of(value: np.ndarray, contracted: tuple[int, ...], low: np.dtype) -> Table:
@@ -169,4 +171,15 @@ def table_of(value: np.ndarray, contracted: tuple[int, ...], low: np.dtype) -> T
         averages=exact and bool(np.all(np.abs(wide) <= 1)),
         ordered=is_row and bool(np.all(steps > 0) or np.all(steps < 0)),
         uniform=not wide.size or bool(np.all(wide == wide.flat[0])),
+        staircase=_is_staircase(wide),
     )
+
+
+def _is_staircase(value: np.ndarray) -> bool:
+    """Whether a matrix holds zeros and ones, with no one beyond a line that only falls or only rises."""
+    value = value.squeeze()
+    if value.ndim != 2 or not np.all((value == 0) | (value == 1)):
+        return False
+    fewer, counts = np.diff(value, axis=1), np.diff(value.sum(axis=1))
+    nested = np.all(fewer <= 0) or np.all(fewer >= 0)  # the ones of a row are its first or its last
+    return bool(nested and np.any(counts) and (np.all(counts >= 0) or np.all(counts <= 0)))

@@ -73,6 +73,8 @@ class ProductCauses:
         tables = self._tables(node)  # after what is decided without the numbers: to compute them takes time
         if any(table is not None and table.exceeds for table in tables):
             return Cause.TABLE
+        if any(table is not None and table.staircase for table in tables):
+            return Cause.CUMULATIVE
         if self._is_cross_term(node, provenances):
             return Cause.DISTANCE
         # Times a parameter, a solution or Gram matrix is what a layer is given.
