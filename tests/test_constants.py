@@ -117,7 +117,9 @@ def test_constants_are_computed_only_where_they_decide(fn, monkeypatch):
 
 TABLES = {
     "selections": ([0.0, 1.0, 0.0], {"exact", "averages"}),
-    "halves": ([0.5, -0.5], {"exact", "averages", "ordered"}),
+    "halves": ([0.5, -0.5], {"exact", "averages", "ordered", "differences"}),
+    "a second derivative": ([1.0, -2.0, 1.0], {"exact", "differences"}),
+    "a derivative whose numbers are rounded": ([0.1, 0.2, -0.3], {"differences"}),
     "integers": ([1.0, 2048.0, 7.0], {"exact"}),
     "integers that float16 skips": ([1.0, 2049.0, 7.0], {"exceeds"}),
     "thirds": ([1 / 3, 1 / 7, 1 / 5], set()),

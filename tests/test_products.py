@@ -75,6 +75,12 @@ def covariances_of(x):
 
 
 # name: (function of (parameters, data), parameters, data, cause)
+# Neighbours on a ring of 64 points.
+RING = (
+    2 * np.eye(64, dtype=np.float32)
+    - np.roll(np.eye(64, dtype=np.float32), 1, 0)
+    - np.roll(np.eye(64, dtype=np.float32), -1, 0)
+)
 WIDE = {
     "precision of an einsum": (
         lambda w, x: jnp.einsum("ij,jk->ik", x, w, precision="highest"), W, X, Cause.PRECISION),
@@ -187,6 +193,10 @@ WIDE = {
         W, X, Cause.SOLUTION),
     "a kernel of a Gram matrix between data": (
         lambda w, x: (x * w[0]) @ jnp.exp((x * w[1]).T @ (x * w[1]) / 64) @ x.T, W, X, Cause.SOLUTION),
+    "differences of a parameter": (
+        lambda w, x: (2 * jnp.eye(64) - jnp.eye(64, k=1) - jnp.eye(64, k=-1))[1:-1] @ (w + 100), W, X,
+        Cause.DIFFERENCES),
+    "a Laplacian that was captured": (lambda w, x: RING @ (x.T[:, :8] * w[:, :8]), W, X, Cause.DIFFERENCES),
     "running sums of data": (lambda w, x: (x * w[0]) @ jnp.tril(jnp.ones((64, 64))), W, X, Cause.CUMULATIVE),
     "running sums of activations": (
         lambda w, x: jnp.tanh(x @ w) @ jnp.triu(jnp.ones((64, 64)), 1), W, X, Cause.CUMULATIVE),
@@ -267,6 +277,7 @@ NARROW = {
     "layers on what a filter returns": (
         lambda w, x: jnp.tanh(lax.scan(
             lambda p, _: (jnp.linalg.solve(9 * jnp.eye(32) + p, p), None), x[:, :32], None, 2)[0] @ w[:32]) @ w, W, X),
+    "differences of activations": (lambda w, x: RING @ (x @ w).T, W, X),
     "a causal average": (
         lambda w, x: (jnp.tril(jnp.ones((32, 32))) / jnp.arange(1, 33)[:, None]) @ (x @ w), W, X),
     "two groups of rows": (lambda w, x: jnp.repeat(jnp.eye(32)[:2], 32, 0) @ (x @ w), W, X),

@@ -296,7 +296,7 @@ def test_what_only_alone_shows_has_a_share():
 
 def test_parts_without_a_share_are_ranked_by_their_error_alone():
     sizes = {"B": 0.1, "C": 0.2}
-    error_of = lambda wide: np.hypot(*(x * (y not in wide) for y, x in sizes.items())) if "A" in wide else np.inf  # noqa: E731
+    error_of = lambda wide: np.linalg.norm([x * (y not in wide) for y, x in sizes.items()]) if "A" in wide else np.inf  # noqa: E731
     assert proposed(error_of, "BCA", 0.05) == ("BCA", ["A", "C", "B"])
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,8 @@ _MOST_NUMBERS = 2**20
 _MOST_EQUATIONS = 256
 # More are compiled together.
 _FEW_EQUATIONS = 8
+# A sum that is so much smaller than what was added is zero, but for float32's rounding.
+_ROUNDED_TO_ZERO = 1e-6
 
 _CONSTANT = having(Trait.CONSTANT)
 _ARITHMETIC = (Rule.LOW, Rule.HIGH, Rule.FOLLOW, Rule.SHAPE, Rule.WIDEST)
@@ -142,6 +144,7 @@ class Table:
       averages: it is exact, and no number is larger than one: the weights of an average or a selection.
       ordered: one row of numbers that rise or fall, as bins and grids do.
       uniform: all numbers are equal, as in a sum.
+      differences: along the contracted axes they add up to zero, as in a derivative.
       staircase: zeros and ones in a triangle, as in a cumulative sum.
     """
 
@@ -150,18 +153,24 @@ class Table:
     averages: bool
     ordered: bool
     uniform: bool
+    differences: bool
     staircase: bool
 
 
-def table_of(value: np.ndarray, contracted: tuple[int, ...], low: np.dtype) -> Table:
-    """What is known of the floating array `value`, whose axes `contracted` a product sums over."""
+def table_of(value: np.ndarray, contracted: Sequence[int], low: np.dtype, captured: bool = False) -> Table:
+    """What is known of the floating array `value`, whose axes `contracted` a product sums over.
+
+    If it was captured, it may be a frozen network's weight: a row of tiny numbers in it is no reason to widen all.
+    """
     wide = np.where(np.isfinite(value), value, 0).astype(np.float64)
     with np.errstate(over="ignore"):
         narrow = wide.astype(low).astype(np.float64)
     infinite, exact = not np.all(np.isfinite(narrow)), bool(np.array_equal(narrow, wide))
     # Rounding normal numbers loses at most half of `eps`, relative to each; only subnormal ones lose more.
-    errors = np.sum(np.where(np.isfinite(narrow), narrow - wide, 0) ** 2, axis=contracted)
-    vanishing = np.any(errors > (2 * facts(low).eps) ** 2 * np.sum(wide**2, axis=contracted))
+    rows = None if captured else tuple(contracted)
+    errors = np.sum(np.where(np.isfinite(narrow), narrow - wide, 0) ** 2, axis=rows)
+    sums, sizes = (np.sum(each, axis=tuple(contracted)) for each in (wide, np.abs(wide)))
+    vanishing = np.any(errors > (2 * facts(low).eps) ** 2 * np.sum(wide**2, axis=rows))
     loses_integers = not exact and np.array_equal(np.round(wide), wide)
     steps = np.diff(wide.reshape(-1))
     is_row = max(value.shape, default=0) == value.size > 1
@@ -171,6 +180,7 @@ def table_of(value: np.ndarray, contracted: tuple[int, ...], low: np.dtype) -> T
         averages=exact and bool(np.all(np.abs(wide) <= 1)),
         ordered=is_row and bool(np.all(steps > 0) or np.all(steps < 0)),
         uniform=not wide.size or bool(np.all(wide == wide.flat[0])),
+        differences=bool(np.any(sizes) and np.all(np.abs(sums) <= _ROUNDED_TO_ZERO * sizes)),
         staircase=_is_staircase(wide),
     )
 

@@ -83,6 +83,8 @@ class ProductCauses:
         kernel = Provenance.KERNEL in provenances and Provenance.PARAMETER not in provenances
         if solution or ((kernel or Provenance.ESTIMATE in provenances) and not rounded):
             return Cause.SOLUTION
+        if not rounded and any(table is not None and table.differences for table in tables):
+            return Cause.DIFFERENCES
         if are_data and Provenance.STATE in provenances:
             return Cause.STATE
         if self._is_expectation(node, tables, sizes):
@@ -120,11 +122,10 @@ class ProductCauses:
         numbers = self._values.constants.numbers(number)
         if numbers is None:
             return None
-        axes = tuple(range(numbers.ndim))
-        # A captured array may be a frozen network's weight: a row of tiny numbers in it is no reason to widen all.
-        if node.name == "dot_general" and self._values.provenances[number] in _COMPUTED:
-            axes = node.params["dimension_numbers"][0][operand]
-        return table_of(numbers, axes, self._low)
+        if node.name != "dot_general":
+            return table_of(numbers, range(numbers.ndim), self._low)
+        captured = self._values.provenances[number] not in _COMPUTED
+        return table_of(numbers, node.params["dimension_numbers"][0][operand], self._low, captured)
 
     def _is_weighted_square(self, node: Node) -> bool:
         """Whether a product sums squares of one value, times weights: `x.T @ (w * x)`."""

@@ -26,6 +26,7 @@ class Cause(enum.Enum):
     STATE = "multiplies the state of a linear recurrence by data: the roundings of its steps add up"
     SYSTEM = "belongs to the derivative of a linear system or a factorization"
     TABLE = "multiplies constants that the compute dtype cannot hold"
+    DIFFERENCES = "differences of numbers that no product has rounded: their digits cancel"
     CUMULATIVE = "multiplies a triangle of ones, which makes a cumulative sum"
     GRID = "an expectation over a table of constants, or such a table times float32 data"
     FILTER = "a fixed filter of one channel: no Tensor Core computes one"
