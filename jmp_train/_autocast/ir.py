@@ -303,8 +303,8 @@ class Program:
         """The equation that alone reads a value, by its position; `None` if several do, or the program returns it."""
         readers: dict[int, int | None] = dict.fromkeys(self.outputs)
         for i, equation in enumerate(self.equations):
-            for number in equation.operands:
-                readers[number] = i if readers.get(number, i) == i else None
+            for number, _, _ in equation.uses:
+                readers[number] = i if number not in readers or readers[number] == i else None
         return readers
 
     def new(self, aval: Any) -> int:

@@ -43,12 +43,16 @@ class Range(NamedTuple):
 
         The 0.999999 of `arccos(clip(x, -0.999999, 0.999999))` keeps a slope finite.
         """
-        normal = facts(dtype).smallest_normal <= self.smallest and self.largest <= facts(dtype).max
-        return normal and not any([_becomes_one(end, dtype) for end in self])
+        found = facts(dtype)
+        if not (found.smallest_normal <= self.smallest and self.largest <= found.max):
+            return False
+        if self.smallest >= 1 + found.eps or self.largest <= 1 - found.eps:
+            return True
+        return not (_becomes_one(self.smallest, dtype) or _becomes_one(self.largest, dtype))
 
 
 def _becomes_one(number: float, dtype: np.dtype) -> bool:
-    return 0 < abs(number - 1) < facts(dtype).eps and dtype.type(number) == 1
+    return number != 1 and bool(dtype.type(number) == 1)
 
 
 def range_of(value: Any) -> Range | None:

@@ -237,8 +237,8 @@ class _Decisions:
             return None
         facts, operands = self._program.facts, equation.node.ins
         low = [n for n in operands if facts[n].has_low_copy and facts[n].depth >= equation.depth]
-        if self._is_mask(equation.results[0]):
-            low += [n for n in operands if self._is_mask(n) and n in self._in_full]
+        if facts[equation.results[0]].precision is Precision.RECORDED:  # joins masks
+            low += [n for n in operands if n in self._in_full and n not in low]
         if not low:
             return self._costs.sources_of(operands)
         known = all([number in low or facts[number].numbers.range is not None for number in operands])

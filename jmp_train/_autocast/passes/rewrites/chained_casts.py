@@ -40,7 +40,10 @@ class ChainedCasts(Rewrite):
         equations = [*program.equations]
         for i, equation in enumerate(equations):
             result = equation.results[0] if equation.results else -1
-            found = next((last[number] for number in equation.operands if number in last), None)
+            found = None
+            for number, _, _ in equation.uses:
+                if found is None and number in last:
+                    found = last[number]
             if found is not None and not _may_be_linked(program.avals[found], program.avals[result]):
                 found = None
             if equation.op is Op.SAVED and equation.operands[0] in links:
