@@ -58,8 +58,6 @@ def test_keywords_numbers_and_pytrees_are_arguments_as_under_jit():
     cast = autocast(lambda p, *, scale, pair: (p["w"] @ pair[0]) * scale, "mixed_bfloat16")
     out = cast({"w": W}, scale=2, pair=(X.T, None))
     assert out.dtype == np.float32 and out[0, 0] == 4
-    with pytest.raises(TypeError, match="abstract array"):
-        cast({"w": W}, scale="two", pair=(X.T, None))
 
 
 def test_squares_are_wide_even_of_narrow_values():

@@ -124,8 +124,9 @@ class _Writer:
         needed, pending = set(), {value} - self.rematerialized.keys()
         while pending:
             needed |= pending
-            operands = {use.value for each in pending for use in self.producers[each].uses if self._runs_again(use)}
-            pending = operands - self.rematerialized.keys() - needed
+            uses = [use for each in pending for use in self.producers[each].uses]
+            again = {use.value for use in uses if use.value in self.residuals.remat or self._is_in_full(use)}
+            pending = again - self.rematerialized.keys() - needed
         for each in sorted(needed):  # values are numbered in the order in which they are computed
             equation = self.producers[each]
             operands = [Use(self._again(use, at)) for use in equation.uses]
@@ -134,13 +135,12 @@ class _Writer:
             self.equations.append(again)
         return self.rematerialized[value]
 
-    def _runs_again(self, use: Use) -> bool:
-        """Whether an operand of what is rematerialized is itself; a low copy that it read there it finds again."""
-        in_full = use.value in self.residuals.in_full and not use.residual and use.dtype != self.source.low
-        return in_full or use.value in self.residuals.remat
+    def _is_in_full(self, use: Use) -> bool:
+        """Whether what is rematerialized finds an operand in float32, rather than the low copy that it read."""
+        return use.value in self.residuals.in_full and not use.residual
 
     def _again(self, use: Use, at: Node | None) -> int:
-        if use.value in self.residuals.in_full and self._runs_again(use):
+        if self._is_in_full(use):
             return self.rematerialized[use.value]
         return self.read(use._replace(residual=self.residuals.has(use.value)), at)
 

@@ -213,9 +213,9 @@ class _Decisions:
         if not saved:
             return
         residual = {use.value for equation in equations for use in equation.uses if use.residual}
-        read = self._costs.sources_of(residual - saved)
+        read = self._costs.sources_of(residual)
         masks: dict[Sources, list[_Value]] = {}
-        for number in saved & (residual | read) & self._in_full.keys():
+        for number in saved & read & self._in_full.keys():
             sources = self._in_full[number]
             large = frozenset(n for n in sources if not is_less(self._size_of(n), self._size_of(number)))
             if all(n in self.values and self.values[n].saved for n in large):

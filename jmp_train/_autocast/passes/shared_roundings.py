@@ -41,8 +41,7 @@ def shared_roundings(program: Program, context: Context) -> Program:
     if program.place.is_scan:  # another scan may rematerialize whatever is elementwise
         exponents = _low(program, sources(program, exponentials, fuses))
     else:
-        again = residuals.remat | residuals.in_full
-        read = sources(program, exponentials, lambda equation: not again.isdisjoint(equation.results))
+        read = sources(program, exponentials, lambda equation: not residuals.remat.isdisjoint(equation.results))
         exponents = _low(program, read & (residuals.saved | residuals.remat))
     return dataclasses.replace(
         program, residuals=dataclasses.replace(residuals, rounded=exponents | squared, squared=squared)
