@@ -15,6 +15,7 @@ from ._dtypes import FLOAT16, is_floating
 from ._loss_scale import LossScale, NoOpLossScale
 from ._paths import leaf_paths
 from ._policy import Policy, get_policy, uses_float16
+from ._values import check_callable
 
 
 def split_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
@@ -54,8 +55,7 @@ def check_policy(policy: Any) -> Policy:
 
 
 def check_loss_fn(loss_fn: Any) -> None:
-    if not callable(loss_fn):
-        raise TypeError(f"`loss_fn` must be callable, got {loss_fn!r}; pass the function to differentiate.")
+    check_callable("loss_fn", loss_fn, "pass the function to differentiate")
 
 
 def check_argnums(argnums: Any) -> int | tuple[int, ...]:

@@ -6,6 +6,7 @@ for what; see `_loss_scale.py`.
 
 import math
 import operator
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,18 @@ def set_fields(value: Any, **fields: Any) -> None:
     """Sets fields of a frozen dataclass, in its own constructor or on a new copy."""
     for name, field in fields.items():
         object.__setattr__(value, name, field)
+
+
+def check_callable(argument: str, value: Any, instead: str) -> None:
+    """Raises a TypeError for what is no function, and says what to pass `instead`.
+
+    >>> check_callable("fn", list(range(1000)), "pass the function to compile")
+    Traceback (most recent call last):
+    TypeError: `fn` must be callable, got [0, 1, 2, 3, 4, 5, ...]; pass the function to compile.
+    """
+    if not callable(value):
+        # Not the whole of an array: gradients are passed for the function that gives them.
+        raise TypeError(f"`{argument}` must be callable, got {reprlib.repr(value)}; {instead}.")
 
 
 def as_number(argument: str, value: Any) -> float:

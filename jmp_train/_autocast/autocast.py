@@ -20,6 +20,7 @@ from .._finite import is_float0
 from .._jaxpr import convert, open_jaxpr, trace
 from .._policy import Policy, get_policy
 from .._static import hide_static, is_argument, reveal_static
+from .._values import check_callable
 from .analysis.uses import Flags
 from .emit import emit
 from .ir import Precision, Program, precision_of
@@ -74,8 +75,7 @@ def autocast(
     >>> gradient.dtype
     dtype('float32')
     """
-    if not callable(fn):
-        raise TypeError(f"`fn` must be callable, got {fn!r}; pass the function to run in mixed precision.")
+    check_callable("fn", fn, "pass the function to run in mixed precision")
     policy = get_policy(policy)
     planned = make_planned(fn, policy, rules, argnums)
 

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from .._dtypes import FLOAT32, cast_floating, did_you_mean, facts, to_dtype
 from .._jaxpr import FULL_PRECISION_MARK, LOW_PRECISION_MARK
 from .._paths import check_glob, glob_matches
-from .._values import set_fields
+from .._values import check_callable, set_fields
 from .primitives import TABLE, UNKNOWN, Entry, Rule
 
 P = ParamSpec("P")
@@ -161,8 +161,7 @@ DEFAULT_RULES = Rules()
 
 
 def _marked(fn: Callable[P, R], mark: str) -> Callable[P, R]:
-    if not callable(fn):
-        raise TypeError(f"`fn` must be callable, got {fn!r}; pass the function whose operations are to be marked.")
+    check_callable("fn", fn, "pass the function whose operations are to be marked")
 
     unchecked: Callable[..., R] = fn
 
@@ -224,8 +223,7 @@ def low_precision(fn: Callable[P, R], *, dtype: DTypeLike | None = None) -> Call
     if dtype is None:
         return _marked(fn, LOW_PRECISION_MARK)
     narrow = to_dtype(dtype, "dtype")
-    if not callable(fn):
-        raise TypeError(f"`fn` must be callable, got {fn!r}; pass the function whose operations are to be marked.")
+    check_callable("fn", fn, "pass the function whose operations are to be marked")
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -25,6 +25,7 @@ from .._policy import Policy, get_policy
 from .._sizes import is_static
 from .._static import hide_static, is_argument, of_hidden
 from .._tracebacks import is_asked_for, user_rules
+from .._values import check_callable
 from ._emitted import count_casts, emitted_jaxpr, emitted_of, is_cast
 from ._operations import REQUESTED, Operation, Visit, dtype_name, operations_of, visits
 from ._report import Explanation, Output
@@ -60,8 +61,7 @@ def explain(
     >>> [(op.primitive, op.rule, op.dtype) for op in report.operations if op.flops]
     [('dot_general', 'low', 'float16')]
     """
-    if not callable(fn):
-        raise TypeError(f"`fn` must be callable, got {fn!r}; pass the function whose precision is to be explained.")
+    check_callable("fn", fn, "pass the function whose precision is to be explained")
     policy = get_policy(policy)
     narrows = facts(policy.compute_dtype).bits <= 16
     fn = of_hidden(fn)

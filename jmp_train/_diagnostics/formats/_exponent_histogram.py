@@ -18,7 +18,7 @@ import numpy as np
 from ..._autocast import DEFAULT_RULES, Rule
 from ..._dtypes import is_floating
 from ..._text import columns
-from ..._values import register
+from ..._values import check_callable, register
 from ..interpreter import Site, Value, Watcher, traced_call
 from ._bits import (
     DOUBLE,
@@ -246,8 +246,7 @@ def backward_histogram(fn: Callable[..., Any]) -> Callable[..., ExponentHistogra
     >>> [(path, int(row.sum())) for path, row in zip(histogram.paths, histogram.values)]
     [('Layer/div', 1), ('Layer/mul', 8)]
     """
-    if not callable(fn):
-        raise TypeError(f"`fn` must be callable, got {fn!r}; pass a function that differentiates: jax.grad(loss_fn).")
+    check_callable("fn", fn, "pass a function that differentiates: jax.grad(loss_fn)")
 
     def count(*args: Any, **kwargs: Any) -> ExponentHistogram:
         call = traced_call("backward_histogram", fn, args, kwargs)

@@ -20,6 +20,7 @@ from ..._grad_inputs import check_argnums, check_policy
 from ..._loss_scale import LossScale
 from ..._policy import Policy
 from ..._text import columns, count
+from ..._values import check_callable
 from ._gradient_errors import GradientErrors
 from ._sensitivity_search import (
     Candidate,
@@ -237,10 +238,7 @@ def sensitivity(
 
 
 def _check_search(loss_fn: Any, rules: Any, by: Any) -> None:
-    if not callable(loss_fn):
-        raise TypeError(
-            f"`loss_fn` must be callable, got {loss_fn!r}; pass the function that is given to value_and_grad."
-        )
+    check_callable("loss_fn", loss_fn, "pass the function that is given to value_and_grad")
     if not isinstance(rules, Rules):
         raise TypeError(f"`rules` must be a Rules, got {rules!r}; edit the default: DEFAULT_RULES.replace({{...}}).")
     if by not in (None, "scope", "primitive"):

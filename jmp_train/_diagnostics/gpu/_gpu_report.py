@@ -17,6 +17,7 @@ from ..._autocast import autocast
 from ..._explain._emitted import LOOPS, Emitted, emitted_of
 from ..._flops import PRODUCTS
 from ..._policy import Policy, get_policy
+from ..._values import check_callable
 from ._compile import compile_lowered, gpu_mesh, is_jitted, lower_for_gpu, mesh_axes, module_text, traced_program
 from ._compiled_products import products
 from ._copies import explained_copies, unused_donors
@@ -88,8 +89,7 @@ def gpu_report(
       ...
     TypeError: `fn` must be callable, got 3; pass the function to compile.
     """
-    if not callable(fn):
-        raise TypeError(f"`fn` must be callable, got {fn!r}; pass the function to compile.")
+    check_callable("fn", fn, "pass the function to compile")
     options = {"donate_argnums": donate_argnums, "in_shardings": in_shardings}
     options = {name: value for name, value in options.items() if value is not None}
     if is_jitted(fn) and (options or policy is not None):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..._text import as_lists, count
+from ..._values import check_callable
 from ..interpreter import Call, Loop, Value, traced_call
 from ._source_lines import between_user_and_jax, user_line
 from ._taint import UNTAINTED, Taint, TaintTracker, argument_tag, is_inexact
@@ -172,8 +173,7 @@ def find_overflow(fn: Callable[..., Any]) -> Callable[..., Found]:
     >>> found.primitive, found.backward, found.text, found.verdict
     ('div', True, 'return jnp.sum(jnp.log(w))', <Verdict.MODEL: 'model'>)
     """
-    if not callable(fn):
-        raise TypeError(f"`fn` must be callable, got {fn!r}; pass the function whose call gave infinities or NaN.")
+    check_callable("fn", fn, "pass the function whose call gave infinities or NaN")
 
     def find(*args: Any, **kwargs: Any) -> Found:
         call = traced_call("find_overflow", fn, args, kwargs)

@@ -21,6 +21,7 @@ from ..._flops import PRODUCTS
 from ..._paths import glob_matches
 from ..._policy import Policy, get_policy
 from ..._text import as_lists, columns, count, short_source
+from ..._values import check_callable
 from ..gpu import UNITS, abstract_mesh, flops_by_unit, get_gpu, traced_program
 from ._amdahl import Estimate, estimate, other_bytes
 from ._products import Padding, Product, products_of
@@ -145,8 +146,7 @@ def tensor_core_report(
     >>> print(report.products[0].reason)
     no multiple of 8: pad N 50257 -> 50264
     """
-    if not callable(fn):
-        raise TypeError(f"`fn` must be callable, got {fn!r}; pass the function whose products are to be listed.")
+    check_callable("fn", fn, "pass the function whose products are to be listed")
     described = get_gpu(gpu)
     program = fn if policy is None else autocast(fn, policy)
     mesh = None if devices is None else abstract_mesh(devices)
