@@ -141,6 +141,17 @@ def test_what_no_barrier_is_behind_is_not_computed_again():
     assert decided("cos", loss, W, X) == ["read"]
 
 
+def test_what_a_relu_passes_on_to_a_dot_is_in_memory():
+    """In DenseNets it is computed from many results of dots, each much smaller."""
+
+    def loss(w, x):
+        few = [x @ w[:, :2], x @ w[:, 2:4], x @ w[:, 4:6], x @ w[:, 6:8], x @ w[:, 8:10], x @ w[:, 10:]]
+        r = jax.nn.relu(jnp.exp(jnp.concatenate(few, 1)) - 1)
+        return jnp.sum((r @ w @ w) * r)
+
+    assert decided("custom_jvp_call", loss, W, np.ones((64, 16), np.float32)) == ["saved"]
+
+
 def test_what_read_a_low_copy_across_a_dot_finds_that_again():
     def loss(w, x):
         h = jnp.exp(x @ w)

@@ -244,7 +244,8 @@ class _Decisions:
         known = all([number in low or facts[number].numbers.range is not None for number in operands])
         if len(low) == 1 and known and equation.node.name in ("add", "sub"):
             return self._costs.sources_of(operands)
-        if not self._in_full.keys() >= set(low):
+        passes = facts[equation.results[0]].precision is Precision.LOW  # its operand on, to a dot: it is in memory
+        if passes or not self._in_full.keys() >= set(low):
             return None
         self._reads_in_full[equation.results[0]] = low
         others = self._costs.sources_of([number for number in operands if number not in low])
