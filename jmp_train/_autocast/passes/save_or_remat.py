@@ -194,9 +194,12 @@ class _Decisions:
         return size_in_bytes(aval, self._program.low if low else None)
 
     def _is_saved_mask(self, number: int, node: Node) -> bool:
-        """Whether a value compares numbers that were recorded in float32, and a relu's result does not say the same."""
-        precisions = [self._program.precision(n) for n in node.ins if n not in self._in_full]
-        if not self._is_mask(number) or (len(precisions) == len(node.ins) and set(precisions) <= {Precision.RECORDED}):
+        """Whether a value compares numbers that were recorded in float32, or joins such masks.
+
+        Not if a relu's result says the same.
+        """
+        compares = [n in self._in_full or self._program.precision(n) is not Precision.RECORDED for n in node.ins]
+        if not (self._is_mask(number) and any(compares)):
             return False
         relu = self.values.get(node.ins[0])
         return relu is None or not (relu.dot_reads_relu and is_positive(node, self._program.recorded))
