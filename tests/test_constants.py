@@ -162,6 +162,12 @@ def test_the_ones_of_a_cumulative_sum_are_a_staircase(name):
     assert table_of(numbers.astype(np.float32), (0,), HALF).staircase == expected
 
 
+def test_differences_are_taken_in_all_rows():
+    """A Fourier matrix has one row that takes none, and is no derivative."""
+    rows = np.array([[1, 1, 1], [1, -2, 1]], np.float32)
+    assert table_of(rows[1:], (1,), HALF).differences and not table_of(rows, (1,), HALF).differences
+
+
 def test_small_numbers_vanish_along_the_axis_that_a_product_contracts():
     numbers = np.array([[1e-8, 2e-8], [0.25, 0.5]], np.float32)
     assert table_of(numbers, (1,), HALF).exceeds and not table_of(numbers, (0,), HALF).exceeds
