@@ -123,14 +123,14 @@ def test_save_or_remat_saves_what_a_dot_reads_and_rematerializes_what_is_element
     assert {made[number] for number in read_across & program.residuals.remat} == {"sub"}  # of 1 - tanh
 
 
-def test_save_or_remat_saves_in_16_bits_what_a_norms_sums_share_of_an_expensive_chain():
+def test_save_for_sums_saves_in_16_bits_what_a_norms_sums_share_of_an_expensive_chain():
     def norm_then_gelu(w, x):
         h = x @ w
         h = (h - jnp.mean(h, -1, keepdims=True)) * w[0] + w[1]
         return jnp.sum(jax.nn.gelu(h) @ w.T)
 
     w, x = (RNG.normal(size=shape).astype(np.float32) for shape in ((32, 16), (16, 32)))
-    program = after("save_or_remat", jax.grad(norm_then_gelu), w, x)
+    program = after("save_for_sums", jax.grad(norm_then_gelu), w, x)
     sums = [e for e in program.equations if e.name == "reduce_sum" and program.place.is_backward(e.node)]
     shared = {use.value for e in sums for use in e.uses} & program.residuals.saved
     (number,) = shared  # the gradient of the GELU: the sum for w[1] reads it, and the product for w[0]

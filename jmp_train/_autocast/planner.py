@@ -22,6 +22,7 @@ from .passes.dead_code import mark_dead
 from .passes.f32_accumulators import f32_accumulators
 from .passes.insert_casts import insert_casts
 from .passes.rewrites import REWRITES, Rewrite, rewrite_lowered, rewrite_planned
+from .passes.save_for_sums import save_for_sums
 from .passes.save_or_remat import save_or_remat
 from .passes.scan_residuals import scan_residuals
 from .passes.shared_roundings import shared_roundings
@@ -66,7 +67,8 @@ Pass = Callable[[Program, Context], Program]
 PLANNING: tuple[Pass, ...] = (
     assign_dtypes,  # all that follows asks what a value is
     save_or_remat,  # by dtype: a float32 value is another candidate than a 16-bit one
-    widen,  # undoes narrowing that saves nothing, which the residuals have to be known for
+    save_for_sums,  # only what readers on the same side of a dot find is still open
+    widen,  # undoes narrowing that saves nothing, which all saved copies have to be known for
     rewrite_planned,  # what the primitives of equations are no longer matters to what is above
     shared_roundings,  # which values are still narrow, and read by rematerialized exponentials
     mark_dead,  # what is only rematerialized now

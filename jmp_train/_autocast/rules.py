@@ -37,8 +37,8 @@ class Rules:
     Attributes:
       edits: `(primitive name, rule)` pairs that replace rows of the table.
       scopes: `(glob, dtype)` pairs over `jax.named_scope` paths; the last that matches wins.
-      low_residuals: whether float32 values that are kept for the backward pass across a dot are stored in the compute
-        dtype. The computation that made them is float32 either way.
+      low_residuals: whether float32 values that are kept for the backward pass across a dot, or for what waits for the
+        sums of a norm, are stored in the compute dtype. The computation that made them is float32 either way.
 
     >>> rules = DEFAULT_RULES.replace({"exp": Rule.FOLLOW}).with_scopes({"LayerNorm*": "float32"})
     >>> rules.entry("exp").rule, rules.scope_dtype("Block_0/LayerNorm_1")

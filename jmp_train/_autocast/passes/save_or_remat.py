@@ -16,10 +16,7 @@ A value that is read across a dot is, in this order:
 1. *saved in the compute dtype*, if a dot reads it in that dtype anyway and no reader minds the rounding
    (`Fact.has_low_copy`; dots of both sides read the same copy), or if it is in the compute dtype and a dot's result, or
    computed from one: then 2 bytes a number are written once, behind an `optimization_barrier`, and read by all. Of a
-   convolution it is the sum with the bias: cuDNN adds that in the same kernel, if nothing else reads the convolution.
-   The same holds for a cotangent that a chain with an expensive function makes and that a sum reads beside others, as a
-   norm's backward pass reads the gradient of a GELU: the kernel of the sum ends before the others can start, so XLA
-   stores it, in float32;
+   convolution it is the sum with the bias: cuDNN adds that in the same kernel, if nothing else reads the convolution;
 2. *rematerialized*, if it is elementwise in values of which the reader finds the very numbers that the equation read,
    and to read those costs fewer bytes than to write and read it (`analysis/residual_costs.py`). Where the equation
    read a value before it was rounded to its low copy, that is computed again too: `exp(x - softplus(x))` from `x`;
@@ -28,15 +25,15 @@ A value that is read across a dot is, in this order:
 4. *read as it is*: the compiler decides.
 
 Decides this for every value, and which operands are read that way. Does not decide dtypes; see `assign_dtypes.py`.
-Values that one scan hands to another are the business of `scan_residuals.py`, by the same costs.
+What is stored on the same side of a dot, for sums, is the business of `save_for_sums.py`, and values that one scan
+hands to another that of `scan_residuals.py`, by the same costs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,7 +41,7 @@ import numpy as np
 from ..._jaxpr import Node
 from ..._sizes import is_less, size_in_bytes
 from ..analysis.residual_costs import ResidualCosts, Sources, fuses, is_expensive
-from ..ir import Access, Equation, Fact, Precision, Program, Residuals, Use
+from ..ir import Access, Equation, Precision, Program, Residuals, Use
 from ..primitives import Rule, Trait, having
 from .rewrites.relu_mask import is_positive, relu_operand
 
@@ -68,10 +65,6 @@ def save_or_remat(program: Program, context: Context) -> Program:
                 uses = [*uses[:position], use._replace(residual=True), *uses[position + 1 :]]
         equations.append(equation if uses is equation.uses else equation.replace(uses=uses))
     decisions.rematerialize_masks(equations)
-    shared = _shared_with_sums(program, equations) if context.saves_low else set()
-    if shared:
-        values.update(dict.fromkeys(shared, _Value(saved=True)))
-        equations = [_reading_saved(equation, shared) for equation in equations]
     saved = frozenset(number for number, value in values.items() if value.saved)
     remat = frozenset(number for number, value in values.items() if value.remat)
     in_full = frozenset(decisions.computed_again(equations, remat) - remat)
@@ -268,61 +261,3 @@ def _is_from_dot(equation: Equation, operands: Sequence[_Value]) -> bool:
     mean = equation.entry.rule is Rule.WIDEST and bool(equation.computes)  # others compute what they return
     moved = equation.entry.rule is Rule.SHAPE and not fuses(equation) and any([o.from_dot for o in operands])
     return equation.is_narrow_dot or mean or moved
-
-
-def _shared_with_sums(program: Program, equations: Sequence[Equation]) -> set[int]:
-    """The cotangents in float32 that XLA would store: expensive chains end in them, and they meet a sum of themselves.
-
-    So does the gradient of what follows a norm: sums over rows of it are subtracted from it.
-    """
-    expensive: set[int] = set()  # not known yet without computing an expensive function
-    after_sum: set[int] = set()  # not known before the kernel of a sum has ended
-    meets: set[int] = set()  # read beside what is after a sum
-    for equation in equations:
-        elementwise, is_sum = equation.node.name in _ELEMENTWISE, equation.entry.has_own_kernel
-        if is_sum or (after_sum and (elementwise or equation.entry.rule is Rule.SHAPE)):
-            near = [use.value for use in equation.uses if not use.residual]
-            if is_sum or not after_sum.isdisjoint(near):
-                after_sum.update(equation.results)
-                meets.update(near if elementwise else ())
-        if elementwise:
-            chain = expensive.intersection(equation.operands)
-            if is_expensive(equation) or (chain and _is_large(program, chain, equation.results[0])):
-                expensive.update(equation.results)
-    if not (meets and expensive):
-        return set()
-    candidates: set[int] = set()
-    for equation in reversed(equations):
-        if meets.isdisjoint(equation.results) or not after_sum.isdisjoint(equation.results):
-            continue
-        meets.update(equation.operands)
-        if not expensive.isdisjoint(equation.results) and program.place.is_backward(equation.node):
-            candidates.update([n for n in equation.results if _may_be_saved_low(program.facts[n])])
-    candidates.difference_update(program.outputs)
-    readers: dict[int, list[Equation]] = {number: [] for number in candidates}
-    for equation in equations if candidates else ():
-        for number in candidates.intersection(equation.operands):
-            readers[number].append(equation)
-    return {
-        number
-        for number, found in readers.items()
-        if len(found) > 1 and any([equation.entry.has_own_kernel for equation in found])
-    }
-
-
-def _is_large(program: Program, numbers: Iterable[int], result: int) -> bool:
-    """Whether one of some operands is as large as a result: a statistic that is broadcast is computed once a row."""
-    size = math.prod(program.avals[result].shape)
-    return any([math.prod(program.avals[number].shape) == size for number in numbers])
-
-
-def _may_be_saved_low(fact: Fact) -> bool:
-    return fact.precision is Precision.FULL and not fact.has_low_copy and not fact.sensitive
-
-
-def _reading_saved(equation: Equation, saved: set[int]) -> Equation:
-    """The equation, reading saved copies of some values that are computed on its own side of the dots."""
-    if saved.isdisjoint(equation.operands):
-        return equation
-    uses = [use._replace(residual=use.residual or use.value in saved) for use in equation.uses]
-    return equation.replace(uses=uses)

@@ -1,0 +1,59 @@
+"""Which float32 values are no larger than the values in the compute dtype that they are computed from.
+
+    t = tanh (mul 0.8 x:f16)      |t| <= 1
+    s = mul 0.5 (add 1.0 t)       |s| <= 1
+    y = mul x:f16 s               |y| <= |x|
+
+So are the results of activation functions that multiply their operand by a bounded function of it: GELU (Hendrycks and
+Gimpel, 2016), SiLU, Mish. In the compute dtype they are finite wherever their operand is.
+
+Decides which values these are. Does not decide which of them are saved so; see `passes.save_or_remat`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..ir import Precision, Program
+from ..primitives import Trait, having
+
+_BOUNDED = {"tanh": 1.0, "logistic": 1.0, "erf": 1.0, "erfc": 2.0}
+_ADDS = having(Trait.ADDS)
+_SAME = having(Trait.MOVES | Trait.PICKS | Trait.FLIPS)
+
+
+class _Bound(NamedTuple):
+    """A value is at most `factor` times the largest value in the compute dtype to the power of `degree`."""
+
+    degree: int
+    factor: float
+
+
+_NO_LARGER = _Bound(1, 1.0)
+
+
+def activations(program: Program) -> set[int]:
+    """The results that are at most as large as some value in the compute dtype."""
+    bounds: dict[int, _Bound] = {}
+
+    def bound(number: int) -> _Bound | None:
+        fact, found = program.facts[number], bounds.get(number)
+        if (known := fact.numbers.range) is not None:
+            return _Bound(0, known.largest)
+        return min(found or _NO_LARGER, _NO_LARGER) if fact.precision is Precision.LOW else found
+
+    for equation in program.equations:
+        name, operands = equation.node.name, equation.node.ins
+        if name in _BOUNDED:
+            bounds[equation.results[0]] = _Bound(0, _BOUNDED[name])
+        elif name in _SAME and (found := bound(operands[0])) is not None:
+            bounds.update(dict.fromkeys(equation.results, found))
+        elif name == "mul" or name in _ADDS:
+            one, other = map(bound, operands)
+            if one is None or other is None:
+                continue
+            if name == "mul":
+                bounds[equation.results[0]] = _Bound(one.degree + other.degree, one.factor * other.factor)
+            elif one.degree == other.degree:
+                bounds[equation.results[0]] = _Bound(one.degree, one.factor + other.factor)
+    return {number for number, found in bounds.items() if found.degree == 1 and found <= _NO_LARGER}

@@ -1,0 +1,43 @@
+"""Which float32 values are no larger than a value in the compute dtype."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from pass_tools import after
+
+from jmp_train._autocast.analysis.activations import activations
+
+W, X = np.ones((8, 8), np.float32), np.ones((2, 8), np.float32)
+
+
+# What is returned, given a 16-bit value.
+FUNCTIONS = {
+    "a gelu": (jax.nn.gelu, True),
+    "an exact gelu": (lambda h: jax.nn.gelu(h, approximate=False), True),
+    "a silu": (jax.nn.silu, True),
+    "its negative": (lambda h: -jax.nn.silu(h), True),
+    "its shape": (lambda h: jnp.reshape(jax.nn.silu(h), (16,)), True),
+    "some of it": (lambda h: jax.nn.silu(h)[:1], True),
+    "twice its half": (lambda h: jax.nn.silu(h) * 0.5 + h * 0.5 * jnp.tanh(h), True),
+    "their difference": (lambda h: h * 0.5 - h * 0.5 * jnp.tanh(h), True),
+    "twice as large": (lambda h: 2 * jax.nn.silu(h), False),
+    "the sum of two": (lambda h: jax.nn.silu(h) + h * jnp.tanh(h), False),
+    "the difference of two": (lambda h: jax.nn.silu(h) - h * jnp.tanh(h), False),
+    "a bounded function": (jnp.tanh, False),
+    "a constant more": (lambda h: h * jnp.tanh(h) + 100.0 * jnp.tanh(h), False),
+    "a square": (lambda h: h * jax.nn.silu(h), False),
+    "an exponential": (jnp.expm1, False),
+    "its product": (lambda h: h * jnp.expm1(h), False),
+    "a quotient": (lambda h: h / (1 + jnp.exp(-h)), False),
+    "of erfc, which is two at most": (lambda h: h * lax.erfc(h), False),
+    "of erf": (lambda h: h * lax.erf(h), True),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_which_values_are_no_larger(name):
+    fn, expected = FUNCTIONS[name]
+    program = after("assign_dtypes", lambda w, x: fn(x @ w), W, X)
+    assert (program.outputs[0] in activations(program)) == expected

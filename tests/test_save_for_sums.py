@@ -1,0 +1,151 @@
+"""Which values are saved in 16 bits for the sums that read them, and for what waits for those sums."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from pass_tools import after, stages
+
+from jmp_train import DEFAULT_RULES, autocast, low_precision
+
+RNG = np.random.default_rng(0)
+W, A = (RNG.normal(size=(16, 16)).astype(np.float32) for _ in range(2))
+
+
+def centred(h):
+    return h - jnp.mean(h, -1, keepdims=True)
+
+
+def rms_norm(h):
+    return h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True))
+
+
+def saved_for_sums(fn, *args, **options):
+    """The names of the equations of which a copy is saved that `save_or_remat` did not save; all read it."""
+    programs = dict(stages(fn, *args, **options))
+    before, program = programs["save_or_remat"], programs["save_for_sums"]
+    found = program.residuals.saved - before.residuals.saved
+    uses = [use for equation in program.equations for use in equation.uses if use.value in found]
+    assert all(use.residual and use.dtype is not None for use in uses)
+    assert all(program.precision(number).value == "full" for number in found)
+    return [equation.name for equation in program.equations if not found.isdisjoint(equation.results)]
+
+
+def behind_norm(activation, norm):
+    """The gradient of an activation behind a norm; of three factors, the norm's are rows of the weight."""
+    return jax.grad(lambda w, x: jnp.sum(activation(norm(x @ w, w)) @ w.T))
+
+
+# Whether the cotangent that a chain with an expensive function makes is saved for the sums that read it.
+CHAINS = {
+    "a gelu behind a norm": (behind_norm(jax.nn.gelu, lambda h, w: centred(h) * w[0] + w[1]), True),
+    "a root": (behind_norm(lambda h: jnp.sqrt(1 + h * h), lambda h, w: centred(h) * w[0] + w[1]), True),
+    "behind another norm": (behind_norm(jax.nn.gelu, lambda h, w: rms_norm(h) * w[0] + w[1]), True),
+    "a norm without a scale": (behind_norm(jax.nn.gelu, lambda h, w: centred(h) + w[1]), True),
+    "a relu": (behind_norm(jax.nn.relu, lambda h, w: centred(h) * w[0] + w[1]), False),
+    "a square": (behind_norm(lambda h: h * h, lambda h, w: centred(h) * w[0] + w[1]), False),
+    "a square behind an expensive statistic": (
+        behind_norm(lambda h: h * h, lambda h, w: rms_norm(h) * w[0] + w[1]), False),
+    "a cotangent whose logarithm is taken": (
+        lambda w, x: jnp.sum(centred(jnp.log(jax.grad(lambda n: jnp.sum(jax.nn.gelu(n) @ w.T))(x @ w)))), False),
+    "an exponential, which minds a rounding": (
+        behind_norm(jnp.exp, lambda h, w: centred(h) * w[0] + w[1]), False),
+    "no sum but that of a weight": (behind_norm(jax.nn.gelu, lambda h, w: h * w[0] + w[1]), False),
+    "one reader": (behind_norm(jax.nn.gelu, lambda h, w: centred(h) * w[0]), False),
+    "no gradient": (lambda w, x: jnp.sum(jax.nn.gelu(centred(x @ w) * w[0] + w[1]) @ w.T), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_which_cotangents_in_float32_are_saved(name):
+    fn, expected = CHAINS[name]
+    assert len(saved_for_sums(fn, W, A)) == expected
+
+
+def test_a_cotangent_that_is_returned_is_not_saved_for_sums():
+    def fn(w, x):
+        gradient = jax.grad(lambda n: jnp.sum(jax.nn.gelu(n) @ w.T))(centred(x @ w) * w[0] + w[1])
+        return gradient, jnp.sum(gradient, 0), jax.vjp(lambda h: centred(h) * w[0], x @ w)[1](gradient)
+
+    program = after("save_for_sums", fn, W, A)
+    assert program.outputs[0] not in program.residuals.saved
+
+
+def gelu_before(norm):
+    return lambda w, x: jnp.sum(norm(jax.nn.gelu(x @ w)) @ w.T)
+
+
+def before_norm(activation):
+    return lambda w, x: jnp.sum(centred(activation(x @ w)) @ w.T)
+
+
+def groups(h):
+    grouped = h.reshape(16, 4, 4)
+    return h - jnp.repeat(jnp.mean(grouped, -1), 4, -1)
+
+
+def response_norm(h):
+    """The global response normalization of ConvNeXt V2 (Woo et al., 2023)."""
+    norms = jnp.sqrt(jnp.sum(h * h, 0, keepdims=True))
+    return h * (norms / jnp.mean(norms)) + h
+
+
+# The activation functions of which a norm reads a saved copy.
+ACTIVATIONS = {
+    "gelu": (before_norm(jax.nn.gelu), ["mul"]),
+    "silu": (before_norm(jax.nn.silu), ["mul"]),
+    "mish": (before_norm(lambda h: h * jnp.tanh(jnp.logaddexp(h, 0.0))), ["mul"]),
+    "gelu, differentiated": (jax.grad(before_norm(jax.nn.gelu)), ["mul"]),
+    "squares are summed": (gelu_before(rms_norm), ["mul"]),
+    "groups are summed": (gelu_before(groups), ["mul"]),
+    "a norm over rows": (gelu_before(response_norm), ["mul"]),
+    "a bounded function, which is narrow": (before_norm(jnp.tanh), []),
+    "unbounded: twice as large": (before_norm(lambda h: 2 * jax.nn.gelu(h)), []),
+    "unbounded: an exponential": (before_norm(lambda h: h * jnp.exp(h)), []),
+    "unbounded: a square": (before_norm(lambda h: h * h * jax.nn.sigmoid(h)), []),
+    "of float32 data": (lambda w, x: jnp.sum(centred(jax.nn.silu(x)) @ w), []),
+    "no norm": (lambda w, x: jnp.sum(jax.nn.gelu(x @ w) @ w.T), []),
+    "a sum alone": (lambda w, x: jnp.sum(jax.nn.gelu(x @ w)), []),
+    "cheap to compute twice": (before_norm(lambda h: h * jnp.where(h > 0, 1.0, 0.1)), []),
+    "an exponential follows": (lambda w, x: jnp.sum(jax.nn.softmax(jax.nn.gelu(x @ w)) @ w.T), []),
+    "a dot reads it anyway": (lambda w, x: jnp.sum(centred(h := jax.nn.gelu(x @ w)) @ w.T) + jnp.sum(h @ w), []),
+    "returned": (lambda w, x: (h := jax.nn.gelu(x @ w), jnp.sum(centred(h) @ w.T)), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_which_activations_are_saved(name):
+    fn, expected = ACTIVATIONS[name]
+    assert saved_for_sums(fn, W, A) == expected
+
+
+def test_what_is_saved_is_computed_in_float32():
+    def exact_gelu(w, x):
+        return before_norm(lambda h: jax.nn.gelu(h, approximate=False))(w, x)
+
+    program = after("insert_casts", exact_gelu, W, A)
+    (erfc,) = (equation for equation in program.equations if equation.name == "erfc")
+    assert program.avals[erfc.results[0]].dtype == np.float32
+
+
+def test_a_low_precision_region_stays_narrow():
+    """What is read there is rounded, and so is what it returns."""
+    program = after("save_for_sums", before_norm(low_precision(jax.nn.silu)), W, A)
+    products = [
+        equation for equation in program.equations if equation.name == "mul" and equation.entry.rule.value == "low"
+    ]
+    assert products and all(use.dtype == np.float16 for equation in products for use in equation.uses)
+
+
+def test_nothing_is_saved_with_float32_residuals():
+    rules = DEFAULT_RULES.with_residuals("float32")
+    assert saved_for_sums(before_norm(jax.nn.gelu), W, A, rules=rules) == []
+
+
+def test_the_largest_number_stays_finite():
+    """The rounding of a value that is no larger than a float16 number is finite."""
+    x = np.full((4, 16), 6e4, np.float32)
+    w = np.eye(16, dtype=np.float32)
+    narrow = jax.jit(autocast(lambda w, x: centred(jax.nn.gelu(x @ w)), "mixed_float16"))(w, x)
+    np.testing.assert_array_equal(narrow, 0)
