@@ -145,7 +145,7 @@ def overflow_report(opt_state: Any, params: Any) -> OverflowReport:
             f"optax.lookahead's, params.fast)."
         )
     rows = [
-        OverflowedParameter(path, tuple(np.shape(leaf)), str(getattr(leaf, "dtype", type(leaf).__name__)), *flags)
+        OverflowedParameter(path, np.shape(leaf), str(getattr(leaf, "dtype", type(leaf).__name__)), *flags)
         for path, leaf, *flags in zip(paths, leaves, last.tolist(), skips.tolist(), strict=True)
     ]
     metrics = step_metrics(opt_state)
