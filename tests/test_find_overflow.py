@@ -236,6 +236,35 @@ def test_a_cast_that_autocast_made_is_no_cast_of_the_users():
     assert users.verdict is Verdict.KEEP_FLOAT32 and ".astype(jnp.float32)" in users.cure
 
 
+@pytest.mark.parametrize(
+    ("fn", "verdict", "why"),
+    [
+        (lambda x: x.at[np.zeros(3, int)].add(x), Verdict.KEEP_FLOAT32, "float32 reaches 1.6e+05."),
+        (
+            lambda x: lax.reduce(x, np.float16(0), lambda a, b: a + b + 1, (0,)),
+            Verdict.UNKNOWN,
+            "reduce was written for float16 and cannot be run in float32, to compare.",
+        ),
+    ],
+)
+def test_whether_an_operation_runs_in_float32(fn, verdict, why):
+    report = find_overflow(fn)(np.full(3, 4e4, F16))
+    assert report.verdict is verdict and report.why.endswith(why)
+
+
+@pytest.mark.parametrize("branches", [(lambda y: y, jnp.sin), (jnp.sin, lambda y: y)], ids=["fewer", "more"])
+def test_a_run_in_float32_may_take_another_branch(branches):
+    """There an equation of the same number is another one, or another iteration, or none."""
+
+    def fn(x, rows):
+        y = x.astype(F16)
+        y = lax.cond(y == 0, *branches, y)  # zero in 16 bits only
+        return lax.scan(lambda carry, row: (carry / row, None), y + F16(1), rows)[0]
+
+    report = find_overflow(fn)(np.float32(1e-9), np.array([1, 0], F16))
+    assert (report.primitive, report.verdict) == ("div", Verdict.MODEL)
+
+
 def test_a_cast_that_jax_made_is_not_to_be_left_out():
     report = find_overflow(jnp.sum)(np.full(4, 4e4, F16))  # sums in float32, and casts the sum back
     assert (report.primitive, report.verdict) == ("convert_element_type", Verdict.KEEP_FLOAT32)
@@ -418,6 +447,7 @@ def test_the_values():
         "infs": 0, "nans": 0, "zeros": 1,
     }  # fmt: skip
     assert values["results"][0]["nans"] == 8
+    assert report.cure.endswith("and select afterwards.")  # about no constant, which float32 holds
     scan = found("scan_that_grows").as_dict()
     assert scan["loops"] == [{"primitive": "scan", "iteration": 4, "length": 9}]
     assert find_overflow(jnp.exp)(X).as_dict()["verdict"] is None

@@ -33,7 +33,7 @@ class Verdict(enum.StrEnum):
     INPUT = "input"
     """An argument held it."""
     UNKNOWN = "unknown"
-    """It was made inside an operation that cannot be looked into."""
+    """It was made inside an operation that cannot be looked into, or that cannot run in float32."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -92,7 +92,8 @@ def diagnose(
     if found.site.primitive in interpreter.not_entered():
         return Verdict.UNKNOWN, *_not_entered(found.site)
     narrow = next((x.dtype for x in (*found.results, *found.operands) if is_narrow_dtype(_dtype(x))), None)
-    if narrow is not None and (wide := _in_float32(found)) is not None and not any(map(has_nonfinite, wide)):
+    wide = None if narrow is None else _in_float32(found)
+    if narrow is not None and wide is not None and not any(map(has_nonfinite, wide)):
         largest = max(float(np.max(np.abs(np.asarray(x)))) for x in wide if is_inexact(x))
         why = f"{narrow.name} ends at {facts(narrow).max:.6g}; from the same operands float32 reaches {largest:.4g}."
         return Verdict.KEEP_FLOAT32, why, _cure_in_float32(found.site, narrowed_by_user, scopes)
@@ -102,6 +103,9 @@ def diagnose(
     if wide_run is not None and _is_same(wide_run.site, found.site) and not any(map(has_nonfinite, wide_run.results)):
         why = "Its operands were rounded in 16 bits before, to zero or too far; in float32 throughout it is finite."
         return Verdict.KEEP_FLOAT32, why, _cure_in_float32(found.site, narrowed_by_user, scopes)
+    if narrow is not None and wide is None:
+        why = f"{found.site.primitive} was written for {narrow.name} and cannot be run in float32, to compare."
+        return Verdict.UNKNOWN, why, "Compute it in float32, or make its operands smaller."
     return Verdict.MODEL, *_cause_in_model(found, narrow)
 
 
