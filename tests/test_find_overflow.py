@@ -253,13 +253,18 @@ def test_whether_an_operation_runs_in_float32(fn, verdict, why):
 
 
 @pytest.mark.parametrize("branches", [(lambda y: y, jnp.sin), (jnp.sin, lambda y: y)], ids=["fewer", "more"])
-def test_a_run_in_float32_may_take_another_branch(branches):
+@pytest.mark.parametrize(
+    "end",
+    [lambda y, rows: lax.scan(lambda carry, row: (carry / row, None), y, rows)[0], lambda y, rows: y / rows[1]],
+    ids=["in a loop", "outside"],
+)
+def test_a_run_in_float32_may_take_another_branch(end, branches):
     """There an equation of the same number is another one, or another iteration, or none."""
 
     def fn(x, rows):
         y = x.astype(F16)
         y = lax.cond(y == 0, *branches, y)  # zero in 16 bits only
-        return lax.scan(lambda carry, row: (carry / row, None), y + F16(1), rows)[0]
+        return end(y + F16(1), rows)
 
     report = find_overflow(fn)(np.float32(1e-9), np.array([1, 0], F16))
     assert (report.primitive, report.verdict) == ("div", Verdict.MODEL)
@@ -447,7 +452,6 @@ def test_the_values():
         "infs": 0, "nans": 0, "zeros": 1,
     }  # fmt: skip
     assert values["results"][0]["nans"] == 8
-    assert report.cure.endswith("and select afterwards.")  # about no constant, which float32 holds
     scan = found("scan_that_grows").as_dict()
     assert scan["loops"] == [{"primitive": "scan", "iteration": 4, "length": 9}]
     assert find_overflow(jnp.exp)(X).as_dict()["verdict"] is None
@@ -466,9 +470,40 @@ def test_the_cure_of_a_product_inside_a_jit():
     of_user = find_overflow(jmp.autocast(jitted, "mixed_float16"))(a, a)
     assert of_user.file == __file__ and "with_scopes" in of_user.cure and "Without autocast" in of_user.cure
     by_hand = find_overflow(lambda a: jitted(a.astype(jnp.float16), a.astype(jnp.float16)))(a)
-    assert by_hand.cure.startswith("The program itself computes this in 16 bits")
+    assert by_hand.cure == (
+        "The program itself computes this in 16 bits: widen the operands with .astype(jnp.float32)."
+    )
     outside = find_overflow(lambda a: a.astype(jnp.float16) @ a.astype(jnp.float16) * 2)(a)
     assert outside.cure.startswith("The program itself computes this in 16 bits")
+
+
+def derivative(rule):
+    """Of a function whose backward rule gives `rule` of the argument."""
+    fn = jax.custom_vjp(lambda x: x)
+    fn.defvjp(lambda x: (x, x), lambda x, ct: (ct * rule(x),))
+    return jax.grad(fn)
+
+
+@pytest.mark.parametrize(
+    ("fn", "x", "cure"),
+    [
+        (lambda x: 1 / x, np.float32(0), "divide by jnp.where(d == 0, 1, d) and select afterwards"),
+        (
+            lambda x: 1 / x,
+            np.float16(0),
+            "divide by jnp.where(d == 0, 1, d) and select afterwards (a constant of 3e-08 or less is zero in float16)",
+        ),
+        (
+            derivative(lambda x: 1 / x),
+            np.float32(0),
+            "replace the operand first, jnp.where(x == 0, 1, x), and select the result afterwards; or add an epsilon",
+        ),
+        (jnp.exp, np.float16(1000), "subtract the maximum first, as jax.nn.softmax does"),
+        (derivative(jnp.exp), np.float32(1000), "subtract the maximum first, as jax.nn.softmax does"),
+    ],
+)
+def test_the_cure_of_the_models_own(fn, x, cure):
+    assert find_overflow(fn)(x).cure == f"It is the model's own: {cure}."
 
 
 # Bad input

@@ -111,7 +111,7 @@ class TaintTracker(Watcher):
         by_user = any(tag.narrowed_by_user for tag in tags) or self._user_narrows(site, inputs, any(narrow))
         for position in (position for tag in tags for position in tag.taint.arguments):
             self.first_uses.setdefault(position, self.ran)
-        if is_finite_check(site.node) and tags[0].nonfinite:
+        if is_finite_check(site.node):
             self.checked.append(tags[0].taint)
         taint = self._taint_of(site, inputs, tags, outputs) if any(nonfinite) else UNTAINTED
         if self.ran in taint.origins | taint.nan_origins:
