@@ -26,6 +26,7 @@ class TestState:
         _, state = run(tx, [GOOD, broken("b"), broken("a", "b", value=jnp.nan)])
         assert not state.grads_finite and state.loss_scale.loss_scale == 2.0
         assert (int(state.skipped_steps), int(state.consecutive_skips)) == (2, 2)
+        assert state.last_overflow.dtype == np.bool_
         assert state.last_overflow.tolist() == [True, True, False] and state.overflow_counts.tolist() == [1, 2, 0]
         _, state = run(tx, [GOOD], state)
         assert state.grads_finite and (int(state.skipped_steps), int(state.consecutive_skips)) == (2, 0)
@@ -218,13 +219,14 @@ class TestLineSearch:
 
 def test_numbers_in_the_state_inside_are_arrays_from_the_start():
     """Or the second step would be traced anew."""
-    start = {"count": 0, "rate": 0.5, "on": True}
+    start = {"count": 0, "rate": 0.5, "on": True, "weak": jnp.asarray(2.0)}
     inner = optax.GradientTransformation(lambda params: start, lambda updates, state, params=None: (updates, state))
     state = with_loss_scale(inner).init(PARAMS).inner_state
     assert {name: (x.dtype, x.weak_type) for name, x in state.items()} == {
         "count": (np.int32, False),
         "rate": (np.float32, False),
         "on": (np.bool_, False),
+        "weak": (np.float32, False),
     }
 
 
