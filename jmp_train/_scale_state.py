@@ -139,6 +139,6 @@ def find_states(opt_state: Any) -> dict[str, LossScaleState]:
 def _unboxed(state: LossScaleState) -> LossScaleState:
     """The state with plain arrays; NNX puts every array of an optimizer state into a variable, a pytree of one leaf."""
     fields = jax.tree.map(
-        lambda box: jax.tree.leaves(box)[0], tuple(state[1:]), is_leaf=lambda x: not isinstance(x, tuple | LossScale)
+        lambda box: jax.tree.leaves(box)[0], state[1:], is_leaf=lambda x: not isinstance(x, tuple | LossScale)
     )
     return LossScaleState(state.inner_state, *fields)

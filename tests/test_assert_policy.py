@@ -103,6 +103,19 @@ def test_equal_faults_are_one_sentence():
     assert ", 2 times (full_precision region)" in only_fault(
         lambda w: jnp.stack([full_precision(jnp.matmul)(w, w) for _ in "ab"]), W
     )
+    assert ", 3 times (full_precision region)" in only_fault(  # one forward, two backward
+        jax.grad(lambda w, x: jnp.sum(full_precision(lambda x: x @ w)(jnp.sin(x @ w)) ** 2)), W, X
+    )
+
+
+def test_the_reason_is_that_of_the_wide_dot():
+    def fn(w, x):
+        for precision in ("highest", None):
+            x = jnp.dot(x, w, precision=precision)
+        return x
+
+    fault = only_fault(fn, W, X)
+    assert "reads float32, float32 at LINE (its precision was set to float32); " in fault
 
 
 def test_a_dot_of_one_wide_operand_and_one_of_float64():

@@ -236,6 +236,32 @@ def test_a_cast_that_autocast_made_is_no_cast_of_the_users():
     assert users.verdict is Verdict.KEEP_FLOAT32 and ".astype(jnp.float32)" in users.cure
 
 
+def narrowed_in_a_loop(w, x):
+    rows = lax.scan(lambda carry, row: (carry, row.astype(F16)), 0, 1e3 * x)[1]
+    return rows * rows
+
+
+def narrow_from_the_start(w, x):
+    return jnp.square(lax.iota(F16, 300))
+
+
+def widened_again(w, x):
+    return (200 * x).astype(F16).astype(F32) @ (200 * w)
+
+
+@pytest.mark.parametrize(
+    ("fn", "cure"),
+    [
+        (narrowed_in_a_loop, "The program itself computes this in 16 bits"),
+        (narrow_from_the_start, "The program itself computes this in 16 bits"),
+        (widened_again, "Put `with jax.named_scope('wide'):` around"),
+    ],
+)
+def test_whose_16_bits_they_are(fn, cure):
+    report = find_overflow(jmp.autocast(fn, "mixed_float16"))(W, X)
+    assert report.verdict is Verdict.KEEP_FLOAT32 and report.cure.startswith(cure)
+
+
 @pytest.mark.parametrize(
     ("fn", "verdict", "why"),
     [

@@ -107,6 +107,7 @@ def test_bad_arguments(arguments, message):
 
 def test_the_remedies_that_errors_name_work():
     StaticLossScale(2.0**15)
+    StaticLossScale(2.0**-126)
     DynamicLossScale(2.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=1)
 
 
@@ -117,7 +118,9 @@ def test_static_arguments_cannot_be_traced():
 
 
 @pytest.mark.parametrize("scale", [NoOpLossScale(), StaticLossScale(8.0), DynamicLossScale(8.0)])
-@pytest.mark.parametrize("flag, got", [(np.array([True]), "bool of shape (1,)"), (1.0, "float32 of shape ()")])
+@pytest.mark.parametrize(
+    "flag, got", [(np.array([True]), "bool of shape (1,)"), (1.0, "float32 of shape ()"), ([True], "list")]
+)
 def test_adjust_takes_one_boolean(scale, flag, got):
     message = f"`grads_finite` must be one boolean, got {got}. Pass the result of all_finite(grads)."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

@@ -99,7 +99,13 @@ def test_a_seed_and_every_kind_of_key():
 
 @pytest.mark.parametrize(
     ("key", "found"),
-    [("0", "str"), (True, "bool"), (None, "NoneType"), (np.zeros(2), "float64[2]")],
+    [
+        ("0", "str"),
+        (True, "bool"),
+        (None, "NoneType"),
+        (np.zeros(2), "float64[2]"),
+        (np.zeros((3, 2), np.uint32), "uint32[3, 2]"),
+    ],
     ids=str,
 )
 def test_what_is_no_key(key, found):

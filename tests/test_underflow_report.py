@@ -137,7 +137,9 @@ def test_leaves_total_headroom_and_text():
     assert a.headroom == pytest.approx(math.log2(65504 / 16))
     assert c.headroom == pytest.approx(math.log2(65504 / 8e6)) and report.total.headroom == c.headroom
     assert report.total.becomes_zero == report.total.becomes_infinite == 0.25
-    assert json.loads(json.dumps(report.as_dict())) == report.as_dict()
+    values = json.loads(json.dumps(report.as_dict()))
+    assert (values["dtype"], values["loss_scale"], values["exact"]) == ("float16", 8.0, True)
+    assert values["leaves"][1]["path"] == "b/c" and values["total"]["becomes_zero"] == 0.25
     assert str(report).splitlines() == [
         "Rounded to float16 after scaling by 8",
         "leaf   values  zero  not finite  becomes zero  subnormal  infinite  largest  headroom",
