@@ -102,7 +102,7 @@ def value_and_grad(
     chosen = (argnums,) if isinstance(argnums, int) else argnums
     axes = axes_of(axis_name)
     run = _under_autocast if autocast else _as_written
-    scaled_grad = functools.partial(_scaled_grad, loss_fn, argnums, has_aux, allow_int, axes)
+    scaled_grad = functools.partial(_scaled_grad, loss_fn, argnums, has_aux, axes)
     differentiate = run(scaled_grad, policy, rules, chosen)
 
     def with_policy(*args: Any, loss_scale: LossScale | None = None, **kwargs: Any) -> Any:
@@ -156,7 +156,6 @@ def _scaled_grad(
     loss_fn: Callable[..., Any],
     argnums: int | tuple[int, ...],
     has_aux: bool,
-    allow_int: bool,
     axes: Sequence[Hashable],
     scale_loss: Callable[[Any], Any],
     args: Sequence[Any],
@@ -175,7 +174,8 @@ def _scaled_grad(
     chosen = (argnums,) if isinstance(argnums, int) else argnums
     positions = {i % len(args) for i in chosen if -len(args) <= i < len(args)}
     spread = [local(arg, axes) if i in positions else arg for i, arg in enumerate(args)]
-    return jax.grad(scaled_loss_fn, argnums, has_aux=True, allow_int=allow_int)(*spread)
+    # Integers that are not allowed were refused before.
+    return jax.grad(scaled_loss_fn, argnums, has_aux=True, allow_int=True)(*spread)
 
 
 def _under_autocast(
