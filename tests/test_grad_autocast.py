@@ -175,6 +175,17 @@ def test_arrays_that_jax_has_not_reach_the_loss_as_they_are(array):
     assert grad(loss, "mixed_bfloat16")(jnp.ones(1), {"ids": array}) == len(array)
 
 
+def test_a_static_scale_runs_as_a_dynamic_one():
+    """Its number is none of the model's, whose products would not become infinite."""
+
+    def narrow(scale):
+        grad_fn = grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2), "mixed_float16")
+        program = jax.make_jaxpr(lambda *args: grad_fn(*args, loss_scale=scale))(jnp.ones((8, 8)), jnp.ones((4, 8)))
+        return str(program).count(":f16[")
+
+    assert narrow(SCALE) == narrow(jmp.DynamicLossScale(2.0**10))
+
+
 def test_zeros_of_both_signs_are_two_numbers():
     grad_fn = grad(lambda w, sign: w * jnp.copysign(1.0, sign), "mixed_bfloat16")
     assert [float(grad_fn(jnp.float32(1), sign)) for sign in (0.0, -0.0, 0.0)] == [1, -1, 1]

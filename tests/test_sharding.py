@@ -394,6 +394,20 @@ def test_aux_stays_local_and_fp8_statistics_are_the_largest():
     np.testing.assert_array_equal(grads["_overwrite_with_gradient"]["amax"], [3.0])
 
 
+def test_aux_of_what_is_replicated_is_replicated():
+    """The gradient's arguments alone are declared to vary."""
+
+    def loss(w, step, x):
+        return jnp.mean(w * x), step + 1
+
+    def grads(w, step, x):
+        return jmp.grad(loss, "float32", axis_name="data", has_aux=True)(w, step, x)
+
+    specs = PartitionSpec(), PartitionSpec(), PartitionSpec("data")
+    mapped = jax.jit(jax.shard_map(grads, mesh=mesh_of(4), in_specs=specs, out_specs=PartitionSpec()))
+    assert jax.tree.map(float, mapped(jnp.ones(()), jnp.zeros(()), jnp.arange(4.0))) == (1.5, 1.0)
+
+
 def test_complex_and_bfloat16_gradients_are_averaged_in_their_own_way():
     def step(params, x):
         def loss(params, x):
