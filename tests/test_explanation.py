@@ -67,6 +67,7 @@ def test_table_and_text():
     first, *rest = str(found).splitlines()
     assert first == f"{found.summary} ({get_policy(POLICY)})"
     assert any(line.startswith("100.0% of ") for line in rest)
+    assert "100.0% of 5.12e-07 GFLOP on 16-bit operands" in str(report(layer, W, X)).splitlines()  # 2 * 4 * 8 * 8
     found = report(jax.grad(scanned_loss), W, X)
     assert "scan " not in str(found) and "Runs as recorded" not in str(found)
     rows = [re.split("  +", line) for line in found.table("Lay*").splitlines()]
@@ -74,6 +75,7 @@ def test_table_and_text():
         row[5] for row in rows[1:]
     } == {"3"}
     assert found.table().isascii() and str(found).isascii()
+    assert found.program().startswith("{ lambda") and " = tanh " in found.program()
 
 
 def test_text_of_what_is_widened_and_of_products_in_float32():
@@ -83,11 +85,20 @@ def test_text_of_what_is_widened_and_of_products_in_float32():
     assert report(jnp.square, X.astype(jnp.float16)).converted == 0  # by hand
 
     def fn(w, x):
-        return x @ w, full_precision(jnp.matmul)(x, w), jnp.matmul(x, w, precision="highest")
+        with jax.named_scope("Head"):
+            return x @ w, full_precision(jnp.matmul)(x, w), jnp.matmul(x, w, precision="highest")
 
     found = report(fn, W, X)
     assert "; 1 product kept in float32, the precision they were set to: " in str(found).splitlines()[0]
     assert [op.primitive for op in found.wide_products] == ["dot_general"] * 2
+    assert (found.converted, found.total) == (1, 3)
+    header, *rows = [re.split("  +", line) for line in str(found).split("\n\n")[-1].splitlines()]
+    assert header == ["product in float32", "number", "scope", "source", "reason"]
+    assert [[*row[:3], row[4]] for row in rows] == [
+        ["fwd", "1", "Head", "full_precision region"],
+        ["fwd", "1", "Head", "its precision was set to float32"],
+    ]
+    assert "product in float32 " not in str(report(loss, W, X))
     strict = report(fn, W, X, policy="float32")
     assert str(strict).splitlines()[0] == f"{strict.summary} ({strict.policy})" and "product in float32 " not in str(
         strict

@@ -209,7 +209,7 @@ class Explanation:
     def _guarded(self) -> str:
         """What the first line adds where products were recorded with a precision of float32, perhaps all of them."""
         number = sum(op.reason.endswith(Cause.PRECISION.value) for op in self.wide_products)
-        if not number or self.compute_dtype == "float32":
+        if not number:
             return ""
         return (
             f"; {count(number, 'product')} kept in float32, the precision they were set to: where that is set for all, "
