@@ -210,9 +210,10 @@ def test_float64_without_64_bit_types_is_an_error():
     )
 
 
-def test_a_leaf_too_large_to_count():
+@pytest.mark.parametrize(("shape", "dtype"), [((2**16, 2**16), jnp.float16), ((2**16, 2**15), jnp.complex64)])
+def test_a_leaf_too_large_to_count(shape, dtype):
     with pytest.raises(ValueError) as error:
-        jax.eval_shape(diagnostics.exponent_histogram, {"w": jax.ShapeDtypeStruct((2**16, 2**16), jnp.float16)})
+        jax.eval_shape(diagnostics.exponent_histogram, {"w": jax.ShapeDtypeStruct(shape, dtype)})
     assert str(error.value) == (
         "`exponent_histogram`: the leaf 'w' has 4294967296 values, and one leaf may have 2**32 - 1; "
         "pass it in pieces, as a list."

@@ -149,6 +149,17 @@ def test_leaves_total_headroom_and_text():
     ]
 
 
+def test_float64_leaves():
+    with jax.enable_x64(True):
+        grads = {"w": jnp.float64([1e-310, 2.0**-30, 3.0, jnp.nan])}
+        exact = diagnostics.underflow_report(grads)
+        binned = diagnostics.underflow_report(diagnostics.exponent_histogram(grads))
+        assert exact.total.largest == 3.0 and binned.total.largest == 4.0 - 2.0**-51
+        for report in (exact, binned):
+            assert report.total.becomes_zero == 2 / 3 and report.total.not_finite == 1
+            assert report.largest[0].dtype == jnp.float64
+
+
 def test_nothing_to_report():
     report = diagnostics.underflow_report({"ids": jnp.arange(3), "w": jnp.zeros(2)})
     assert report.total.headroom is None and report.total.zeros == 2 and report.total.becomes_zero == 0
@@ -212,6 +223,7 @@ class TestHistogram:
         histogram = diagnostics.exponent_histogram({"ties": jnp.float32([2.0**-25] * 3), "top": jnp.float32([65530.0])})
         binned = diagnostics.underflow_report(histogram)
         assert [row.becomes_zero for row in binned.leaves] == [0, 0] and binned.total.becomes_infinite == 0
+        assert [row.largest for row in binned.leaves] == [2.0**-24 - 2.0**-48, 2.0**16 - 2.0**-8]  # ends of the bins
         exact = diagnostics.underflow_report([jnp.float32([2.0**-25] * 3), jnp.float32([65530.0])])
         assert exact.leaves[0].becomes_zero == exact.leaves[1].becomes_infinite == 1
 
@@ -342,6 +354,11 @@ def test_in_a_training_step_with_an_injected_infinity():
             lambda: diagnostics.underflow_report(jnp.ones(2), "float32"),
             "`dtype` must be a format of 16 or 8 bits that holds gradients, such as 'float16', 'bfloat16' or "
             "'float8_e5m2', got float32.",
+        ),
+        (
+            lambda: diagnostics.underflow_report(jnp.ones(2), "float4_e2m1fn"),
+            "`dtype` must be a format of 16 or 8 bits that holds gradients, such as 'float16', 'bfloat16' or "
+            "'float8_e5m2', got float4_e2m1fn.",
         ),
         (
             lambda: diagnostics.suggest_loss_scale(jnp.ones(2), "float8_e8m0fnu"),

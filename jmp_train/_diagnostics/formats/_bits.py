@@ -199,7 +199,7 @@ def bincount(index: jax.Array, length: int) -> jax.Array:
     rows = min(_MOST_ROWS, max(1, index.size // _VALUES_PER_ROW))
     # The sum of the indices of all axes, not the flat index: a reshape might gather an array that is sharded.
     steps = [lax.broadcasted_iota(np.int32, index.shape, axis) for axis in range(index.ndim)]
-    row = sum(steps, jnp.zeros(index.shape, np.int32)) % rows
+    row = sum(steps) % rows
     counted = jnp.zeros((rows, length), np.uint32).at[row, index].add(np.uint32(1), mode="promise_in_bounds")
     low = jnp.sum(counted, axis=0, dtype=np.uint32)
     return jnp.stack([low, jnp.zeros_like(low)], axis=-1)
