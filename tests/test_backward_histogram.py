@@ -55,6 +55,24 @@ def test_every_iteration_of_a_loop_counts():
     assert counted(found, "mul") == [(-2 * i, X.size) for i in range(5, 0, -1)]
 
 
+def test_booleans_are_not_counted():
+    relu = jax.custom_vjp(lambda x: jnp.maximum(x, 0))
+    relu.defvjp(lambda x: (relu(x), x), lambda x, ct: (jnp.where(x > 0, ct, 0) * ct,))
+    found = diagnostics.backward_histogram(jax.grad(lambda x: jnp.sum(relu(x))))(X)
+    assert "mul" in found.paths and "gt" not in found.paths
+
+
+def test_float64_beside_float32():
+    with jax.enable_x64(True):
+
+        def mixed(x, y):
+            return jnp.sum(jnp.sin(x)) * jnp.float32(2) + jnp.sum(jnp.sin(y)) * 2
+
+        found = diagnostics.backward_histogram(jax.grad(mixed, (0, 1)))(jnp.float32(X), jnp.float64(X))
+        assert found.lowest == -1074
+        assert counted(found, "mul") == exponents([2, 2], *[2 * np.cos(X.astype(np.float64))] * 2)
+
+
 def test_zeros_and_the_loss_scale():
     def small(w):
         return 1e-8 * jnp.sum(jnp.sin(X @ w))

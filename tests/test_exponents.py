@@ -223,6 +223,8 @@ def test_a_leaf_too_large_to_count(shape, dtype):
 def test_values_before_text():
     histogram = diagnostics.exponent_histogram({"w": jnp.array([0.75, 3.0, 0.0, jnp.nan, 2.0**-140, 1.0])})
     assert json.loads(json.dumps(histogram.as_dict())) == histogram.as_dict()
+    median = str(diagnostics.exponent_histogram(jnp.array([1.0, 2.0, 4.0]))).splitlines()[-1].split()[4]
+    assert median == "2^1"
     assert str(histogram).splitlines() == [
         "leaf   values  zero  smallest  median  largest  infinite  NaN",
         "w      6       1     2^-140    2^-1    2^1      0         1",

@@ -583,15 +583,25 @@ class TestErrors:
         )
         self.check(TypeError, message, tx.update, parameters(), None, parameters())
 
-    @pytest.mark.parametrize("wrap", [with_master_weights, with_stochastic_rounding])
-    def test_a_neighbour_of_a_wrapper_that_would_compute_in_16_bits(self, wrap):
+    @pytest.mark.parametrize(
+        ("wrap", "dtype"),
+        [
+            (with_master_weights, jnp.bfloat16),
+            (with_master_weights, jnp.float16),
+            (with_stochastic_rounding, jnp.bfloat16),
+        ],
+    )
+    def test_a_neighbour_of_a_wrapper_that_would_compute_in_16_bits(self, wrap, dtype):
         message = (
             "`inner` has a wrapper for 16-bit parameters, and beside it, at '0/mu/dense/b', a transformation that "
-            "would compute in bfloat16. Put with_stochastic_rounding or with_master_weights around all of it."
+            f"would compute in {jnp.dtype(dtype)}. Put with_stochastic_rounding or with_master_weights around all of "
+            "it."
         )
         tx = with_low_precision_state(optax.chain(optax.scale_by_adam(), wrap(optax.sgd(1e-3))))
-        self.check(ValueError, message, tx.init, parameters(jnp.bfloat16))
+        self.check(ValueError, message, tx.init, parameters(dtype))
         tx.init(parameters())
+        asked_for = optax.trace(0.9, accumulator_dtype=dtype)  # 16 bits whatever the parameters are
+        with_low_precision_state(optax.chain(asked_for, wrap(optax.adam(1e-3)))).init(parameters(dtype))
 
     def test_a_glob_where_nothing_can_be_stored(self):
         tx = with_low_precision_state(optax.sgd(1e-3), where="nonsense")
