@@ -14,6 +14,7 @@ from flax import nnx
 
 import jmp_train as jmp
 from jmp_train import DEFAULT_RULES, StaticLossScale
+from jmp_train._diagnostics.formats._gradient_errors import _relative_error
 from jmp_train._diagnostics.formats._sensitivity_search import Candidate, Measured, Search, at_most, shares_of
 from jmp_train.diagnostics import sensitivity
 
@@ -450,3 +451,22 @@ def test_bad_input(call, error, message):
 def test_a_parts_share_leaves_out_the_error_that_is_there_anyway(alone, without, shares):
     row = Measured(Candidate("part", 1), alone, without)
     assert shares_of(row, error=0.5, floor=0.3, noise=0.0) == pytest.approx(shares)
+
+
+def test_the_error_of_numbers_whose_squares_are_zero():
+    true, found = jnp.float32([3e-25, 4e-25]), jnp.float32([3e-25, 4.05e-25])
+    np.testing.assert_allclose(_relative_error({"w": found}, {"w": true}), 0.01, rtol=1e-4)
+
+
+def test_brackets_in_the_name_of_a_scope_are_no_glob():
+    def loss(w, x):
+        with jax.named_scope("layers[0]"):
+            y = jnp.tanh(x @ w)
+        with jax.named_scope("layers[1]"):
+            return jnp.mean(jnp.tanh(y @ w))
+
+    report = sensitivity(loss, "mixed_bfloat16")(
+        np.eye(8, dtype=np.float32), np.linspace(-1, 1, 16, dtype=np.float32).reshape(2, 8)
+    )
+    assert {row.scope for row in report.rows} == {"layers[[]0]", "layers[[]1]"}
+    assert report.floor < report.error
