@@ -349,6 +349,11 @@ def test_a_mask_is_to_blame_where_it_makes_nan():
     assert (real.verdict, real.primitive) == (Verdict.KEEP_FLOAT32, "dot_general")
 
 
+def test_a_mask_is_to_blame_where_a_product_makes_nan_of_it():
+    report = find_overflow(lambda x, mask: jnp.tanh(x @ mask))(0 * X, np.full((8, 2), -np.inf, np.float32))
+    assert (report.verdict, report.primitive) == (Verdict.INPUT, "dot_general")
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_bad_data_is_named_by_its_path(value):
     batch = {"image": X.copy(), "label": X}
