@@ -25,15 +25,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from ..._dtypes import FLOAT32
 from ..analysis.activations import activations
 from ..analysis.residual_costs import is_expensive
-from ..ir import Equation, Fact, Precision, Program, Use
+from ..ir import Equation, Fact, Precision, Program
 from ..primitives import Rule, Trait, having
 
 if TYPE_CHECKING:
@@ -43,55 +41,44 @@ _ELEMENTWISE = having(Trait.FUSES | Trait.EXPENSIVE)
 
 
 def save_for_sums(program: Program, context: Context) -> Program:
-    """The program whose sums, and what waits for them, read saved copies of what is expensive to compute twice."""
-    found = _shared_with_sums(program) if context.saves_low else None
+    """The program whose sums, and what waits for them, read saved copies of what XLA would store for both."""
+    found = _shared_with_sums(program, context) if context.saves_low else None
     if not found:
         return program
-    residuals, facts = program.residuals, [*program.facts]
-    equations = [_reading_saved(equation, found, program.low) for equation in program.equations]
-    for i, equation in enumerate(equations):
+    facts, equations = [*program.facts], []
+    for equation in program.equations:
+        uses = equation.uses
+        if not found.isdisjoint(equation.operands):
+            uses = [use._replace(residual=use.residual or use.value in found) for use in uses]
         for number in found.intersection(equation.results):
             if facts[number].precision is Precision.LOW and equation.entry.rule is not Rule.LOW:
-                equations[i] = _in_float32(equation, facts)
+                uses = [use._replace(dtype=FLOAT32) for use in uses]
                 facts[number] = dataclasses.replace(facts[number], precision=Precision.FULL)
-    residuals = dataclasses.replace(
-        residuals, saved=residuals.saved | found, remat=residuals.remat - found, in_full=residuals.in_full - found
-    )
+        equations.append(equation if uses is equation.uses else equation.replace(uses=uses))
+    residuals = program.residuals
+    residuals = dataclasses.replace(residuals, saved=residuals.saved | found, remat=residuals.remat - found)
     return dataclasses.replace(program, facts=facts, equations=equations, residuals=residuals)
 
 
-def _reading_saved(equation: Equation, saved: set[int], low: np.dtype) -> Equation:
-    if saved.isdisjoint(equation.operands):
-        return equation
-    uses = [Use(use.value, use.dtype or low, True) if use.value in saved else use for use in equation.uses]
-    return equation.replace(uses=uses)
-
-
-def _in_float32(equation: Equation, facts: Sequence[Fact]) -> Equation:
-    floating = [facts[use.value].precision is not Precision.RECORDED for use in equation.uses]
-    pairs = zip(equation.uses, floating, strict=True)
-    return equation.replace(uses=[use._replace(dtype=FLOAT32) if each else use for use, each in pairs])
-
-
-def _shared_with_sums(program: Program) -> set[int]:
-    """The values that a sum and something else read, and that only an expensive function gives."""
+def _shared_with_sums(program: Program, context: Context) -> set[int]:
+    """The values that a sum and something beside a sum read, and that a dot depends on."""
     expensive, after_sum, beside = _around_sums(program)
-    if not (expensive and beside):
+    if not beside:
         return set()
     forward, cotangents = set[int](), set[int]()
     readers = Counter[int]()
     read_by_sum, summed = set[int](), set[int]()  # summed: a sum reads them, or what is elementwise in them
     for equation in reversed(program.equations):
-        results, near = equation.results, _near(equation)
+        name, results, near = equation.node.name, equation.results, _near(equation)
         if not beside.isdisjoint(results) and after_sum.isdisjoint(results):
             beside.update(equation.operands)
-            shared = {
-                n for n in expensive.intersection(results) if readers[n] > 1 and _may_be_rounded(program.facts[n])
-            }
+            shared = {n for n in results if readers[n] > 1 and _may_be_rounded(program.facts[n])}
+            shared = {n for n in shared & summed if name in _ELEMENTWISE and context.uses[n].reaches_dot}
             if not program.place.is_backward(equation.node):
-                forward |= shared & summed
+                forward |= shared & expensive
             else:
-                cotangents |= {n for n in shared & read_by_sum if program.precision(n) is Precision.FULL}
+                shared &= read_by_sum
+                cotangents |= {n for n in shared if name == "mul" or program.precision(n) is Precision.FULL}
         readers.update(near)
         if equation.entry.has_own_kernel:
             read_by_sum |= near
