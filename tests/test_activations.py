@@ -22,6 +22,8 @@ FUNCTIONS = {
     "some of it": (lambda h: jax.nn.silu(h)[:1], True),
     "twice its half": (lambda h: jax.nn.silu(h) * 0.5 + h * 0.5 * jnp.tanh(h), True),
     "their difference": (lambda h: h * 0.5 - h * 0.5 * jnp.tanh(h), True),
+    "a narrow sum": (lambda h: (h + h) * jnp.tanh(h), True),
+    "a bounded number more": (lambda h: 0.5 * h * jnp.tanh(h) + 0.5 * jnp.tanh(h), False),
     "twice as large": (lambda h: 2 * jax.nn.silu(h), False),
     "the sum of two": (lambda h: jax.nn.silu(h) + h * jnp.tanh(h), False),
     "the difference of two": (lambda h: jax.nn.silu(h) - h * jnp.tanh(h), False),

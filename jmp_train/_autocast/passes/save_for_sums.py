@@ -5,19 +5,21 @@
     s:f32 = reduce_sum h          ->         s:f32 = reduce_sum h*        (* the saved copy, in the compute dtype)
     n:f32 = sub h s                          n:f32 = sub h* s
 
-The sums of a norm are a kernel of their own, which ends before anything can be normalised, and XLA does not compute an
-expensive function in the kernels of both. It stores what they share, in float32, and reads that at least twice. A copy
-in 16 bits is half of the bytes. Flax's `dtype` and torch.amp round the same numbers.
+The sums of a norm are a kernel of their own, which ends before anything can be normalised, and XLA does not compute all
+that comes before them in both kernels. It stores what they share, in float32, and reads that at least twice. A copy in
+16 bits is half of the bytes. Flax's `dtype` and torch.amp round the same numbers.
 
-A value is saved so if
+A value that a dot depends on is saved so if
 
-* it is the result of an activation function that a norm reads, perhaps squared or reshaped first: one that is no larger
-  than the values in the compute dtype that it is computed from (`analysis/activations.py`), and finite where they are.
-  It is computed in float32 up to that rounding;
-* or it is a cotangent in float32 that a sum reads as it is, as the gradient of a GELU behind a norm: sums over rows of
-  it are subtracted from it. Where it overflows, the loss scale skips the step.
+* it is the result of an activation function that a norm reads, perhaps squared or reshaped first: expensive, and no
+  larger than the values in the compute dtype that it is computed from (`analysis/activations.py`), so that it is finite
+  where they are;
+* or it is a cotangent that a sum reads as it is, as the gradient of a GELU behind a norm: sums over rows of it are
+  subtracted from it. Where it overflows, the loss scale skips the step. Sums and selections in 16 bits, such as the
+  gradients of a relu, XLA computes again in each kernel.
 
-Decides which values these are. What is read across a dot was decided before, by `save_or_remat.py`.
+Up to that rounding it is computed in float32. Decides which values these are. What is read across a dot was decided
+before, by `save_or_remat.py`.
 """
 
 from __future__ import annotations
@@ -72,8 +74,8 @@ def _shared_with_sums(program: Program, context: Context) -> set[int]:
         name, results, near = equation.node.name, equation.results, _near(equation)
         if not beside.isdisjoint(results) and after_sum.isdisjoint(results):
             beside.update(equation.operands)
-            shared = {n for n in results if readers[n] > 1 and _may_be_rounded(program.facts[n])}
-            shared = {n for n in shared & summed if name in _ELEMENTWISE and context.uses[n].reaches_dot}
+            found = [n for n in summed.intersection(results) if name in _ELEMENTWISE and readers[n] > 1]
+            shared = {n for n in found if context.uses[n].reaches_dot and _may_be_rounded(program.facts[n])}
             if not program.place.is_backward(equation.node):
                 forward |= shared & expensive
             else:
@@ -125,4 +127,4 @@ def _is_large(program: Program, numbers: Iterable[int], result: int) -> bool:
 
 
 def _may_be_rounded(fact: Fact) -> bool:
-    return fact.precision is not Precision.RECORDED and not fact.has_low_copy and not fact.sensitive
+    return not (fact.has_low_copy or fact.sensitive)
