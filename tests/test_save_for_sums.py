@@ -54,6 +54,8 @@ CHAINS = {
         lambda w, x: jnp.sum(centred(jnp.log(jax.grad(lambda n: jnp.sum(jax.nn.gelu(n) @ w.T))(x @ w)))), False),
     "no dot follows": (
         jax.grad(lambda w, x: jnp.sum(jax.nn.gelu(centred(x) * w[0] + w[1]) @ W.T)), False),
+    "a product that is kept in float32": (
+        jax.grad(lambda w, x: jnp.sum(jnp.matmul(centred(x @ w) * w[0] + w[1], w.T, precision="highest"))), False),
     "no sum but that of a weight": (behind_norm(jax.nn.gelu, lambda h, w: h * w[0] + w[1]), False),
     "one reader": (behind_norm(jax.nn.gelu, lambda h, w: centred(h) * w[0]), False),
     "no gradient": (lambda w, x: jnp.sum(jax.nn.gelu(centred(x @ w) * w[0] + w[1]) @ w.T), False),
@@ -111,10 +113,11 @@ ACTIVATIONS = {
     "no norm": (lambda w, x: jnp.sum(jax.nn.gelu(x @ w) @ w.T), []),
     "a sum alone": (lambda w, x: jnp.sum(jax.nn.gelu(x @ w)), []),
     "cheap to compute twice": (before_norm(lambda h: h * jnp.where(h > 0, 1.0, 0.1)), []),
+    "a gate of parameters": (lambda w, x: jnp.sum(centred((x @ w) * jnp.tanh(w[0])) @ w.T), []),
     "its exponential is summed": (gelu_before(lambda h: jnp.exp(h) / jnp.sum(jnp.exp(h)) * h), []),
     "it is sorted for the sum": (gelu_before(lambda h: h - jnp.sum(jnp.sort(h)[8:])), []),
     "no dot follows": (lambda w, x: jnp.sum(centred(jax.nn.gelu(x @ w)) ** 2), []),
-    "a dot reads it anyway": (lambda w, x: jnp.sum(centred(h := jax.nn.gelu(x @ w)) @ w.T) + jnp.sum(h @ w), []),
+    "a dot reads it anyway": (lambda w, x: jnp.sum(rms_norm(h := jax.nn.gelu(x @ w)) @ w.T) + jnp.sum(h @ w), []),
     "returned": (lambda w, x: (h := jax.nn.gelu(x @ w), jnp.sum(centred(h) @ w.T)), []),
 }  # fmt: skip
 
