@@ -1,4 +1,4 @@
-"""Which float32 values are no larger than the values in the compute dtype that they are computed from.
+"""Which values are expensive, and no larger than the values in the compute dtype that they are computed from.
 
     t = tanh (mul 0.8 x:f16)      |t| <= 1
     s = mul 0.5 (add 1.0 t)       |s| <= 1
@@ -12,10 +12,13 @@ Decides which values these are. Does not decide which of them are saved so; see 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+from ..._sizes import is_less
 from ..ir import Precision, Program
 from ..primitives import Trait, having
+from .residual_costs import is_expensive
 
 _BOUNDED = {"tanh": 1.0, "logistic": 1.0, "erf": 1.0, "erfc": 2.0}
 _ADDS = having(Trait.ADDS)
@@ -33,14 +36,18 @@ _NO_LARGER = _Bound(1, 1.0)
 
 
 def activations(program: Program) -> set[int]:
-    """The results that are at most as large as some value in the compute dtype."""
+    """The results of an expensive function that are at most as large as some value in the compute dtype."""
     bounds: dict[int, _Bound] = {}
+    expensive: set[int] = set()
 
     def bound(number: int) -> _Bound | None:
         fact, found = program.facts[number], bounds.get(number)
         if (known := fact.numbers.range) is not None:
             return _Bound(0, known.largest)
         return min(found or _NO_LARGER, _NO_LARGER) if fact.precision is Precision.LOW else found
+
+    def size(number: int) -> int:
+        return math.prod(program.avals[number].shape)
 
     for equation in program.equations:
         name, operands = equation.node.name, equation.node.ins
@@ -56,4 +63,11 @@ def activations(program: Program) -> set[int]:
                 bounds[equation.results[0]] = _Bound(one.degree + other.degree, one.factor * other.factor)
             elif one.degree == other.degree:
                 bounds[equation.results[0]] = _Bound(one.degree, one.factor + other.factor)
-    return {number for number, found in bounds.items() if found.degree == 1 and found <= _NO_LARGER}
+        else:
+            continue
+        # What is broadcast, as a statistic or a row of parameters, is computed in a kernel of its own.
+        large = [n for n in operands if n in expensive and not is_less(size(n), size(equation.results[0]))]
+        if large or is_expensive(equation):
+            expensive.update(equation.results)
+    within = {number for number, found in bounds.items() if found.degree == 1 and found <= _NO_LARGER}
+    return within & expensive

@@ -25,15 +25,11 @@ before, by `save_or_remat.py`.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections import Counter
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ..._dtypes import FLOAT32
 from ..analysis.activations import activations
-from ..analysis.residual_costs import is_expensive
-from ..ir import Equation, Fact, Precision, Program
+from ..ir import Equation, Precision, Program
 from ..primitives import Rule, Trait, having
 
 if TYPE_CHECKING:
@@ -63,68 +59,58 @@ def save_for_sums(program: Program, context: Context) -> Program:
 
 
 def _shared_with_sums(program: Program, context: Context) -> set[int]:
-    """The values that a sum and something beside a sum read, and that a dot depends on."""
-    expensive, after_sum, beside = _around_sums(program)
-    if not beside:
-        return set()
+    """The values that are stored for sums and what waits for these, and that may be rounded."""
     forward, cotangents = set[int](), set[int]()
-    readers = Counter[int]()
-    read_by_sum, summed = set[int](), set[int]()  # summed: a sum reads them, or what is elementwise in them
-    for equation in reversed(program.equations):
-        name, results, near = equation.node.name, equation.results, _near(equation)
-        if not beside.isdisjoint(results) and after_sum.isdisjoint(results):
-            beside.update(equation.operands)
-            found = [n for n in summed.intersection(results) if name in _ELEMENTWISE and readers[n] > 1]
-            shared = {n for n in found if context.uses[n].reaches_dot and _may_be_rounded(program.facts[n])}
-            if not program.place.is_backward(equation.node):
-                forward |= shared & expensive
-            else:
-                shared &= read_by_sum
-                cotangents |= {n for n in shared if name == "mul" or program.precision(n) is Precision.FULL}
-        readers.update(near)
-        if equation.entry.has_own_kernel:
-            read_by_sum |= near
-        if equation.entry.has_own_kernel or (_follows(equation) and not summed.isdisjoint(results)):
-            summed |= near
+    for equation, number, is_read_by_sum in _read_around_sums(program):
+        fact = program.facts[number]
+        if fact.has_low_copy or fact.sensitive or not context.uses[number].reaches_dot:
+            continue
+        if not program.place.is_backward(equation.node):
+            forward.add(number)
+        elif is_read_by_sum and (equation.node.name == "mul" or fact.precision is Precision.FULL):
+            cotangents.add(number)
     if forward:
         forward &= activations(program)
     return (forward | cotangents).difference(program.outputs)
 
 
-def _around_sums(program: Program) -> tuple[set[int], set[int], set[int]]:
-    """The values that come of an expensive function, those that wait for a sum, and those that are read beside these.
+def _read_around_sums(program: Program) -> list[tuple[Equation, int, bool]]:
+    """The elementwise equations and their results that two equations read, one for a sum, one beside what waits for it.
 
-    Each as far as a kernel goes: a dot's result is in memory, whatever it is computed from.
+    And whether a sum reads the result itself, rather than what is elementwise in it. As `assign_dtypes`, this runs for
+    every equation, and calls no function that need not be.
     """
-    expensive, after_sum, beside = set[int](), set[int](), set[int]()
+    after_sum, beside = ([False] * len(program.facts) for _ in range(2))
     for equation in program.equations:
         elementwise, is_sum = equation.node.name in _ELEMENTWISE, equation.entry.has_own_kernel
-        if is_sum or (after_sum and _follows(equation)):
-            near = _near(equation)
-            if is_sum or not after_sum.isdisjoint(near):
-                after_sum.update(equation.results)
-                beside.update(near if elementwise else ())
-        if elementwise:
-            chain = expensive.intersection(equation.operands)
-            if is_expensive(equation) or (chain and _is_large(program, chain, equation.results[0])):
-                expensive.update(equation.results)
-    return expensive, after_sum, beside
-
-
-def _near(equation: Equation) -> set[int]:
-    """The operands that are not read across a dot."""
-    return {value for value, _, residual in equation.uses if not residual}
-
-
-def _follows(equation: Equation) -> bool:
-    return equation.node.name in _ELEMENTWISE or equation.entry.rule is Rule.SHAPE
-
-
-def _is_large(program: Program, numbers: Iterable[int], result: int) -> bool:
-    """Whether one of some operands is as large as a result: a statistic that is broadcast is computed once a row."""
-    size = math.prod(program.avals[result].shape)
-    return any([math.prod(program.avals[number].shape) == size for number in numbers])
-
-
-def _may_be_rounded(fact: Fact) -> bool:
-    return not (fact.has_low_copy or fact.sensitive)
+        waits = is_sum
+        if elementwise or equation.entry.rule is Rule.SHAPE:
+            for number, _, residual in equation.uses:
+                waits = waits or (after_sum[number] and not residual)
+        if waits:
+            for number in equation.results:
+                after_sum[number] = True
+            for number, _, residual in equation.uses if elementwise else ():
+                beside[number] = beside[number] or not residual
+    if True not in beside:
+        return []
+    readers, summed, read_by_sum = [0] * len(beside), [False] * len(beside), [False] * len(beside)
+    found: list[tuple[Equation, int, bool]] = []
+    for equation in reversed(program.equations):
+        elementwise, is_sum = equation.node.name in _ELEMENTWISE, equation.entry.has_own_kernel
+        is_before, is_summed, last = False, is_sum, -1
+        for number in equation.results:
+            if summed[number] and (elementwise or equation.entry.rule is Rule.SHAPE):
+                is_summed = True
+            if beside[number] and not after_sum[number]:
+                is_before = True
+                if elementwise and summed[number] and readers[number] > 1:
+                    found.append((equation, number, read_by_sum[number]))
+        for number, _, residual in equation.uses:
+            beside[number] = beside[number] or is_before
+            if not residual:
+                readers[number] += number != last
+                summed[number] = summed[number] or is_summed
+                read_by_sum[number] = read_by_sum[number] or is_sum
+            last = number
+    return found
