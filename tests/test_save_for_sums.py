@@ -48,6 +48,7 @@ CHAINS = {
     "a square": (behind_norm(lambda h: h * h, lambda h, w: centred(h) * w[0] + w[1]), True),
     "a maximum": (behind_norm(lambda h: jnp.maximum(h, 0.0), lambda h, w: centred(h) * w[0] + w[1]), True),
     "a relu": (behind_norm(jax.nn.relu, lambda h, w: centred(h) * w[0] + w[1]), False),
+    "a relu, squared": (behind_norm(lambda h: jax.nn.relu(h) ** 2, lambda h, w: centred(h) * w[0] + w[1]), False),
     "a leaky relu": (behind_norm(jax.nn.leaky_relu, lambda h, w: centred(h) * w[0] + w[1]), False),
     "an exponential": (behind_norm(jnp.exp, lambda h, w: centred(h) * w[0] + w[1]), True),
     "a cotangent whose logarithm is taken": (
@@ -66,6 +67,13 @@ CHAINS = {
 def test_which_cotangents_are_saved(name):
     fn, expected = CHAINS[name]
     assert len(saved_for_sums(fn, W, A)) == expected
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_program_is_rounded_once(name):
+    fn, _ = CHAINS[name]
+    once = autocast(fn, "mixed_float16")
+    assert saved_for_sums(once, W, A) == []
 
 
 def test_a_cotangent_that_is_returned_is_not_saved_for_sums():

@@ -15,8 +15,8 @@ A value that a dot depends on is saved so if
   larger than the values in the compute dtype that it is computed from (`analysis/activations.py`), so that it is finite
   where they are;
 * or it is a cotangent that a sum reads as it is, as the gradient of a GELU behind a norm: sums over rows of it are
-  subtracted from it. Where it overflows, the loss scale skips the step. Sums and selections in 16 bits, such as the
-  gradients of a relu, XLA computes again in each kernel.
+  subtracted from it. Where it overflows, the loss scale skips the step. Selections and sums of 16-bit numbers, such as
+  the gradients of a relu and a leaky relu, XLA computes again in each kernel.
 
 Up to that rounding it is computed in float32. Decides which values these are. What is read across a dot was decided
 before, by `save_or_remat.py`.
@@ -29,13 +29,14 @@ from typing import TYPE_CHECKING
 
 from ..._dtypes import FLOAT32
 from ..analysis.activations import activations
-from ..ir import Equation, Precision, Program
+from ..ir import Equation, Precision, Program, is_sixteen_bit
 from ..primitives import Rule, Trait, having
 
 if TYPE_CHECKING:
     from ..planner import Context
 
 _ELEMENTWISE = having(Trait.FUSES | Trait.EXPENSIVE)
+_KEEPS_DTYPE = frozenset({Rule.WIDEST, Rule.FOLLOW, Rule.SHAPE})
 
 
 def save_for_sums(program: Program, context: Context) -> Program:
@@ -60,14 +61,16 @@ def save_for_sums(program: Program, context: Context) -> Program:
 
 def _shared_with_sums(program: Program, context: Context) -> set[int]:
     """The values that are stored for sums and what waits for these, and that may be rounded."""
+    found = _read_around_sums(program)
     forward, cotangents = set[int](), set[int]()
-    for equation, number, is_read_by_sum in _read_around_sums(program):
-        fact = program.facts[number]
+    narrow = _narrow(program) if found else ()
+    for equation, number, is_read_by_sum in found:
+        fact, name = program.facts[number], equation.node.name
         if fact.has_low_copy or fact.sensitive or not context.uses[number].reaches_dot:
             continue
         if not program.place.is_backward(equation.node):
             forward.add(number)
-        elif is_read_by_sum and (equation.node.name == "mul" or fact.precision is Precision.FULL):
+        elif is_read_by_sum and (name == "mul" or not (narrow[number] or name == "select_n")):
             cotangents.add(number)
     if forward:
         forward &= activations(program)
@@ -114,3 +117,22 @@ def _read_around_sums(program: Program) -> list[tuple[Equation, int, bool]]:
                 read_by_sum[number] = read_by_sum[number] or is_sum
             last = number
     return found
+
+
+def _narrow(program: Program) -> list[bool]:
+    """Which values are in the compute dtype, or would be if their readers were.
+
+    So are sums and selections of what was cast from 16 bits, as in a program that has been through autocast before.
+    """
+    narrow = [fact is None or fact.precision is not Precision.FULL for fact in program.facts]
+    for equation in program.equations:
+        operands = equation.node.ins
+        if equation.node.name == "convert_element_type":
+            narrow[equation.results[0]] |= is_sixteen_bit(program.avals[operands[0]])
+        elif equation.entry.rule in _KEEPS_DTYPE:
+            all_are = True
+            for number in operands:
+                all_are = all_are and narrow[number]
+            for number in equation.results:
+                narrow[number] = narrow[number] or all_are
+    return narrow
