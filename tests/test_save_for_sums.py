@@ -50,6 +50,8 @@ CHAINS = {
     "a relu": (behind_norm(jax.nn.relu, lambda h, w: centred(h) * w[0] + w[1]), False),
     "a relu, squared": (behind_norm(lambda h: jax.nn.relu(h) ** 2, lambda h, w: centred(h) * w[0] + w[1]), False),
     "a leaky relu": (behind_norm(jax.nn.leaky_relu, lambda h, w: centred(h) * w[0] + w[1]), False),
+    "a leaky relu, scaled in float32": (
+        behind_norm(jax.nn.leaky_relu, lambda h, w: centred(h) * jnp.exp(w[0]) + jnp.exp(w[1])), False),
     "an exponential": (behind_norm(jnp.exp, lambda h, w: centred(h) * w[0] + w[1]), True),
     "a cotangent whose logarithm is taken": (
         lambda w, x: jnp.sum(centred(jnp.log(jax.grad(lambda n: jnp.sum(jax.nn.gelu(n) @ w.T))(x @ w)))), False),
