@@ -70,6 +70,16 @@ BODIES = {
     "a solution": (lambda c, d: jnp.linalg.solve(c + d, d), {SOLVES}),
     "a factor of products": (lambda c, d: jnp.linalg.cholesky(c @ d @ c.T) + d, {SOLVES}),
     "a factor of a function of it": (lambda c, d: jnp.linalg.cholesky(jnp.sin(c)) + d, set()),
+    "a solution, its diagonal raised": (
+        lambda c, d: jnp.linalg.solve(c, d).at[jnp.arange(4), jnp.arange(4)].add(1e-6), {SOLVES}),
+    "a solution, bounded": (lambda c, d: jnp.clip(jnp.linalg.solve(c, d), 0.0, 9.0), {SOLVES}),
+    "a solution, and its diagonal, which is a branch": (
+        lambda c, d: jnp.linalg.solve(c, d) + jnp.diag(jnp.diag(c)), {SOLVES}),
+    "a solution, or terms": (
+        lambda c, d: lax.cond(d[0, 0] > 0, lambda c: jnp.linalg.solve(c, d), lambda c: d, c + jnp.linalg.solve(c, d)),
+        {SOLVES}),
+    "a solution, or a function": (
+        lambda c, d: lax.cond(d[0, 0] > 0, jnp.sin, lambda c: c, jnp.linalg.solve(c, d)), set()),
     "a solution beside": (lambda c, d: (jnp.sin(c), jnp.linalg.solve(c, d))[0], set()),
     "a solution of terms": (lambda c, d: jnp.sin(c) + jnp.linalg.solve(d, d), set()),
 }  # fmt: skip

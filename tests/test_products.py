@@ -68,6 +68,12 @@ def fifth_power(a):
     return a @ ((a @ a) @ (a @ a))
 
 
+def raised(p):
+    """A covariance with more on its diagonal, and bounded."""
+    at = jnp.arange(len(p))
+    return jnp.clip(jnp.fill_diagonal(p.at[at, at].add(1e-6), jnp.diag(p), inplace=False), -9.0, 9.0)
+
+
 def covariances_of(x):
     """Covariances `[2, 64, 64]` that a loop carries."""
     step = lambda p, _: (jnp.linalg.solve(jnp.eye(64) + p, p),) * 2  # noqa: E731
@@ -157,6 +163,10 @@ WIDE = {
     "covariances of a learned filter": (
         lambda w, x: lax.scan(
             lambda p, _: (w @ jnp.linalg.solve(jnp.eye(64) + p, p) @ w.T, None), jnp.eye(64), None, 2)[0],
+        W / 8, X, Cause.SOLUTION),
+    "covariances of a learned filter, their diagonal raised and bounded": (
+        lambda w, x: lax.scan(
+            lambda p, _: (w @ raised(jnp.linalg.solve(jnp.eye(64) + p, p)) @ w.T, None), jnp.eye(64), None, 2)[0],
         W / 8, X, Cause.SOLUTION),
     "means of a learned filter": (
         lambda w, x: lax.scan(

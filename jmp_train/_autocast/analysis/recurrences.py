@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
 
-from ..._jaxpr import FlatJaxpr, Loop, Node
+from ..._jaxpr import FlatJaxpr, Loop, Node, flatten
 from ..primitives import SYSTEMS, Trait, having
 from .dot_sizes import size_of
 from .loops import dependents, sources
@@ -19,7 +19,7 @@ from .producers import Producers
 
 _TERMS = having(Trait.ADDS | Trait.JOINS)  # linear in all of their operands together
 _LINEAR = having(Trait.LINEAR | Trait.MOVES | Trait.PICKS) | _TERMS | {"convert_element_type"}
-KEEPS_ESTIMATES = _LINEAR | SYSTEMS
+KEEPS_ESTIMATES = _LINEAR | SYSTEMS | having(Trait.ACCUMULATES | Trait.BOUNDS)
 
 
 def carry_kinds(program: FlatJaxpr, loop: Loop, are_solutions: Sequence[bool]) -> list[tuple[bool, bool]]:
@@ -95,14 +95,26 @@ def _but_for_scale(node: Node, producers: Producers) -> tuple[int, ...]:
 
 
 def solves(program: FlatJaxpr, start: int, result: int) -> bool:
-    """Whether linear systems and products stand between a carry and what comes back, and no other function.
+    """Whether linear systems, products and bounds stand between a carry and what comes back, and no other function.
 
     So it is for a Kalman filter's covariance. A network is other functions.
     """
     dependent, leading = dependents(program, [start]), sources(program, [result])
     between = [n for n in program.nodes if not (dependent.isdisjoint(n.ins) or leading.isdisjoint(n.outs))]
-    floating = [n for n in between if any(jnp.issubdtype(program.avals[out].dtype, jnp.floating) for out in n.outs)]
-    return any(n.name in SYSTEMS for n in between) and all(n.name in KEEPS_ESTIMATES for n in floating)
+    return any(node.name in SYSTEMS for node in between) and _keep_estimates(program, between)
+
+
+def _keep_estimates(program: FlatJaxpr, nodes: Iterable[Node]) -> bool:
+    """Whether what some nodes, or those of their branches, do to floating numbers leaves an estimate an estimate."""
+    for node in nodes:
+        if not any(jnp.issubdtype(program.avals[number].dtype, jnp.floating) for number in node.outs):
+            continue
+        if node.name == "cond":  # as `jnp.diagonal` is, with a branch for each platform
+            if not all(_keep_estimates(body, body.nodes) for body in map(flatten, node.params["branches"])):
+                return False
+        elif node.name not in KEEPS_ESTIMATES:
+            return False
+    return True
 
 
 def _has_system(program: FlatJaxpr) -> bool:
