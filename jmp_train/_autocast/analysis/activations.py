@@ -7,7 +7,7 @@
 So are the results of activation functions that multiply their operand by a bounded function of it: GELU (Hendrycks and
 Gimpel, 2016), SiLU, Mish. In the compute dtype they are finite wherever their operand is.
 
-Decides which values these are. Does not decide which of them are saved so; see `passes.save_or_remat`.
+Decides which values these are. Does not decide which of them are saved so; see `passes.save_for_sums`.
 """
 
 from __future__ import annotations
