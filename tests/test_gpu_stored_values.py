@@ -64,12 +64,21 @@ class BehindBias(nn.Module):
     activation: Any
     dtype: Any = None
 
+    def after(self, x: Any):
+        return self.activation(self.norm(dtype=self.dtype)(x))
+
     @nn.compact
     def __call__(self, x: Any):
         for _ in range(3):
-            x = nn.Conv(128, (3, 3), dtype=self.dtype)(x)
-            x = self.activation(self.norm(dtype=self.dtype)(x))
+            x = self.after(nn.Conv(128, (3, 3), dtype=self.dtype)(x))
         return nn.Conv(8, (1, 1), dtype=self.dtype)(x)
+
+
+class ActivatedThenNormed(BehindBias):
+    """The activation before the norm, as in ConvMixer (Trockman and Kolter, 2022)."""
+
+    def after(self, x: Any):
+        return self.norm(dtype=self.dtype)(self.activation(x))
 
 
 class Residual(nn.Module):
@@ -134,20 +143,6 @@ class NormedThenActivated(nn.Module):
             x = nn.Conv(128, (3, 3), dtype=self.dtype)(x)
             x = nn.gelu(nn.LayerNorm(dtype=self.dtype)(x))
         return x
-
-
-class ActivatedThenNormed(nn.Module):
-    """Convolutions with a bias and an activation, each before a norm, as in ConvMixer (Trockman and Kolter, 2022)."""
-
-    activation: Any
-    norm: Any
-    dtype: Any = None
-
-    @nn.compact
-    def __call__(self, x: Any):
-        for _ in range(3):
-            x = self.norm(dtype=self.dtype)(self.activation(nn.Conv(128, (3, 3), dtype=self.dtype)(x)))
-        return nn.Conv(8, (1, 1), dtype=self.dtype)(x)
 
 
 class ResponseNorm(nn.Module):
@@ -283,37 +278,37 @@ ROWS_OF_TABLE = {
     ),
     "attention of 196 tokens": (Attention, TOKENS, mean_square, 1.1),
     "gelu, then layer norm": (
-        lambda dtype: ActivatedThenNormed(nn.gelu, nn.LayerNorm, dtype),
+        lambda dtype: ActivatedThenNormed(nn.LayerNorm, nn.gelu, dtype),
         FEWER_IMAGES,
         mean_square,
         0.93,
     ),
     "exact gelu, then layer norm": (
-        lambda dtype: ActivatedThenNormed(exact_gelu, nn.LayerNorm, dtype),
+        lambda dtype: ActivatedThenNormed(nn.LayerNorm, exact_gelu, dtype),
         FEWER_IMAGES,
         mean_square,
         0.93,
     ),
     "silu, then RMS norm": (
-        lambda dtype: ActivatedThenNormed(nn.silu, nn.RMSNorm, dtype),
+        lambda dtype: ActivatedThenNormed(nn.RMSNorm, nn.silu, dtype),
         FEWER_IMAGES,
         mean_square,
         1.13,
     ),
     "gelu, then batch norm": (
-        lambda dtype: ActivatedThenNormed(nn.gelu, batch_norm, dtype),
+        lambda dtype: ActivatedThenNormed(batch_norm, nn.gelu, dtype),
         FEWER_IMAGES,
         mean_square,
         1.03,
     ),
     "silu, then group norm": (
-        lambda dtype: ActivatedThenNormed(nn.silu, group_norm, dtype),
+        lambda dtype: ActivatedThenNormed(group_norm, nn.silu, dtype),
         FEWER_IMAGES,
         mean_square,
         0.79,
     ),
     "gelu, then response norm": (
-        lambda dtype: ActivatedThenNormed(nn.gelu, ResponseNorm, dtype),
+        lambda dtype: ActivatedThenNormed(ResponseNorm, nn.gelu, dtype),
         FEWER_IMAGES,
         mean_square,
         0.95,

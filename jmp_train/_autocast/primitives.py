@@ -223,6 +223,8 @@ DELICATE_OPERAND = {
     **dict.fromkeys("div rem clamp".split(), 1),
     "jmp_attention_backward": -2,
 }
+# The largest magnitude of a result, whatever the operand.
+LARGEST_RESULT = {"tanh": 1.0, "logistic": 1.0, "erf": 1.0, "erfc": 2.0}
 # The operands that a result is made of, where others are indices or predicates.
 DATA_OPERANDS = {
     "gather": slice(0, 1),

@@ -17,10 +17,9 @@ from typing import NamedTuple
 
 from ..._sizes import is_less
 from ..ir import Precision, Program
-from ..primitives import Trait, having
+from ..primitives import LARGEST_RESULT, Trait, having
 from .residual_costs import is_expensive
 
-_BOUNDED = {"tanh": 1.0, "logistic": 1.0, "erf": 1.0, "erfc": 2.0}
 _ADDS = having(Trait.ADDS)
 _SAME = having(Trait.MOVES | Trait.PICKS | Trait.FLIPS)
 
@@ -51,8 +50,8 @@ def activations(program: Program) -> set[int]:
 
     for equation in program.equations:
         name, operands = equation.node.name, equation.node.ins
-        if name in _BOUNDED:
-            bounds[equation.results[0]] = _Bound(0, _BOUNDED[name])
+        if name in LARGEST_RESULT:
+            bounds[equation.results[0]] = _Bound(0, LARGEST_RESULT[name])
         elif name in _SAME and (found := bound(operands[0])) is not None:
             bounds.update(dict.fromkeys(equation.results, found))
         elif name == "mul" or name in _ADDS:

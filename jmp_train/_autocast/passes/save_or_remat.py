@@ -42,13 +42,11 @@ from ..._jaxpr import Node
 from ..._sizes import is_less, size_in_bytes
 from ..analysis.residual_costs import ResidualCosts, Sources, fuses, is_expensive
 from ..ir import Access, Equation, Precision, Program, Residuals, Use
-from ..primitives import Rule, Trait, having
+from ..primitives import Rule
 from .rewrites.relu_mask import is_positive, relu_operand
 
 if TYPE_CHECKING:
     from ..planner import Context
-
-_ELEMENTWISE = having(Trait.FUSES | Trait.EXPENSIVE)
 
 
 def save_or_remat(program: Program, context: Context) -> Program:
