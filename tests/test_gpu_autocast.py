@@ -4,8 +4,11 @@ Each bound stands beside its hand-written reference, compiled in the same run. `
 checks catch planted faults.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from autocast_references import (
     DEEP,
@@ -23,6 +26,7 @@ from autocast_references import (
 )
 from battery_models import BY_NAME, IN_BFLOAT16, LARGE, ROWS
 from battery_tools import HALVES, abstract, abstract_example, figures, gradient_function, row_figures, tracing_calls
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from jmp_train import autocast, get_policy
@@ -121,6 +125,39 @@ def test_scanned_layers_stack_less_than_flax():
     )
     assert ours.bytes <= 0.75 * flax.bytes
     assert ours.temporary <= 0.45 * flax.temporary and ours.temporary <= 0.30 * wide.temporary
+
+
+def in_a_scan(step, weights, h):
+    return lax.scan(lambda h, _: (step(h, weights), None), h, None, 16)[0]
+
+
+def in_a_while(step, weights, h):
+    return lax.while_loop(lambda state: state[1] < 16, lambda state: (step(state[0], weights), state[1] + 1), (h, 0))[0]
+
+
+def unrolled_layers(h, weights):
+    for weight in weights:
+        h = jnp.tanh(h @ weight.T).astype(h.dtype)
+    return h
+
+
+def scanned_layers(h, weights):
+    return lax.scan(lambda h, weight: (jnp.tanh(h @ weight).astype(h.dtype), None), h, weights)[0]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [unrolled_layers, scanned_layers, jax.checkpoint(unrolled_layers)],
+    ids=["unrolled", "scanned", "checkpointed"],
+)
+@pytest.mark.parametrize("loop", [in_a_scan, in_a_while])
+def test_a_stack_of_layers_is_cast_once_for_all_the_tokens_that_it_generates(loop, step):
+    """As by hand, where it is cast before the loop; the hidden state is float32, since the loop starts with data."""
+    args = jax.ShapeDtypeStruct((4, 1024, 1024), np.float32), jax.ShapeDtypeStruct((8, 1024), np.float32)
+    run = functools.partial(loop, step)
+    by_hand = figures(lambda weights, h: run(weights.astype(np.float16), h.astype(np.float16)), *args)
+    ours, wide = figures(autocast(run, "mixed_float16"), *args), figures(run, *args)
+    assert ours.bytes <= 1.05 * by_hand.bytes and ours.bytes <= 0.7 * wide.bytes
 
 
 @pytest.mark.parametrize("name", ["transformer_remat", "transformer_scan_remat"])

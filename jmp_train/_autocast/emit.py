@@ -84,12 +84,6 @@ def _run(equation: Equation, operands: list[Any]) -> list[Any]:
     return bind(equation.node.eqn, operands, **equation.params)
 
 
-def _cast(value: Any, dtype: np.dtype, stop_gradient: bool = False) -> Any:
-    # Of a hoisted copy: `Op.HOISTED`, which reads it, has the derivative of a cast of the float32 weight.
-    value = cast(value, dtype)
-    return lax.stop_gradient(value) if stop_gradient else value
-
-
 def _round(value: Any, dtype: np.dtype) -> Any:
     # With float32's exponent: a narrower one would flush float16's subnormal numbers to zero.
     return lax.reduce_precision(value, jnp.finfo(FLOAT32).nexp, jnp.finfo(dtype).nmant)
@@ -113,7 +107,7 @@ def _copy_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any,
 
 
 _ADDED: dict[Op, Callable[..., Any]] = {
-    Op.CAST: _cast,
+    Op.CAST: cast,
     Op.SAVED: lax.optimization_barrier,
     Op.ROUND: _round,
     Op.CHAINED: _chained,
@@ -137,7 +131,8 @@ def _cond(equation: Equation, operands: list[Any]) -> list[Any]:
 
 def _while(equation: Equation, operands: list[Any]) -> list[Any]:
     body, condition = map(to_jaxpr, equation.bodies)
-    return bind(equation.node.eqn, operands, body_jaxpr=body, cond_jaxpr=condition)
+    counts = {} if equation.counts is None else {"body_nconsts": equation.counts[0]}
+    return bind(equation.node.eqn, operands, body_jaxpr=body, cond_jaxpr=condition, **counts)
 
 
 def _scan(equation: Equation, operands: list[Any]) -> list[Any]:

@@ -3,73 +3,155 @@
     scan { b:f16 = cast w; c = dot x b }  w        b:f16 = cast w
                                             ->     scan { d:f16 = hoisted w b; c = dot x d }  w b
 
-XLA does not move the cast out of the loop: a recurrent network would read its float32 weights and write their copies
-at every step. Cast outside, though, a weight would have its gradient accumulated over the iterations in 16 bits, if
-someone differentiates the loop. So the loop is given both, and the copy's derivative is that of a cast inside.
+XLA moves few casts out of a loop: a recurrent network would read its float32 weights and write their copies at every
+step, and text generation those of all layers for every token, which is four times the bytes of the copies. Cast
+outside, though, a weight would have its gradient accumulated over the iterations in 16 bits, if someone differentiates
+the loop. So the loop is given both, and the copy's derivative is that of a cast inside.
+
+The weight may be moved first, as that of `x @ w.T` and one layer's part of a stack are. It may be read in a function
+that the loop rematerializes, or be rows of a loop inside, as those of a stack of layers are: the stack is cast before
+the loop around, unless that has a backward pass inside. Who accumulates gradients of a stack wants the memory instead,
+and a backward pass reads far more than weights.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
+from typing import NamedTuple
 
-from ...._dtypes import FLOAT32
-from ...._jaxpr import scan_counts
+from ...._jaxpr import loop_of
+from ...analysis.dot_sizes import size_of
 from ...ir import Equation, Op, Program, Use, with_dtype
-from ...primitives import DOTS
+from ...primitives import DOTS, Trait, having
 from .rewrite import Rewrite
+
+_MOVES = having(Trait.MOVES | Trait.PICKS)
 
 
 class HoistWeightCasts(Rewrite):
     def of_lowered(self, program: Program) -> Program:
-        """The program whose scans are given copies of the constants that their dots read in the compute dtype."""
+        """The program whose loops are given copies of the constants that their dots read in the compute dtype."""
         if not any([equation.bodies for equation in program.equations]):
             return program
-        avals, equations = [*program.avals], []
-        for equation in program.equations:
-            weights = _weights(equation) if equation.bodies and equation.node.name == "scan" else {}
-            first, params = len(avals), {"dtype": program.low, "stop_gradient": True}
-            for position, cast in weights.items():
-                number, at = equation.operands[position], equation.at or equation.node
-                copy = cast.replace(uses=[Use(number)], results=(len(avals),), params=params, at=at)
-                avals.append(with_dtype(avals[number], program.low))
-                equations.append(copy)
-            equations.append(_reading(equation, weights, range(first, len(avals))) if weights else equation)
-        return dataclasses.replace(program, avals=avals, equations=equations)
+        equations = [_with_copies_inside(equation) for equation in program.equations]
+        return _with_copies(dataclasses.replace(program, equations=equations), _constants)
 
 
-def _weights(scan: Equation) -> dict[int, Equation]:
-    """The casts of float32 constants that dots of a scan's body read, by the position of the constant."""
-    (body,), consts = scan.bodies, (scan.counts or scan_counts(scan.node.eqn))[0]
-    positions = {number: position for position, number in enumerate(body.inputs[:consts])}
-    read = {number for e in body.equations if e.node.name in DOTS for number in e.operands}
-    return {
-        positions[cast.operands[0]]: cast
-        for cast in body.equations
-        if cast.op is Op.CAST
-        and cast.operands[0] in positions
-        and cast.results[0] in read
-        and body.avals[cast.operands[0]].dtype == FLOAT32
-        and body.avals[cast.results[0]].dtype == body.low
-    }
+class _Inputs(NamedTuple):
+    """Inputs of an equation's body that are one value in all iterations of a loop.
+
+    Attributes:
+      positions: which they are.
+      copies_at: the position at which copies of them are given to the body.
+      are_rows: whether the body is given one row of each at a time.
+    """
+
+    positions: Sequence[int]
+    copies_at: int
+    are_rows: bool = False
 
 
-def _reading(scan: Equation, weights: dict[int, Equation], copies: Sequence[int]) -> Equation:
-    """The scan with `copies` as further constants, which its body reads instead of its casts."""
-    (body,), (consts, carry) = scan.bodies, scan.counts or scan_counts(scan.node.eqn)
-    avals, inputs = [*body.avals], []
-    hoisted: dict[int, Equation] = {}
-    for cast in weights.values():
+def _counts(equation: Equation) -> tuple[int, int] | None:
+    """How many constants and carried values a loop's body is given; `None` of any other equation."""
+    loop = loop_of(equation.node.eqn) if equation.bodies else None
+    return loop and (equation.counts or (loop.consts, loop.carry))
+
+
+def _constants(equation: Equation) -> _Inputs | None:
+    counts = _counts(equation)
+    return counts and _Inputs(range(counts[0]), counts[0])
+
+
+def _with_copies_inside(equation: Equation) -> Equation:
+    """A loop in whose body casts of its constants stand before the equations that read them row by row, or again."""
+    counts = _counts(equation)
+    if counts is None:
+        return equation
+    (body, *others), constant = equation.bodies, {*equation.bodies[0].inputs[: counts[0]]}
+    constant.update(number for move in _moves(body, constant) for number in move.results)
+    has_backward = any([body.place.is_backward(each.node) for each in body.equations])
+
+    def inputs(inner: Equation) -> _Inputs | None:
+        counts = _counts(inner) if inner.node.name == "scan" and not has_backward else None
+        if counts is None and not (inner.node.name == "remat2" and inner.bodies):
+            return None
+        count, first = len(inner.uses), sum(counts or ())
+        return _Inputs([i for i in range(first, count) if inner.operands[i] in constant], count, counts is not None)
+
+    return equation.replace(bodies=(_with_copies(body, inputs), *others))
+
+
+def _with_copies(program: Program, inputs: Callable[[Equation], _Inputs | None]) -> Program:
+    """The program in which casts of some inputs of equations' bodies stand before the equations."""
+    program = dataclasses.replace(program, avals=[*program.avals])
+    equations: list[Equation] = []
+    for equation in program.equations:
+        chosen = inputs(equation)
+        equations += [equation] if chosen is None else _hoisted(program, equation, chosen)
+    return dataclasses.replace(program, equations=equations)
+
+
+def _hoisted(program: Program, equation: Equation, inputs: _Inputs) -> list[Equation]:
+    """The casts of the inputs of an equation's body for dots, and what moves these first; then the equation."""
+    body, at = equation.bodies[0], equation.at or equation.node
+    given = equation.operands[len(equation.uses) - len(body.inputs) :]  # a `while` has operands for its condition first
+    names = {body.inputs[i]: given[i] for i in inputs.positions}
+    moves = [] if inputs.are_rows else _moves(body, names)
+    casts = _casts(body, {*names}.union(*(move.results for move in moves)))
+    needed = {cast.operands[0] for cast in casts}
+    for move in reversed(moves):
+        needed.update(move.operands if not needed.isdisjoint(move.results) else ())
+    before: list[Equation] = []
+    for each in [*(move for move in moves if not needed.isdisjoint(move.results)), *casts]:
+        operands = [names[number] for number in each.operands]
+        of_cast = [with_dtype(program.avals[number], body.low) for number in operands if each.op is Op.CAST]
+        results = tuple(map(program.new, of_cast or [body.avals[number] for number in each.results]))
+        before.append(each.replace(uses=list(map(Use, operands)), results=results, at=at))
+        names.update(zip(each.results, results, strict=True))
+    copies = [names[cast.results[0]] for cast in casts]
+    return [*before, _reading(equation, casts, copies, inputs.copies_at)] if casts else [equation]
+
+
+def _moves(body: Program, constant: Container[int]) -> list[Equation]:
+    """The equations of a loop's body that move or pick from what is the same in every iteration."""
+    found, moved = list[Equation](), set[int]()
+    for equation in body.equations:
+        if equation.node.name in _MOVES and equation.op is Op.RECORDED:
+            same = all(number in constant or number in moved for number in equation.operands)
+            # A copy of what is repeated would be larger than the weight.
+            sizes = [size_of(body.avals[number]) for number in (equation.operands[0], equation.results[0])]
+            if same and sizes[0] >= sizes[1]:
+                moved.update(equation.results)
+                found.append(equation)
+    return found
+
+
+def _casts(body: Program, numbers: Container[int]) -> list[Equation]:
+    """The casts of some values to the compute dtype that dots of a body read, or equations with bodies of their own."""
+    readers = [each for each in body.equations if each.node.name in DOTS or each.bodies]
+    read = {number for each in readers for number in each.operands}
+    casts = [each for each in body.equations if each.op is Op.CAST and each.results[0] in read]
+    return [each for each in casts if each.operands[0] in numbers and body.avals[each.results[0]].dtype == body.low]
+
+
+def _reading(equation: Equation, casts: Sequence[Equation], copies: Sequence[int], at: int) -> Equation:
+    """The equation given `copies`, at a position among the inputs of its body, which reads them in place of casts."""
+    (body, *others), counts = equation.bodies, _counts(equation)
+    avals, inputs, hoisted = [*body.avals], list[int](), dict[int, Equation]()
+    for cast in casts:
+        inputs.append(len(avals))
         avals.append(avals[cast.results[0]])
-        inputs.append(len(avals) - 1)
-        uses = [*cast.uses, Use(inputs[-1])]
-        hoisted[id(cast)] = cast.replace(op=Op.HOISTED, uses=uses, params={})
+        hoisted[id(cast)] = cast.replace(op=Op.HOISTED, uses=[*cast.uses, Use(inputs[-1])], params={})
     body = dataclasses.replace(
         body,
         avals=avals,
-        inputs=(*body.inputs[:consts], *inputs, *body.inputs[consts:]),
-        input_dtypes=[*body.input_dtypes[:consts], *[body.low] * len(inputs), *body.input_dtypes[consts:]],
-        equations=[hoisted.get(id(equation), equation) for equation in body.equations],
+        inputs=(*body.inputs[:at], *inputs, *body.inputs[at:]),
+        input_dtypes=[*body.input_dtypes[:at], *[body.low] * len(inputs), *body.input_dtypes[at:]],
+        equations=[hoisted.get(id(each), each) for each in body.equations],
     )
-    uses = [*scan.uses[:consts], *map(Use, copies), *scan.uses[consts:]]
-    return scan.replace(uses=uses, bodies=(body,), counts=(consts + len(copies), carry))
+    uses, skip = [*equation.uses], len(equation.uses) - len(equation.bodies[0].inputs)
+    uses[skip + at : skip + at] = map(Use, copies)
+    if counts is not None and at == counts[0]:
+        counts = counts[0] + len(copies), counts[1]
+    return equation.replace(uses=uses, bodies=(body, *others), counts=counts)
