@@ -647,3 +647,21 @@ def test_the_paths_of_a_ctc_loss_keep_their_scores():
     true_loss, want = jax.jit(loss_and_gradient)(logits, labels)
     np.testing.assert_allclose(loss, true_loss, rtol=1e-3)
     assert relative_error({"logits": got}, {"logits": want}) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("rules", "dtype"),
+    [(DEFAULT_RULES, "float16"), (DEFAULT_RULES.with_scopes({"layer": "float32"}), "float32")],
+    ids=["by default", "a scope in float32"],
+)
+def test_layers_that_a_scope_keeps_in_float32_hand_on_float32(rules, dtype):
+    def layers(w, x):
+        def step(h, _):
+            with jax.named_scope("layer"):
+                return jnp.tanh(h @ w["f"]), None
+
+        return lax.scan(step, x @ w["in"], None, length=20)[0]
+
+    weights, x = {"in": normal(32, 32) / 6, "f": normal(32, 32) / 6}, normal(BATCH, 32)
+    program = jax.make_jaxpr(autocast(layers, "mixed_float16", rules=rules))(weights, x)
+    assert [eqn.outvars[0].aval.dtype for eqn in program.eqns if eqn.primitive.name == "scan"] == [dtype]

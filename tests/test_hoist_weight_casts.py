@@ -130,11 +130,11 @@ def in_float32(w, x):
 NOT_HOISTED = {
     "rows, where gradients are accumulated": (gradients_of_stack, LAYERS, 0),
     "rows that are moved first": (repeated(moved_rows), LAYERS, 0),
-    "what a loop inside carries": (repeated(carried), W, 2),
+    "what a loop inside carries": (repeated(carried), W, 1),
     "repeated, which would be larger than the weight": (repeated(repeated_weight), W, 0),
     "of a weight that no dot reads": (repeated(added), W, 1),
     "a copy in float32": (in_float32, W, 0),
-    "activations of a checkpointed function": (repeated(jax.checkpoint(lambda h, w: jnp.tanh(h @ w))), W, 2),
+    "activations of a checkpointed function": (repeated(jax.checkpoint(lambda h, w: jnp.tanh(h @ w))), W, 1),
 }
 
 

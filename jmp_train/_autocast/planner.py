@@ -27,7 +27,7 @@ from .passes.save_or_remat import save_or_remat
 from .passes.scan_residuals import scan_residuals
 from .passes.shared_roundings import shared_roundings
 from .passes.widen import widen
-from .primitives import Entry
+from .primitives import DOTS, Entry, Rule
 from .rules import Rules
 
 
@@ -93,7 +93,7 @@ class Planner:
     def __init__(self, policy: Policy, rules: Rules, rewrites: Sequence[Rewrite] = REWRITES):
         self.policy, self.rules, self.rewrites = policy, rules, rewrites
         # By the ids of equations and jaxprs, which `_recorded` keeps alive, so that no other object gets the same.
-        self.wide: set[int] = set()  # products kept in float32
+        self.wide: set[int] = set()  # dots that do not run in 16 bits
         self._recorded: dict[tuple[int, Place], tuple[Any, FlatJaxpr, list[Entry]]] = {}
         self._inlined: dict[int, FlatJaxpr] = {}
         self._uses: dict[tuple, Uses] = {}
@@ -178,7 +178,10 @@ class Planner:
             program = flatten(jaxpr, replaced=f32_accumulators)
             for rewrite in self.rewrites:
                 program = rewrite.of_recorded(program)
-            self._recorded[key] = (jaxpr, program, entries_of(program, self.rules, place, self.rewrites))
+            entries = entries_of(program, self.rules, place, self.rewrites)
+            self._recorded[key] = (jaxpr, program, entries)
+            pairs = zip(program.nodes, entries, strict=True)
+            self.wide.update(id(node.eqn) for node, entry in pairs if node.name in DOTS and entry.rule is not Rule.LOW)
         return self._recorded[key][1:]
 
     def inlined(self, jaxpr: ClosedJaxpr | Jaxpr) -> FlatJaxpr:

@@ -24,6 +24,7 @@ from ..analysis.uses import Flags
 from ..emit import cast, emit, is_array
 from ..ir import (
     Decided,
+    Equation,
     Place,
     Precision,
     Program,
@@ -39,11 +40,37 @@ if TYPE_CHECKING:
     from ..planner import Context, Planner
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Entered:
+    """A node with a body.
+
+    Attributes:
+      planner: plans the body.
+      node, entry: the node and the rule that holds for it.
+      inside: where its body stands.
+      seen: what its operands are.
+      outs: what becomes of its results.
+    """
+
+    planner: Planner
+    node: Node
+    entry: Entry
+    inside: Place
+    seen: list[Precision]
+    outs: list[Flags]
+
+    def plan(self, *args: Any, **options: Any) -> Program:
+        return self.planner.plan(*args, place=self.inside, **options)
+
+    def equation(self, reads: Sequence[np.dtype | None], *bodies: Program, **fields: Any) -> Equation:
+        return equation_of(self.node, self.entry, reads, bodies=bodies, **fields)
+
+
 def enter(context: Context, node: Node, entry: Entry, place: Place, seen: list[Precision]) -> Decided:
     """Plans a node with a body."""
     out_flags = [context.uses[number] for number in node.outs]
-    handler = _HANDLERS.get(node.name, _boundary)
-    decided = handler(context.planner, node, entry, place.inside(node), seen, out_flags)
+    call = _Entered(context.planner, node, entry, place.inside(node), seen, out_flags)
+    decided = _HANDLERS.get(node.name, _boundary)(call)
     return _as_recorded(node, Entry(Rule.RECORDED, decided), seen) if isinstance(decided, str) else decided
 
 
@@ -59,54 +86,44 @@ def _returning(program: Program, dtypes: list[np.dtype | None]) -> Program:
     return dataclasses.replace(program, result_dtypes=dtypes)
 
 
-def _call(
-    planner: Planner, node: Node, entry: Entry, inside: Place, seen: list[Precision], outs: list[Flags]
-) -> Decided:
+def _call(call: _Entered) -> Decided:
     """`jit` with shardings of its own, `remat2` and `shard_map`: everything but the body stays as recorded."""
-    body = planner.plan(body_of(node.eqn), seen, outs, inside)
-    return equation_of(node, entry, body.input_dtypes, bodies=(body,)), body.result_precisions
+    body = call.plan(body_of(call.node.eqn), call.seen, call.outs)
+    return call.equation(body.input_dtypes, body), body.result_precisions
 
 
-def _cond(
-    planner: Planner, node: Node, entry: Entry, inside: Place, seen: list[Precision], outs: list[Flags]
-) -> Decided:
-    branches = [planner.plan(branch, seen[1:], outs, inside) for branch in node.params["branches"]]
+def _cond(call: _Entered) -> Decided:
+    branches = [call.plan(branch, call.seen[1:], call.outs) for branch in call.node.params["branches"]]
     made = [joined(each) for each in zip(*(branch.result_precisions for branch in branches), strict=True)]
     dtypes = branches[0].dtypes_of(made)
-    bodies = tuple(_returning(branch, dtypes) for branch in branches)
-    return equation_of(node, entry, [None, *bodies[0].input_dtypes], bodies=bodies), made
+    bodies = [_returning(branch, dtypes) for branch in branches]
+    return call.equation([None, *bodies[0].input_dtypes], *bodies), made
 
 
-def _loop(
-    planner: Planner, node: Node, entry: Entry, inside: Place, seen: list[Precision], outs: list[Flags]
-) -> Decided | str:
-    loop: Any = loop_of(node.eqn)
-    body, carried = _plan_loop(planner, loop, inside, seen[loop.skip :], outs)
+def _loop(call: _Entered) -> Decided | str:
+    loop: Any = loop_of(call.node.eqn)
+    body, carried = _plan_loop(call, loop)
     made = [*carried, *body.result_precisions[loop.carry :]]
     returned = _returning(body, body.dtypes_of(made))
     if loop.condition is None:
-        reason = narrowed_stop(body, loop)
-        return reason or (equation_of(node, entry, body.input_dtypes, bodies=(returned,)), made)
-    condition = planner.plan(loop.condition, [*seen[: loop.skip], *carried], [Flags()], inside)
+        return narrowed_stop(body, loop) or (call.equation(body.input_dtypes, returned), made)
+    condition = call.plan(loop.condition, [*call.seen[: loop.skip], *carried], [Flags()])
     reason = None if is_counted(loop) else narrowed_decision(condition, body, loop)
     reads = [*condition.input_dtypes[: loop.skip], *body.input_dtypes]
-    bodies = returned, _returning(condition, [None])
-    return reason or (equation_of(node, entry, reads, bodies=bodies), made)
+    return reason or (call.equation(reads, returned, _returning(condition, [None])), made)
 
 
-def _plan_loop(
-    planner: Planner, loop: Loop, inside: Place, seen: list[Precision], outs: list[Flags]
-) -> tuple[Program, list[Precision]]:
+def _plan_loop(call: _Entered, loop: Loop) -> tuple[Program, list[Precision]]:
     """The plan of a loop's body, and what its carry is, which starts as its initial value is and can only widen."""
-    body, consts, carry, *_ = loop
-    recorded, _ = planner.recorded(body, inside)
+    planner, (body, consts, carry, *_), seen = call.planner, loop, call.seen[loop.skip :]
+    recorded, _ = planner.recorded(body, call.inside)
     first, starts = consts + carry, seen[consts : consts + carry]
     as_recorded = [precision_of(recorded.avals[number]) for number in recorded.inputs[consts:first]]
     whole = planner.inlined(body) if Precision.LOW in starts else recorded
     weights = [n for n, p in zip(whole.inputs[first:], seen[first:], strict=True) if p is Precision.WEAK]
     ends = zip(starts, whole.inputs[consts:first], whole.outputs[:carry], strict=True)
     low = [
-        precision is Precision.LOW and may_be_narrow(whole, inside, weights, *end, wide=planner.wide)
+        precision is Precision.LOW and may_be_narrow(whole, call.inside, weights, *end, wide=planner.wide)
         for precision, *end in ends
     ]
     carried = [
@@ -117,43 +134,39 @@ def _plan_loop(
         # A narrow carry is rounded at the end of each iteration, as for a dot.
         to_low = [Flags(precision is Precision.LOW, precision is Precision.LOW, False) for precision in carried]
         arguments = [*seen[:consts], *carried, *seen[first:]]
-        program = planner.plan(body, arguments, [*to_low, *outs[carry:]], inside, roundable=range(consts, first))
+        program = call.plan(body, arguments, [*to_low, *call.outs[carry:]], roundable=range(consts, first))
         wider = [joined(pair) for pair in zip(carried, program.result_precisions, strict=False)]
         if wider == carried:
             return program, carried
         carried = wider
 
 
-def _custom_jvp(
-    planner: Planner, node: Node, entry: Entry, inside: Place, seen: list[Precision], outs: list[Flags]
-) -> Decided:
-    body = planner.plan(body_of(node.eqn), seen, outs, inside)
+def _custom_jvp(call: _Entered) -> Decided:
+    body = call.plan(body_of(call.node.eqn), call.seen, call.outs)
     # Of the arguments and their tangents.
-    precisions = [*seen, *(Precision.FULL if p is Precision.OVERFLOWS else p for p in seen)]
+    precisions = [*call.seen, *(Precision.FULL if p is Precision.OVERFLOWS else p for p in call.seen)]
 
     def derive(rule: Callable, args: Sequence[Any]) -> Any:
         pairs = zip(args, precisions, strict=True)
         recorded = [x if p is Precision.RECORDED or not is_array(x) else cast(x, FLOAT32) for x, p in pairs]
-        return run_rule(planner, rule, recorded, precisions, inside)
+        return run_rule(call.planner, rule, recorded, precisions, call.inside)
 
-    return equation_of(node, entry, body.input_dtypes, bodies=(body,), derive=derive), body.result_precisions
+    return call.equation(body.input_dtypes, body, derive=derive), body.result_precisions
 
 
-def _custom_vjp(
-    planner: Planner, node: Node, entry: Entry, inside: Place, seen: list[Precision], outs: list[Flags]
-) -> Decided:
+def _custom_vjp(call: _Entered) -> Decided:
     """Keeps float32 at the boundary, since a rule's residuals may be the operands themselves; the inside is planned."""
-    body = planner.plan(body_of(node.eqn), seen, outs, inside)
+    body = call.plan(body_of(call.node.eqn), call.seen, call.outs)
 
     def derive(rule: Callable, args: Sequence[Any], backward: bool = False) -> Any:
         if not backward:
-            return run_rule(planner, rule, args, seen, inside)
+            return run_rule(call.planner, rule, args, call.seen, call.inside)
         found = [precision_of(x) if is_array(x) else Precision.RECORDED for x in args]
-        return run_rule(planner, rule, args, found, inside._replace(backward=True))
+        return run_rule(call.planner, rule, args, found, call.inside._replace(backward=True))
 
     returned = _returning(body, recorded_dtypes(body.recorded))
-    fields = {"bodies": (returned,), "computes": returned.result_dtypes, "derive": derive}
-    return equation_of(node, entry, recorded_reads(seen), **fields), body.result_precisions
+    equation = call.equation(recorded_reads(call.seen), returned, computes=returned.result_dtypes, derive=derive)
+    return equation, body.result_precisions
 
 
 def run_rule(
@@ -179,20 +192,18 @@ def run_rule(
     return jax.tree.unflatten(tree, [next(arrays) if other is None else other for other in others])
 
 
-def _boundary(
-    planner: Planner, node: Node, entry: Entry, inside: Place, seen: list[Precision], outs: list[Flags]
-) -> Decided:
+def _boundary(call: _Entered) -> Decided:
     """Any other primitive with closed bodies: float32 at the boundary, the bodies planned behind it."""
     bodies = []
-    for body in node.params.values():
+    for body in call.node.params.values():
         if isinstance(body, ClosedJaxpr):
             jaxpr = open_jaxpr(body)
-            program = planner.plan(body, _recorded(jaxpr.invars), [Flags()] * len(jaxpr.outvars), inside)
+            program = call.plan(body, _recorded(jaxpr.invars), [Flags()] * len(jaxpr.outvars))
             bodies.append(_returning(program, recorded_dtypes(program.recorded)))
-    return _as_recorded(node, entry, seen, bodies)
+    return _as_recorded(call.node, call.entry, call.seen, bodies)
 
 
-_HANDLERS: dict[str, Callable[..., Decided | str]] = {
+_HANDLERS: dict[str, Callable[[_Entered], Decided | str]] = {
     "jit": _call,
     "remat2": _call,
     "shard_map": _call,

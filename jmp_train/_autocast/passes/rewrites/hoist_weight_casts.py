@@ -23,10 +23,11 @@ from typing import NamedTuple
 from ...._jaxpr import loop_of
 from ...analysis.dot_sizes import size_of
 from ...ir import Equation, Op, Program, Use, with_dtype
-from ...primitives import DOTS, Trait, having
+from ...primitives import DOTS, Entry, Rule, Trait, having
 from .rewrite import Rewrite
 
 _MOVES = having(Trait.MOVES | Trait.PICKS)
+_COPY = Entry(Rule.RECORDED, "a weight's copy, made before the loop that reads it")
 
 
 class HoistWeightCasts(Rewrite):
@@ -66,7 +67,7 @@ def _constants(equation: Equation) -> _Inputs | None:
 def _with_copies_inside(equation: Equation) -> Equation:
     """A loop in whose body casts of its constants stand before the equations that read them row by row, or again."""
     counts = _counts(equation)
-    if counts is None:
+    if counts is None or not any([each.bodies for each in equation.bodies[0].equations]):
         return equation
     (body, *others), constant = equation.bodies, {*equation.bodies[0].inputs[: counts[0]]}
     constant.update(number for move in _moves(body, constant) for number in move.results)
@@ -107,7 +108,8 @@ def _hoisted(program: Program, equation: Equation, inputs: _Inputs) -> list[Equa
         operands = [names[number] for number in each.operands]
         of_cast = [with_dtype(program.avals[number], body.low) for number in operands if each.op is Op.CAST]
         results = tuple(map(program.new, of_cast or [body.avals[number] for number in each.results]))
-        before.append(each.replace(uses=list(map(Use, operands)), results=results, at=at))
+        entry = _COPY if of_cast else each.entry
+        before.append(each.replace(entry=entry, uses=list(map(Use, operands)), results=results, at=at))
         names.update(zip(each.results, results, strict=True))
     copies = [names[cast.results[0]] for cast in casts]
     return [*before, _reading(equation, casts, copies, inputs.copies_at)] if casts else [equation]
@@ -128,27 +130,36 @@ def _moves(body: Program, constant: Container[int]) -> list[Equation]:
 
 
 def _casts(body: Program, numbers: Container[int]) -> list[Equation]:
-    """The casts of some values to the compute dtype that dots of a body read, or equations with bodies of their own."""
-    readers = [each for each in body.equations if each.node.name in DOTS or each.bodies]
-    read = {number for each in readers for number in each.operands}
-    casts = [each for each in body.equations if each.op is Op.CAST and each.results[0] in read]
-    return [each for each in casts if each.operands[0] in numbers and body.avals[each.results[0]].dtype == body.low]
+    """The casts of some values to the compute dtype that dots of a body read, and copies for loops inside."""
+    read = {number for each in body.equations if each.node.name in DOTS for number in each.operands}
+    return [
+        each
+        for each in body.equations
+        if each.op is Op.CAST
+        and each.operands[0] in numbers
+        and (each.results[0] in read or each.entry is _COPY)
+        and body.avals[each.results[0]].dtype == body.low
+    ]
 
 
 def _reading(equation: Equation, casts: Sequence[Equation], copies: Sequence[int], at: int) -> Equation:
     """The equation given `copies`, at a position among the inputs of its body, which reads them in place of casts."""
     (body, *others), counts = equation.bodies, _counts(equation)
-    avals, inputs, hoisted = [*body.avals], list[int](), dict[int, Equation]()
+    avals, inputs, hoisted = [*body.avals], list[int](), dict[int, list[Equation]]()
     for cast in casts:
-        inputs.append(len(avals))
-        avals.append(avals[cast.results[0]])
-        hoisted[id(cast)] = cast.replace(op=Op.HOISTED, uses=[*cast.uses, Use(inputs[-1])], params={})
+        if cast.entry is _COPY:  # the loop inside has the derivative
+            inputs.append(cast.results[0])
+            hoisted[id(cast)] = []
+        else:
+            inputs.append(len(avals))
+            avals.append(avals[cast.results[0]])
+            hoisted[id(cast)] = [cast.replace(op=Op.HOISTED, uses=[*cast.uses, Use(inputs[-1])], params={})]
     body = dataclasses.replace(
         body,
         avals=avals,
         inputs=(*body.inputs[:at], *inputs, *body.inputs[at:]),
         input_dtypes=[*body.input_dtypes[:at], *[body.low] * len(inputs), *body.input_dtypes[at:]],
-        equations=[hoisted.get(id(each), each) for each in body.equations],
+        equations=[made for each in body.equations for made in hoisted.get(id(each), [each])],
     )
     uses, skip = [*equation.uses], len(equation.uses) - len(equation.bodies[0].inputs)
     uses[skip + at : skip + at] = map(Use, copies)
