@@ -136,6 +136,22 @@ def _while(equation: Equation, operands: list[Any]) -> list[Any]:
 
 
 def _scan(equation: Equation, operands: list[Any]) -> list[Any]:
+    if (wide := equation.wide) is None:
+        return _run_scan(equation, operands)
+
+    @jax.custom_jvp
+    def run(*args: Any) -> list[Any]:
+        return _run_scan(equation, list(args))
+
+    def run_wide(*args: Any) -> list[Any]:
+        results = _run_scan(wide, list(map(cast, args, wide.bodies[0].input_dtypes)))
+        return list(map(cast, results, equation.bodies[0].result_dtypes))
+
+    run.defjvp(lambda primals, tangents: jax.jvp(run_wide, primals, tangents))
+    return run(*operands)
+
+
+def _run_scan(equation: Equation, operands: list[Any]) -> list[Any]:
     """Through `jax.lax.scan` where the scan has other operands than it was recorded with."""
     (body,) = equation.bodies
     if equation.counts is None:

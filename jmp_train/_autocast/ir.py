@@ -166,6 +166,7 @@ class Equation:
       rewrite: computes the results from the operands, in place of the primitive.
       bodies: the programs inside.
       counts: how many of a scan's operands are constants and carries, where they are not the recorded ones.
+      wide: of a scan that carries less precise numbers than its derivative should: the one whose derivative it has.
       derive: plans and runs derivative rules, which are callables until JAX asks for them.
       depth: the number of dots before it on the longest path; a use at greater depth than its value's is residual.
       accesses: how each operand gets to it.
@@ -185,6 +186,7 @@ class Equation:
     rewrite: Callable[[Node, Sequence[Any]], list[Any]] | None = None
     bodies: tuple[Program, ...] = ()
     counts: tuple[int, int] | None = None
+    wide: Equation | None = None
     derive: Any = None
     depth: int = 0
     accesses: list[Access] = dataclasses.field(default_factory=list)

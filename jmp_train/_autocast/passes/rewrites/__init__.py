@@ -11,6 +11,7 @@ from .dot_as_sums import DotAsSums
 from .fold_transposes import FoldTransposes
 from .hoist_weight_casts import HoistWeightCasts
 from .max_pool_gradient import MaxPoolGradient
+from .narrow_caches import NarrowCaches
 from .one_hot_scatter import OneHotScatter
 from .relu_mask import ReluMask
 from .rewrite import Rewrite as Rewrite
@@ -29,6 +30,7 @@ REWRITES: tuple[Rewrite, ...] = (
     DotAsSums(),
     FoldTransposes(),
     HoistWeightCasts(),
+    NarrowCaches(),
     ChainedCasts(),
     WindowSums(),
     TwoStepSums(),

@@ -20,11 +20,10 @@ import dataclasses
 from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
-from ...._jaxpr import loop_of
 from ...analysis.dot_sizes import size_of
 from ...ir import Equation, Op, Program, Use, with_dtype
 from ...primitives import DOTS, Entry, Rule, Trait, having
-from .rewrite import Rewrite
+from .rewrite import Rewrite, loop_counts
 
 _MOVES = having(Trait.MOVES | Trait.PICKS)
 _COPY = Entry(Rule.RECORDED, "a weight's copy, made before the loop that reads it")
@@ -53,20 +52,14 @@ class _Inputs(NamedTuple):
     are_rows: bool = False
 
 
-def _counts(equation: Equation) -> tuple[int, int] | None:
-    """How many constants and carried values a loop's body is given; `None` of any other equation."""
-    loop = loop_of(equation.node.eqn) if equation.bodies else None
-    return loop and (equation.counts or (loop.consts, loop.carry))
-
-
 def _constants(equation: Equation) -> _Inputs | None:
-    counts = _counts(equation)
+    counts = loop_counts(equation)
     return counts and _Inputs(range(counts[0]), counts[0])
 
 
 def _with_copies_inside(equation: Equation) -> Equation:
     """A loop in whose body casts of its constants stand before the equations that read them row by row, or again."""
-    counts = _counts(equation)
+    counts = loop_counts(equation)
     if counts is None or not any([each.bodies for each in equation.bodies[0].equations]):
         return equation
     (body, *others), constant = equation.bodies, {*equation.bodies[0].inputs[: counts[0]]}
@@ -74,7 +67,7 @@ def _with_copies_inside(equation: Equation) -> Equation:
     has_backward = any([body.place.is_backward(each.node) for each in body.equations])
 
     def inputs(inner: Equation) -> _Inputs | None:
-        counts = _counts(inner) if inner.node.name == "scan" and not has_backward else None
+        counts = loop_counts(inner) if inner.node.name == "scan" and not has_backward else None
         if counts is None and not (inner.node.name == "remat2" and inner.bodies):
             return None
         count, first = len(inner.uses), sum(counts or ())
@@ -144,7 +137,7 @@ def _casts(body: Program, numbers: Container[int]) -> list[Equation]:
 
 def _reading(equation: Equation, casts: Sequence[Equation], copies: Sequence[int], at: int) -> Equation:
     """The equation given `copies`, at a position among the inputs of its body, which reads them in place of casts."""
-    (body, *others), counts = equation.bodies, _counts(equation)
+    (body, *others), counts = equation.bodies, loop_counts(equation)
     avals, inputs, hoisted = [*body.avals], list[int](), dict[int, list[Equation]]()
     for cast in casts:
         if cast.entry is _COPY:  # the loop inside has the derivative

@@ -9,11 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...._jaxpr import FlatJaxpr, Node
+from ...._jaxpr import FlatJaxpr, Node, loop_of
 from ...ir import Equation, Program
 from ...primitives import Entry
 
 Computation = Callable[[Node, Sequence[Any]], list[Any]]  # of an equation's results, given its operands
+
+
+def loop_counts(equation: Equation) -> tuple[int, int] | None:
+    """How many constants and carried values a loop's body is given; `None` of what is no loop, or runs as recorded."""
+    loop = loop_of(equation.node.eqn) if equation.bodies else None
+    return loop and (equation.counts or (loop.consts, loop.carry))
 
 
 class Rewrite:

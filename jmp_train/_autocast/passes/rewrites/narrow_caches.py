@@ -1,0 +1,246 @@
+"""Caches of which a loop reads copies in 16 bits, carried in 16 bits.
+
+    c:f32 = scan { k:f32 = cast j                              c:f16 = scan {
+                   n:f32 = dynamic_update_slice c k i                         n:f16 = dynamic_update_slice c j i
+                   m:f16 = cast n; dot q m; return n }   ->                   dot q n; return n }
+
+Keys and values that attention reads for every token of a text are such a cache. In float32 it is read, cast and read
+again at every step, which is twice the bytes of a program in float32. A cast commutes with what only moves numbers, so
+that all that is computed from them stays the same. Where something reads what the loop returns in float32, only caches
+of 16-bit numbers are narrowed.
+
+Somebody may differentiate the loop, and JAX adds up the gradient of a carry in the carry's dtype. So a scan keeps the
+equation that it was, whose derivative it has (`Equation.wide`).
+
+Decides which carries these are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Mapping, Sequence
+
+import numpy as np
+
+from ...._dtypes import FLOAT32
+from ...ir import Equation, Op, Program, Use, is_float32, with_dtype
+from ...primitives import Entry, Rule, Trait, having
+from .rewrite import Rewrite, loop_counts
+
+_MOVES = having(Trait.MOVES | Trait.PICKS | Trait.JOINS)
+_ADDED = Entry(Rule.RECORDED, "a cache of which only copies in the compute dtype are read")
+
+
+class NarrowCaches(Rewrite):
+    def of_lowered(self, program: Program) -> Program:
+        """The program whose loops carry caches in the compute dtype."""
+        if not any([loop_counts(equation) for equation in program.equations]):
+            return program
+        program = dataclasses.replace(program, avals=[*program.avals])
+        producers = _producers(program)
+        read = {*program.outputs}.union(*(equation.operands for equation in program.equations))
+        equations = [each for e in program.equations for each in _with_narrow_caches(program, e, read, producers)]
+        return dataclasses.replace(program, equations=equations)
+
+
+def _with_narrow_caches(
+    program: Program, loop: Equation, read: set[int], producers: Mapping[int, Equation]
+) -> list[Equation]:
+    """A loop whose caches are in the compute dtype, between casts of what they start as and of what is `read`."""
+    counts = loop_counts(loop)
+    if counts is None:
+        return [loop]
+    (body, *conditions), (consts, carry) = loop.bodies, counts
+    first = len(loop.uses) - len(body.inputs) + consts  # a `while` has operands for its condition before
+    found = _candidates(body, consts, carry)
+    for condition in conditions:
+        found -= {i for i, number in enumerate(condition.inputs[-carry:]) if _is_read(condition, number)}
+    while True:
+        if not found:
+            return [loop]
+        writer = _Writer(body, {body.inputs[consts + i]: frozenset({i}) for i in found})
+        kept = found & writer.read - writer.failed - writer.mismatched(found, consts)
+        read_in_float32 = {i for i in kept if loop.results[i] in read}
+        kept -= read_in_float32 & writer.rounded
+        kept -= {i for i in read_in_float32 if not _is_exact(program, loop.operands[first + i], producers)}
+        if kept == found:
+            break
+        found = kept
+    uses, results, before, after = [*loop.uses], [*loop.results], list[Equation](), list[Equation]()
+    for i in sorted(found):
+        start, last = (program.new(with_dtype(body.avals[body.inputs[consts + i]], program.low)) for _ in range(2))
+        before.append(_cast(loop, uses[first + i].value, start, program.low))
+        if results[i] in read:
+            after.append(_cast(loop, last, results[i], FLOAT32))
+        uses[first + i], results[i] = Use(start), last
+    # What only comes of dots again has a gradient of one term. Nobody differentiates a `while` backward.
+    adds_up = loop.node.name == "scan" and any([body.outputs[i] in writer.caches for i in found])
+    bodies = writer.returning(found), *(_given_narrow(condition, carry, found) for condition in conditions)
+    wide = loop if adds_up else None
+    return [*before, loop.replace(uses=uses, results=tuple(results), bodies=bodies, wide=wide), *after]
+
+
+def _is_read(program: Program, number: int) -> bool:
+    return any([number in equation.operands for equation in program.equations])
+
+
+def _given_narrow(condition: Program, carry: int, narrow: Container[int]) -> Program:
+    """The condition of a loop that carries some of its values, which the condition does not read, in 16 bits."""
+    avals, dtypes = [*condition.avals], [*condition.input_dtypes]
+    for i, number in enumerate(condition.inputs[-carry:]):
+        if i in narrow:
+            avals[number] = with_dtype(avals[number], condition.low)
+            dtypes[len(dtypes) - carry + i] = condition.low
+    return dataclasses.replace(condition, avals=avals, input_dtypes=dtypes)
+
+
+def _candidates(body: Program, consts: int, carry: int) -> set[int]:
+    """The carries that the body returns moved, out of a loop, or cast from the compute dtype: few loops have any."""
+    producers, found = _producers(body), set[int]()
+    for i, (start, result) in enumerate(zip(body.inputs[consts : consts + carry], body.outputs[:carry], strict=True)):
+        if is_float32(body.avals[start]) and (equation := producers.get(result)) is not None:
+            if _moves(equation) or _widens(body, equation) or equation.node.name == "scan":
+                found.add(i)
+    return found
+
+
+def _producers(program: Program) -> dict[int, Equation]:
+    return {number: equation for equation in program.equations for number in equation.results}
+
+
+def _is_exact(program: Program, number: int, producers: Mapping[int, Equation]) -> bool:
+    """Whether a value holds numbers of the compute dtype only: casts of such, moved and joined, and literals."""
+    pending, seen = [number], set[int]()
+    while pending:
+        each = pending.pop()
+        if each in program.constants and each not in program.captured:
+            if not _holds(program.low, program.constants[each]):
+                return False
+            continue
+        equation = producers.get(each)
+        if equation is None or not (_moves(equation) or _widens(program, equation)):
+            return False
+        if _moves(equation) and each not in seen:
+            seen.add(each)
+            pending += [operand for operand in equation.operands if is_float32(program.avals[operand])]
+    return True
+
+
+def _holds(low: np.dtype, value: object) -> bool:
+    return bool(np.all(np.asarray(value, low).astype(FLOAT32) == np.asarray(value, FLOAT32)))
+
+
+def _moves(equation: Equation) -> bool:
+    return equation.op is Op.RECORDED and equation.node.name in _MOVES
+
+
+def _widens(program: Program, equation: Equation) -> bool:
+    return equation.op is Op.CAST and program.avals[equation.operands[0]].dtype == program.low
+
+
+def _cast(at: Equation, operand: int, result: int, dtype: np.dtype) -> Equation:
+    return Equation(at.node, _ADDED, [Use(operand)], (result,), Op.CAST, {"dtype": dtype}, at=at.at or at.node)
+
+
+class _Writer:
+    """Writes a loop's body for some inputs in the compute dtype.
+
+    Args:
+      body: the body.
+      given: those inputs, each with the caches that it is made of, by their positions in the loop around.
+
+    Attributes:
+      caches: of each value that is narrow now, those that it is made of.
+      failed: the caches that something reads in float32.
+      rounded: those in which other numbers are written than the compute dtype has.
+      read: those of which a copy in the compute dtype is read.
+    """
+
+    def __init__(self, body: Program, given: Mapping[int, frozenset[int]]):
+        self.caches, self._source, self._producers = dict(given), body, _producers(body)
+        self.failed, self.rounded, self.read = set[int](), set[int](), set[int]()
+        self._body = dataclasses.replace(body, avals=[*body.avals], constants=dict(body.constants), equations=[])
+        self._narrow = {number: self._new(number) for number in given}  # what stands for such a value, or for a copy
+        self._widened: dict[int, int] = {}  # by cast to float32 what it casts
+        for equation in body.equations:
+            self._write(equation)
+
+    def mismatched(self, narrow: Container[int], consts: int) -> set[int]:
+        """The caches that the body returns in another dtype than its results at `narrow`, of its carries, need."""
+        found = set[int]()
+        for i, number in enumerate(self._source.outputs):
+            if i not in narrow:
+                found |= self.caches.get(number, frozenset())
+            elif number not in self.caches and number not in self._widened:
+                found |= self.caches[self._source.inputs[consts + i]]
+        return found
+
+    def returning(self, narrow: Container[int]) -> Program:
+        """The body; its results at `narrow` are in the compute dtype."""
+        body, source = self._body, self._source
+        body.inputs = self._names(source.inputs)
+        dtypes = zip(source.inputs, source.input_dtypes, strict=True)
+        body.input_dtypes = [body.low if number in self.caches else dtype for number, dtype in dtypes]
+        pairs = enumerate(zip(self._names(source.outputs), source.result_dtypes, strict=True))
+        results = [(self._widened.get(n, n), body.low) if i in narrow else (n, dtype) for i, (n, dtype) in pairs]
+        body.outputs, body.result_dtypes = tuple(n for n, _ in results), [dtype for _, dtype in results]
+        return body
+
+    def _write(self, equation: Equation) -> None:
+        caches = frozenset[int]().union(*(self.caches.get(number, ()) for number in equation.operands))
+        if not caches:
+            operands = self._names(equation.operands)
+            self._body.equations.append(equation.replace(uses=list(map(Use, operands))))
+            if _widens(self._source, equation):
+                self._widened[equation.results[0]] = operands[0]
+        elif equation.op is Op.CAST and self._source.avals[equation.results[0]].dtype == self._source.low:
+            self._narrow[equation.results[0]] = self._narrow[equation.operands[0]]
+            self.read |= caches
+        elif _moves(equation):
+            uses = [Use(self._narrowed(number, caches, equation)) for number in equation.operands]
+            for number in equation.results:
+                self._define(number, caches)
+            self._body.equations.append(equation.replace(uses=uses, results=self._names(equation.results)))
+        elif equation.node.name == "scan" and (counts := loop_counts(equation)):
+            self._write_scan(equation, *counts)
+        else:
+            self.failed |= caches
+
+    def _write_scan(self, scan: Equation, consts: int, carry: int) -> None:
+        """Writes a scan that is given caches, such as one over layers with one each."""
+        (body,) = scan.bodies
+        pairs = zip(body.inputs, scan.operands, strict=True)
+        given = {inside: self.caches[number] for inside, number in pairs if number in self.caches}
+        inner = _Writer(body, given)
+        narrow = {i for i in range(carry) if body.inputs[consts + i] in given}
+        narrow |= {i for i, number in enumerate(body.outputs) if i >= carry and number in inner.caches}
+        self.failed |= inner.failed | inner.mismatched(narrow, consts)
+        self.rounded |= inner.rounded
+        self.read |= inner.read
+        uses = list(map(Use, self._names(scan.operands)))
+        for i in narrow:
+            start = body.inputs[consts + i] if i < carry else body.outputs[i]
+            self._define(scan.results[i], inner.caches[start])
+        results, bodies = self._names(scan.results), (inner.returning(narrow),)
+        self._body.equations.append(scan.replace(uses=uses, results=results, bodies=bodies))
+
+    def _names(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        return tuple([self._narrow.get(number, number) for number in numbers])
+
+    def _define(self, number: int, caches: frozenset[int]) -> None:
+        self._narrow[number], self.caches[number] = self._new(number), caches
+
+    def _new(self, number: int) -> int:
+        return self._body.new(with_dtype(self._body.avals[number], self._body.low))
+
+    def _narrowed(self, number: int, caches: frozenset[int], at: Equation) -> int:
+        """What stands for an operand of an equation that moves caches."""
+        if number in self._narrow or not is_float32(self._source.avals[number]):
+            return self._narrow.get(number, number)
+        if number in self._widened:
+            return self._widened[number]
+        if not _is_exact(self._source, number, self._producers):
+            self.rounded |= caches
+        low = self._new(number)
+        self._body.equations.append(_cast(at, number, low, self._body.low))
+        return low
