@@ -25,6 +25,7 @@ import numpy as np
 from ...._dtypes import FLOAT32
 from ...ir import Equation, Op, Program, Use, is_float32, with_dtype
 from ...primitives import Entry, Rule, Trait, having
+from ..dead_code import remove_dead_code
 from .rewrite import Rewrite, loop_counts
 
 _MOVES = having(Trait.MOVES | Trait.PICKS | Trait.JOINS)
@@ -73,10 +74,8 @@ def _with_narrow_caches(
         if results[i] in read:
             after.append(_cast(loop, last, results[i], FLOAT32))
         uses[first + i], results[i] = Use(start), last
-    # What only comes of dots again has a gradient of one term. Nobody differentiates a `while` backward.
-    adds_up = loop.node.name == "scan" and any([body.outputs[i] in writer.caches for i in found])
     bodies = writer.returning(found), *(_given_narrow(condition, carry, found) for condition in conditions)
-    wide = loop if adds_up else None
+    wide = loop if loop.node.name == "scan" else None  # nobody differentiates a `while` backward
     return [*before, loop.replace(uses=uses, results=tuple(results), bodies=bodies, wide=wide), *after]
 
 
@@ -162,6 +161,7 @@ class _Writer:
         self._body = dataclasses.replace(body, avals=[*body.avals], constants=dict(body.constants), equations=[])
         self._narrow = {number: self._new(number) for number in given}  # what stands for such a value, or for a copy
         self._widened: dict[int, int] = {}  # by cast to float32 what it casts
+        self._moved = set[int]()  # copies, and what is moved from them
         for equation in body.equations:
             self._write(equation)
 
@@ -171,7 +171,7 @@ class _Writer:
         for i, number in enumerate(self._source.outputs):
             if i not in narrow:
                 found |= self.caches.get(number, frozenset())
-            elif number not in self.caches and number not in self._widened:
+            elif number not in self.caches and number not in self._moved:
                 found |= self.caches[self._source.inputs[consts + i]]
         return found
 
@@ -184,7 +184,7 @@ class _Writer:
         pairs = enumerate(zip(self._names(source.outputs), source.result_dtypes, strict=True))
         results = [(self._widened.get(n, n), body.low) if i in narrow else (n, dtype) for i, (n, dtype) in pairs]
         body.outputs, body.result_dtypes = tuple(n for n, _ in results), [dtype for _, dtype in results]
-        return body
+        return remove_dead_code(body)  # such as casts to float32 of what is written
 
     def _write(self, equation: Equation) -> None:
         caches = frozenset[int]().union(*(self.caches.get(number, ()) for number in equation.operands))
@@ -193,8 +193,13 @@ class _Writer:
             self._body.equations.append(equation.replace(uses=list(map(Use, operands))))
             if _widens(self._source, equation):
                 self._widened[equation.results[0]] = operands[0]
+            if not self._moved.isdisjoint(equation.operands) and (
+                _moves(equation) or equation.op in (Op.SAVED, Op.CAST)
+            ):
+                self._moved.update(equation.results)
         elif equation.op is Op.CAST and self._source.avals[equation.results[0]].dtype == self._source.low:
             self._narrow[equation.results[0]] = self._narrow[equation.operands[0]]
+            self._moved.add(equation.results[0])
             self.read |= caches
         elif _moves(equation):
             uses = [Use(self._narrowed(number, caches, equation)) for number in equation.operands]
