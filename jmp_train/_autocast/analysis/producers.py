@@ -53,6 +53,10 @@ class Producers:
         source = self.source(number)
         return self._producers.get(source) if isinstance(source, int) else None
 
+    def node(self, number: int) -> Node | None:
+        """The equation that computes a value; `None` of an argument or a constant."""
+        return self._producers.get(number)
+
     def whole(self, number: int) -> Any:
         """The value that a value is a part of, rearranged but not scaled; `None` if it is all of a value."""
         source = self._follow(number, _MOVES | _PARTS, scales=False)

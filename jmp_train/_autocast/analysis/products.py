@@ -46,6 +46,8 @@ from .provenance import (
     row_provenance,
 )
 from .recurrences import carry_kinds
+from .updates import GRADIENT, UPDATE, is_update
+from .uses import axes_of
 from .wide_product import Cause, WideProduct, wide_product
 
 if TYPE_CHECKING:
@@ -64,7 +66,8 @@ class Products:
 
     def __init__(self, planner: Planner):
         self.planner = planner
-        self._found: dict[tuple, list[tuple[list[Entry], int, Node, WideProduct]]] = {}
+        self._found: dict[tuple, list[tuple[list[Entry], int, Node, Entry]]] = {}
+        self._updated = set[frozenset[Any]]()  # the axes of parameters that the program updates
         self.registry = Registry()
         self.is_rule = False  # of a derivative, planned without the program that it belongs to
 
@@ -102,7 +105,14 @@ class Products:
                     entry = wide
             elif node.name in SYSTEMS:
                 self.registry.systems.add(visit.line(node))
+            elif entry.rule is Rule.WIDEST and is_update(node, visit.values, place):
+                found.append((entries, position, node, entry := UPDATE))
+                self._updated.add(axes_of(program.avals[node.outs[0]]))
+            elif self._updated and node.name == "add_any" and axes_of(program.avals[node.outs[0]]) in self._updated:
+                found.append((entries, position, node, entry := GRADIENT))
             visit.values.add(node, entry)
+            if entry is UPDATE:
+                visit.values.provenances[node.outs[0]] = Provenance.PARAMETER
         return [visit.values.result(number) for number in program.outputs]
 
 
