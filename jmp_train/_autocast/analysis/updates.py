@@ -20,19 +20,19 @@ from .provenance import Provenance, Values
 UPDATE = Entry(Rule.HIGH, "updates parameters by a gradient: steps are smaller than the last bit of 16 bits")
 GRADIENT = Entry(Rule.HIGH, "sums gradients of parameters that are updated, step by step")
 
-_ADDS = having(Trait.ADDS) - {"add_any"}
+_ADDS = having(Trait.ADDS)
 _STEPS = having(Trait.ELEMENTWISE | Trait.MOVES | Trait.JOINS)  # what an optimizer makes of a gradient
 _MOST_STEPS = 64
 
 
 def is_update(node: Node, values: Values, place: Place) -> bool:
     """Whether a node adds something that a backward pass computed to a parameter; `values` are those before it."""
-    if node.name not in _ADDS or place.is_backward(node):
+    if node.name not in _ADDS or place.is_backward(node):  # there a penalty's gradient, say, is added to another
         return False
-    one, other = (values.provenances[number] for number in node.ins)
-    if one is Provenance.PARAMETER:
-        return other is not Provenance.PARAMETER and _is_gradient(node.ins[1], values, place)
-    return other is Provenance.PARAMETER and node.name == "add" and _is_gradient(node.ins[0], values, place)
+    pairs = zip(node.ins, reversed(node.ins), strict=True)
+    return any(
+        [values.provenances[n] is Provenance.PARAMETER and _is_gradient(other, values, place) for n, other in pairs]
+    )
 
 
 def _is_gradient(number: int, values: Values, place: Place) -> bool:
