@@ -3,8 +3,9 @@
 A product that is no layer of a network (`product_causes.py`), or for which somebody asked for float32 by name, runs in
 float32 forward and backward (`derivatives.py`).
 
-Decides which products these are and why, before dtypes are assigned, those inside loops, branches and calls included.
-Does not decide anything about other equations; see `passes`.
+Decides which products these are and why, before dtypes are assigned, those inside loops, branches and calls included;
+and, since only here the whole program is in view, which sums update parameters (`updates.py`). Does not decide anything
+about other equations; see `passes`.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ _AS_SUMS = frozenset({Cause.SHORT, Cause.INNER})
 _PROVENANCE_OF = {Precision.LOW: Provenance.NARROW, Precision.WEAK: Provenance.PARAMETER}
 _PRODUCTS = having(Trait.DOT)
 _CALLS = having(Trait.CALL)
+_ADDS = having(Trait.ADDS)
 
 
 class Products:
@@ -105,7 +107,7 @@ class Products:
                     entry = wide
             elif node.name in SYSTEMS:
                 self.registry.systems.add(visit.line(node))
-            elif entry.rule is Rule.WIDEST and is_update(node, visit.values, place):
+            elif node.name in _ADDS and entry.rule is Rule.WIDEST and is_update(node, visit.values, place):
                 found.append((entries, position, node, entry := UPDATE))
                 self._updated.add(axes_of(program.avals[node.outs[0]]))
             elif self._updated and node.name == "add_any" and axes_of(program.avals[node.outs[0]]) in self._updated:

@@ -20,14 +20,13 @@ from .provenance import Provenance, Values
 UPDATE = Entry(Rule.HIGH, "updates parameters by a gradient: steps are smaller than the last bit of 16 bits")
 GRADIENT = Entry(Rule.HIGH, "sums gradients of parameters that are updated, step by step")
 
-_ADDS = having(Trait.ADDS)
 _STEPS = having(Trait.ELEMENTWISE | Trait.MOVES | Trait.JOINS)  # what an optimizer makes of a gradient
 _MOST_STEPS = 64
 
 
 def is_update(node: Node, values: Values, place: Place) -> bool:
-    """Whether a node adds something that a backward pass computed to a parameter; `values` are those before it."""
-    if node.name not in _ADDS or place.is_backward(node):  # there a penalty's gradient, say, is added to another
+    """Whether a sum is one of a parameter and what a backward pass computed; `values` are those before it."""
+    if place.is_backward(node):  # there the gradient of a penalty, say, is added to another
         return False
     pairs = zip(node.ins, reversed(node.ins), strict=True)
     return any(
