@@ -144,6 +144,19 @@ def stacked(w, x):
     return lax.scan(lambda state, i: (attend(w, state[0], state[1], i), state[1]), (x, zeros()), jnp.arange(STEPS))
 
 
+def of_a_loop_inside(w, x):
+    """A cache of what layers hand on, which are the same in each step of a loop around."""
+
+    def layer(state, row):
+        h, cache, i = state
+        return (*attend(row, h, cache, i), i + 1), None
+
+    def step(h, _):
+        return lax.scan(layer, (h, zeros(), 0), w)[0][0], None
+
+    return lax.scan(step, x, None, STEPS)[0]
+
+
 def of_exponentials(w, h, cache, i):
     return attend(w, h, cache, i, jnp.exp)
 
@@ -197,6 +210,7 @@ CACHES = {
     "that no dot reads": (lambda w, x: generate(w, x, zeros(), unread), W, 1, "float32"),
     "of which each state is returned": (stacked, W, 1, "float32"),
     "a recurrent state": (recurrent, W, 0, "float32"),
+    "of a loop inside, of which the weights are cast outside": (of_a_loop_inside, STACK, 0, "float32"),
     "no cache": (returning(lambda w, x: generate(w, x, zeros())), W, 0, "float32"),
 }  # fmt: skip
 
@@ -225,6 +239,13 @@ def test_autocast_twice_is_autocast_once(name):
     fn, w, *_ = CACHES[name]
     once = autocast(fn, "mixed_float16")
     assert primitives(autocast(once, "mixed_float16"), w, X) == primitives(once, w, X)
+
+
+def test_a_loop_around_casts_the_weights_of_one_with_a_cache():
+    program = after("rewrite_lowered", of_a_loop_inside, STACK, X)
+    (outer,) = (equation for equation in program.equations if loop_counts(equation))
+    (inner,) = (equation for equation in outer.bodies[0].equations if loop_counts(equation))
+    assert inner.wide is not None and len(inner.uses) > len(inner.wide.uses)
 
 
 def test_a_while_with_a_cache_is_differentiated_forward():

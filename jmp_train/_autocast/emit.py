@@ -144,7 +144,9 @@ def _scan(equation: Equation, operands: list[Any]) -> list[Any]:
         return _run_scan(equation, list(args))
 
     def run_wide(*args: Any) -> list[Any]:
-        results = _run_scan(wide, list(map(cast, args, wide.bodies[0].input_dtypes)))
+        # Copies of weights that a loop around was to cast, which come last, are no operands of it.
+        operands = zip(args[: len(wide.uses)], wide.bodies[0].input_dtypes, strict=True)
+        results = _run_scan(wide, [cast(x, dtype) for x, dtype in operands])
         return list(map(cast, results, equation.bodies[0].result_dtypes))
 
     run.defjvp(lambda primals, tangents: jax.jvp(run_wide, primals, tangents))

@@ -126,7 +126,8 @@ def _is_exact(program: Program, number: int, producers: Mapping[int, Equation]) 
 
 
 def _holds(low: np.dtype, value: object) -> bool:
-    return bool(np.all(np.asarray(value, low).astype(FLOAT32) == np.asarray(value, FLOAT32)))
+    with np.errstate(over="ignore"):
+        return bool(np.all(np.asarray(value, low).astype(FLOAT32) == np.asarray(value, FLOAT32)))
 
 
 def _moves(equation: Equation) -> bool:
