@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from ._dtypes import to_dtype
 from ._finite import map_gradients
 from ._paths import leaf_paths
+from ._scale_state import find_states
 from ._scaling import widen
 from ._stochastic_rounding import check_key, noise_at, round_stochastically, start_key
 from ._values import check_state, check_transformation
@@ -109,7 +110,7 @@ def with_master_weights(
 
     def init(params: Any) -> Any:
         masters = jax.tree.map(lambda p: jnp.asarray(p).astype(wide) if _is_16_bit(p) else None, params)
-        return MasterWeightsState(inner_tx.init(_masters_or(masters, params)), masters)
+        return MasterWeightsState(_start(inner_tx, _masters_or(masters, params), "with_master_weights"), masters)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         check_state(state, MasterWeightsState)
@@ -222,7 +223,7 @@ def with_stochastic_rounding(
                     f"`params`: {path!r} is float16; stochastic rounding is for bfloat16, whose range is float32's. "
                     "Use with_master_weights."
                 )
-        inner_state = inner_tx.init(jax.tree.map(_widen_bfloat16, params))
+        inner_state = _start(inner_tx, jax.tree.map(_widen_bfloat16, params), "with_stochastic_rounding")
         return StochasticRoundingState(inner_state, start_key(key), jnp.zeros((), np.uint32))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
@@ -260,6 +261,17 @@ def _map_masters(fn: Any, masters: Any, tree: Any) -> Any:
 def _masters_or(masters: Any, tree: Any) -> Any:
     """The masters, completed by the leaves of `tree` that have none."""
     return jax.tree.map(lambda m, x: x if m is None else m, masters, tree, is_leaf=lambda x: x is None)
+
+
+def _start(inner: optax.GradientTransformation, params: Any, wrapper: str) -> Any:
+    """The state of what is inside a wrapper, which the loss scale must be outside of."""
+    state = inner.init(params)
+    if find_states(state):
+        raise ValueError(
+            f"`inner` has with_loss_scale, which must see the state that it restores on a skipped step. Write "
+            f"with_loss_scale({wrapper}(optax.adam(1e-3)))."
+        )
+    return state
 
 
 def _require_params(params: Any, caller: str) -> None:

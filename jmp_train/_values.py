@@ -41,9 +41,13 @@ def as_number(argument: str, value: Any) -> float:
     """A finite Python float, rounded to float32, from a number or an array of shape `[]` that is not traced."""
     if isinstance(value, Tracer):
         raise ValueError(f"`{argument}` is part of the program and cannot be traced. Pass a Python number.")
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError:  # a tree of arrays, say an optimizer's state
+        array = np.empty(0)
     if array.shape or not jnp.issubdtype(array.dtype, np.number) or np.iscomplexobj(array):
-        raise ValueError(f"`{argument}` must be one real number, got {value!r}. Pass a number such as 2.0.")
+        got = reprlib.repr(value)
+        raise ValueError(f"`{argument}` must be one real number, got {got}. Pass a number such as 2.0.")
     with np.errstate(over="ignore"):
         number = float(array.astype(np.float32))
     if not math.isfinite(number):

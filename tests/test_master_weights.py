@@ -302,6 +302,12 @@ class TestErrors:
         tx = wrap(optax.sgd(0.1))
         self.check(ValueError, message, tx.update, params, tx.init(params))
         message = (
+            "`inner` has with_loss_scale, which must see the state that it restores on a skipped step. "
+            f"Write with_loss_scale({name}(optax.adam(1e-3)))."
+        )
+        for inner in (with_loss_scale(optax.sgd(0.1)), optax.chain(with_loss_scale(optax.sgd(0.1)), optax.scale(2.0))):
+            self.check(ValueError, message, wrap(inner).init, params)
+        message = (
             f"`inner` must be an optax transformation, got float. Pass an optimizer, as in {name}(optax.adam(1e-3))."
         )
         self.check(TypeError, message, wrap, 0.1)

@@ -383,6 +383,10 @@ def test_in_a_training_step_with_an_injected_infinity():
             "`loss_scale` must be one real number, got 'auto'. Pass a number such as 2.0.",
         ),
         (
+            lambda: diagnostics.underflow_report(jnp.ones(2), loss_scale=(1, (2, 3))),
+            "`loss_scale` must be one real number, got (1, (2, 3)). Pass a number such as 2.0.",
+        ),
+        (
             lambda: diagnostics.underflow_report({"w": np.ones(2)}),
             "`underflow_report`: the leaf 'w' is float64 while 64-bit types are disabled, and JAX would round it to 32 "
             "bits; call jax.config.update('jax_enable_x64', True) first, or cast it yourself.",
