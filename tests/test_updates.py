@@ -95,6 +95,24 @@ def test_the_gradient_through_unrolled_steps_is_as_exact(name, dtype):
     assert relative_error(got, jax.jit(jax.grad(meta_loss))(PARAMS)) < 2 * TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize(
+    ("rules", "found"),
+    [
+        (jmp.DEFAULT_RULES, {UPDATE.reason, GRADIENT.reason}),
+        (jmp.DEFAULT_RULES.replace({"sub": "recorded"}), set()),
+        (jmp.DEFAULT_RULES.replace({"add_any": "recorded"}), {UPDATE.reason}),
+        (jmp.DEFAULT_RULES.with_scopes({".": "float32"}), set()),
+    ],
+    ids=["by default", "an edit of `sub`", "an edit of `add_any`", "a scope"],
+)
+def test_what_the_user_says_of_a_sum_holds(rules, found):
+    def meta_loss(p):
+        return loss(descent(p, X, Y), X, Y)
+
+    operations = jmp.explain(jax.grad(meta_loss), "mixed_float16", rules)(PARAMS).operations
+    assert {UPDATE.reason, GRADIENT.reason} & {operation.reason for operation in operations} == found
+
+
 def test_sums_that_are_no_updates_stay_as_they_are():
     """A bias, an adapter, weights tied to others, and decay of the weights beside a gradient."""
 

@@ -98,7 +98,7 @@ class Fact:
       depth: how many dots precede it on the longest path. A reader of greater depth is on the far side of a dot.
       has_low_copy: computed in float32, with a copy in the compute dtype that readers across a dot see.
       computed: computed by the program, rather than an argument or a rearranged one.
-      parameter: a differentiated argument, possibly rearranged.
+      parameter: a differentiated argument, possibly rearranged or updated.
       to_dot: a dot consumes it, directly or through equations that pass values on as they are.
       sensitive: a rounding of it would be more than a rounding for what reads it.
       numbers: what is known of its numbers.
@@ -165,7 +165,7 @@ class Equation:
       computes: the dtype in which the primitive returns each result, if it says so: another one is cast.
       rewrite: computes the results from the operands, in place of the primitive.
       bodies: the programs inside.
-      counts: how many of a scan's operands are constants and carries, where they are not the recorded ones.
+      counts: how many of a loop's operands are constants of its body and carries, where they are not the recorded ones.
       wide: of a scan that carries less precise numbers than its derivative should: the one whose derivative it has.
       derive: plans and runs derivative rules, which are callables until JAX asks for them.
       depth: the number of dots before it on the longest path; a use at greater depth than its value's is residual.
@@ -308,6 +308,10 @@ class Program:
             for number, _, _ in equation.uses:
                 readers[number] = i if number not in readers or readers[number] == i else None
         return readers
+
+    def producers(self) -> dict[int, Equation]:
+        """The equation that computes each value."""
+        return {number: equation for equation in self.equations for number in equation.results}
 
     def new(self, aval: Any) -> int:
         """A value that was not recorded."""

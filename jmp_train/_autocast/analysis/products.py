@@ -47,8 +47,7 @@ from .provenance import (
     row_provenance,
 )
 from .recurrences import carry_kinds
-from .updates import GRADIENT, UPDATE, is_update
-from .uses import axes_of
+from .updates import UPDATE, Updates
 from .wide_product import Cause, WideProduct, wide_product
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ class Products:
     def __init__(self, planner: Planner):
         self.planner = planner
         self._found: dict[tuple, list[tuple[list[Entry], int, Node, Entry]]] = {}
-        self._updated = set[frozenset[Any]]()  # the axes of parameters that the program updates
+        self._updates = Updates()
         self.registry = Registry()
         self.is_rule = False  # of a derivative, planned without the program that it belongs to
 
@@ -82,7 +81,8 @@ class Products:
         for found in self._found.values():
             for entries, position, node, entry in found:
                 entries[position] = entry
-                self.planner.wide.add(id(node.eqn))
+                if isinstance(entry, WideProduct):
+                    self.planner.wide.add(id(node.eqn))
 
     def visit(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, facts: Sequence[Known], site: tuple) -> list[Known]:
         """Looks at every product of a program; returns what is known of its results.
@@ -107,14 +107,13 @@ class Products:
                     entry = wide
             elif node.name in SYSTEMS:
                 self.registry.systems.add(visit.line(node))
-            elif node.name in _ADDS and entry.rule is Rule.WIDEST and is_update(node, visit.values, place):
-                found.append((entries, position, node, entry := UPDATE))
-                self._updated.add(axes_of(program.avals[node.outs[0]]))
-            elif self._updated and node.name == "add_any" and axes_of(program.avals[node.outs[0]]) in self._updated:
-                found.append((entries, position, node, entry := GRADIENT))
+            elif node.name in _ADDS and entry.rule is Rule.WIDEST:
+                if (update := self._updates.of(node, visit.values, place)) is not None:
+                    found.append((entries, position, node, update))
+                    entry = update
             visit.values.add(node, entry)
             if entry is UPDATE:
-                visit.values.provenances[node.outs[0]] = Provenance.PARAMETER
+                visit.values.give(node.outs[0], Known(Provenance.PARAMETER))
         return [visit.values.result(number) for number in program.outputs]
 
 

@@ -11,11 +11,13 @@ Decides which sums these are. Does not decide about those of a `scan`, whose car
 from __future__ import annotations
 
 import collections
+from typing import Any
 
 from ..._jaxpr import Node
 from ..ir import Place
 from ..primitives import Entry, Rule, Trait, having
 from .provenance import Provenance, Values
+from .uses import axes_of
 
 UPDATE = Entry(Rule.HIGH, "updates parameters by a gradient: steps are smaller than the last bit of 16 bits")
 GRADIENT = Entry(Rule.HIGH, "sums gradients of parameters that are updated, step by step")
@@ -24,8 +26,23 @@ _STEPS = having(Trait.ELEMENTWISE | Trait.MOVES | Trait.JOINS)  # what an optimi
 _MOST_STEPS = 64
 
 
-def is_update(node: Node, values: Values, place: Place) -> bool:
-    """Whether a sum is one of a parameter and what a backward pass computed; `values` are those before it."""
+class Updates:
+    """Finds the updates of a whole program, and what adds up the gradients of what is updated."""
+
+    def __init__(self):
+        self._axes = set[frozenset[Any]]()  # of the parameters that are updated
+
+    def of(self, node: Node, values: Values, place: Place) -> Entry | None:
+        """The entry of a sum, if it is one of these; `values` are those before it."""
+        aval = values.program.avals[node.outs[0]]
+        if _is_update(node, values, place):
+            self._axes.add(axes_of(aval))
+            return UPDATE
+        sums = bool(self._axes) and node.name == "add_any" and axes_of(aval) in self._axes
+        return GRADIENT if sums else None
+
+
+def _is_update(node: Node, values: Values, place: Place) -> bool:
     if place.is_backward(node):  # there the gradient of a penalty, say, is added to another
         return False
     pairs = zip(node.ins, reversed(node.ins), strict=True)

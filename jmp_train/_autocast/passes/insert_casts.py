@@ -49,7 +49,7 @@ class _Writer:
                 self.avals[number] = with_dtype(self.avals[number], program.low)
         self.constants = dict(program.constants)
         self.equations: list[Equation] = []
-        self.producers = {number: equation for equation in program.equations for number in equation.results}
+        self.producers = program.producers()
         self.copies: dict[tuple[int, np.dtype | None, bool], int] = {}
         self.rematerialized: dict[int, int] = {}
 

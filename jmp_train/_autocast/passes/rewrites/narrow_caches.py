@@ -38,7 +38,7 @@ class NarrowCaches(Rewrite):
         if not any([loop_counts(equation) for equation in program.equations]):
             return program
         program = dataclasses.replace(program, avals=[*program.avals])
-        producers = _producers(program)
+        producers = program.producers()
         read = {*program.outputs}.union(*(equation.operands for equation in program.equations))
         equations = [each for e in program.equations for each in _with_narrow_caches(program, e, read, producers)]
         return dataclasses.replace(program, equations=equations)
@@ -55,7 +55,8 @@ def _with_narrow_caches(
     first = len(loop.uses) - len(body.inputs) + consts  # a `while` has operands for its condition before
     found = _candidates(body, consts, carry)
     for condition in conditions:
-        found -= {i for i, number in enumerate(condition.inputs[-carry:]) if _is_read(condition, number)}
+        decisive = {number for equation in condition.equations for number in equation.operands}
+        found -= {i for i, number in enumerate(condition.inputs[-carry:]) if number in decisive}
     while True:
         if not found:
             return [loop]
@@ -79,10 +80,6 @@ def _with_narrow_caches(
     return [*before, loop.replace(uses=uses, results=tuple(results), bodies=bodies, wide=wide), *after]
 
 
-def _is_read(program: Program, number: int) -> bool:
-    return any([number in equation.operands for equation in program.equations])
-
-
 def _given_narrow(condition: Program, carry: int, narrow: Container[int]) -> Program:
     """The condition of a loop that carries some of its values, which the condition does not read, in 16 bits."""
     avals, dtypes = [*condition.avals], [*condition.input_dtypes]
@@ -95,16 +92,12 @@ def _given_narrow(condition: Program, carry: int, narrow: Container[int]) -> Pro
 
 def _candidates(body: Program, consts: int, carry: int) -> set[int]:
     """The carries that the body returns moved, out of a loop, or cast from the compute dtype: few loops have any."""
-    producers, found = _producers(body), set[int]()
+    producers, found = body.producers(), set[int]()
     for i, (start, result) in enumerate(zip(body.inputs[consts : consts + carry], body.outputs[:carry], strict=True)):
         if is_float32(body.avals[start]) and (equation := producers.get(result)) is not None:
             if _moves(equation) or _widens(body, equation) or equation.node.name == "scan":
                 found.add(i)
     return found
-
-
-def _producers(program: Program) -> dict[int, Equation]:
-    return {number: equation for equation in program.equations for number in equation.results}
 
 
 def _is_exact(program: Program, number: int, producers: Mapping[int, Equation]) -> bool:
@@ -157,7 +150,7 @@ class _Writer:
     """
 
     def __init__(self, body: Program, given: Mapping[int, frozenset[int]]):
-        self.caches, self._source, self._producers = dict(given), body, _producers(body)
+        self.caches, self._source, self._producers = dict(given), body, body.producers()
         self.failed, self.rounded, self.read = set[int](), set[int](), set[int]()
         self._body = dataclasses.replace(body, avals=[*body.avals], constants=dict(body.constants), equations=[])
         self._narrow = {number: self._new(number) for number in given}  # what stands for such a value, or for a copy
