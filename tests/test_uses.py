@@ -22,6 +22,7 @@ BEFORE_DOT = {"reaches_dot"}
 WIDE = {"only_wide"}
 DELICATE = {"delicate"}
 EXPONENT = {"in_exponent"}
+POSITION = {"is_position"}
 
 
 def halves(x):
@@ -113,6 +114,10 @@ CASES = {
     "what runs as recorded": (lambda x, y, w: lax.bitcast_convert_type(x, np.int32), DELICATE),
     "an exponential": (lambda x, y, w: jnp.exp(x), EXPONENT | WIDE),
     "an exponential of a sum": (lambda x, y, w: jnp.exp(y - 2 * x), EXPONENT | WIDE),
+    "an angle": (lambda x, y, w: jnp.sin(2 * x.T / y.T + 1), POSITION | WIDE),
+    "a fraction": (lambda x, y, w: x - jnp.floor(x), POSITION),
+    "a remainder": (lambda x, y, w: lax.rem(jnp.maximum(x, y), y), POSITION),
+    "an angle of a bounded value": (lambda x, y, w: jnp.sin(10 * jnp.tanh(x)), set()),
     "an exponential of moves": (lambda x, y, w: jnp.exp(jnp.maximum(x.T, 0)), EXPONENT | WIDE),
     "an exponential of a function": (lambda x, y, w: jnp.exp(jnp.tanh(x)), set()),
     "an exponential of a quotient": (lambda x, y, w: jnp.exp(x / y), WIDE),

@@ -45,7 +45,7 @@ class Trait(enum.Flag):
     COMPARES = enum.auto()  # an order of two numbers, which few roundings change, where any changes `eq`; joins such
     BITWISE = enum.auto()  # what JAX writes functions such as erfc's derivative with
     EXPONENTIAL = enum.auto()  # an absolute error of the operand is a relative one of the result
-    PERIODIC = enum.auto()  # an absolute error of the operand is one of the result, however large the operand is
+    PERIODIC = enum.auto()  # an absolute error of the operand counts, however large it is: of an angle, of a fraction
     POOL = enum.auto()  # an extreme of each window, in a kernel of its own
     DOT = enum.auto()  # a matrix product or convolution
     ATTENTION = enum.auto()  # two of them and more, with a softmax between
@@ -87,6 +87,7 @@ _HIGH = {
     "sqrt rsqrt cbrt reciprocal": "small arguments are where these matter and what float16 lacks",
     "sin cos tan asin acos atan sinh cosh asinh acosh atanh": "a 16-bit angle of 1000 is off by half a radian",
     "one_minus_square": "cancels near one",
+    "floor ceil round": "exact, and the fraction of a large 16-bit number is nothing",
     "erf_inv lgamma digamma polygamma igamma igammac igamma_grad_a random_gamma zeta": "wide range, steep slopes",
     "regularized_incomplete_beta bessel_i0e bessel_i1e polynomial": "series whose terms cancel",
     "select_and_gather_add": "pairs a selection with a sum",
@@ -106,7 +107,7 @@ _FACTORIZATIONS = {
     "householder_product triangular_solve tridiagonal tridiagonal_solve symmetric_product": "ill-conditioned",
 }
 _FOLLOW = {
-    "neg sign abs floor ceil round is_finite": "exact",
+    "neg sign abs is_finite": "exact",
     "tanh logistic erf erfc": "bounded by one or two",
     "reduce_max reduce_min argmax argmin reduce_window_max reduce_window_min cummax cummin": "compares, exactly",
     "sort top_k approx_top_k": "compares; a value is never narrowed before it is compared",
@@ -198,7 +199,7 @@ TRAITS = {
     Trait.COMPARES: "lt le gt ge and or not",
     Trait.BITWISE: "bitcast_convert_type polynomial",
     Trait.EXPONENTIAL: "exp exp2 expm1 sinh cosh",
-    Trait.PERIODIC: "sin cos tan",
+    Trait.PERIODIC: "sin cos tan floor ceil round rem",
     Trait.POOL: "reduce_window_max reduce_window_min",
     Trait.DOT: "dot_general ragged_dot_general conv_general_dilated",
     Trait.ATTENTION: "jmp_attention jmp_attention_backward",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _EXACT = having(Trait.JOINS | Trait.BOUNDS | Trait.FLIPS)
 _EXACT_OR_POOLS = _EXACT | having(Trait.POOL)
 _AFFINE = having(Trait.ADDS) | {"mul"}
+_PERIODIC = having(Trait.PERIODIC)
 _CALLS = having(Trait.CALL)
 
 
@@ -37,6 +38,8 @@ class Flags(NamedTuple):
         logarithm, or bounds it first, or does so to its distance from a constant.
       in_exponent: an exponential is computed from it, or from sums and products of it: the absolute error of its copy
         would be a relative one there, and what was normalised with the value itself no longer sums to one.
+      is_position: an angle, or what is rounded to an integer, is computed from it by sums, products and quotients: a
+        position in an image, among bins. Of a large number only the fraction counts, which a copy does not have.
     """
 
     reaches_dot: bool = False
@@ -44,6 +47,7 @@ class Flags(NamedTuple):
     only_wide: bool = False
     delicate: bool = False
     in_exponent: bool = False
+    is_position: bool = False
 
     @property
     def sensitive(self) -> bool:
@@ -58,8 +62,8 @@ def merged(flags: Sequence[Flags]) -> Flags:
     """What becomes of several values together."""
     if len(flags) == 1:
         return flags[0]
-    reaches, to_dot, only_wide, delicate, in_exponent = zip(*flags, strict=True) if flags else [()] * 5
-    return Flags(any(reaches), any(to_dot), all(only_wide), any(delicate), any(in_exponent))
+    reaches, to_dot, only_wide, *others = zip(*flags, strict=True) if flags else [()] * len(_UNREAD)
+    return Flags(any(reaches), any(to_dot), all(only_wide), *map(any, others))
 
 
 class Uses:
@@ -126,10 +130,11 @@ class Uses:
         delicate = rule is Rule.RECORDED or (out.delicate and (passes or self._measures_from_constant(node)))
         delicate = delicate or name == "min" or (name == "integer_pow" and node.params["y"] < 0)
         exponent = name in EXPONENTIALS or (out.in_exponent and (passes or name in _AFFINE))
+        position = name in _PERIODIC or (out.is_position and (passes or name in _AFFINE or name == "div"))
         one = DELICATE_OPERAND.get(name)
-        for position, number in enumerate(node.ins):
-            is_one = one is not None and position == one % len(node.ins)
-            self.add(number, Flags(reaches, to_dot, only_wide, delicate or is_one, exponent))
+        for i, number in enumerate(node.ins):
+            is_one = one is not None and i == one % len(node.ins)
+            self.add(number, Flags(reaches, to_dot, only_wide, delicate or is_one, exponent, position))
 
     def _measures_from_constant(self, node: Node) -> bool:
         """Whether a node is a step of `1 - x**2` and its like, which is nothing where rounding makes `x` one."""

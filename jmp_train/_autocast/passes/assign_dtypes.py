@@ -57,6 +57,7 @@ from . import control_flow
 if TYPE_CHECKING:
     from ..planner import Context
 
+_ADDS = having(Trait.ADDS)
 _ROUNDS = having(Trait.ROUNDS)
 _ATTENTION = having(Trait.ATTENTION)
 
@@ -163,7 +164,7 @@ class _Walk:
         flags = self.uses[number]
         fact.to_dot = flags.to_dot
         exceeds = fact.numbers is not UNKNOWN and fact.numbers.exceed(self.low)
-        fact.sensitive = flags.delicate or flags.in_exponent or exceeds
+        fact.sensitive = flags.sensitive or exceeds
         if fact.precision is Precision.FULL and fact.computed and self.saves_low:
             fact.has_low_copy = flags.to_dot and not fact.sensitive
         values = fact.numbers.range
@@ -214,7 +215,8 @@ class _Walk:
         if fill is not None and seen[0] is not Precision.RECORDED and not fill.fits(self.low):
             high = Entry(Rule.HIGH, f"{self.low.name} cannot hold its fill_value")
             return self._pairwise(node, high, seen, Precision.FULL)
-        if node.name in _ROUNDS and self.uses[node.outs[0]].delicate:
+        flags = self.uses[node.outs[0]]
+        if node.name in _ROUNDS and (flags.delicate or flags.is_position):
             return self._pairwise(node, entry, seen, Precision.FULL)
         first = next(iter(floating), Precision.RECORDED)
         sources = seen if len(node.outs) == len(node.ins) else [first] * len(node.outs)
@@ -225,13 +227,20 @@ class _Walk:
         return equation_of(node, entry, [dtype_of(precision, self.low) for precision in seen], params=params), made
 
     def _widest(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
-        only_wide = node.name in _ROUNDS and all(self.uses[number].only_wide for number in node.outs)
-        if node.name == "div" and not only_wide and self._is_mean_to_store(node):
+        flags = self.uses[node.outs[0]]
+        wide = flags.only_wide or (flags.is_position and not self._is_stream(node, seen))
+        wide = wide and node.name in _ROUNDS
+        if node.name == "div" and not wide and self._is_mean_to_store(node):
             entry = Entry(entry.rule, "a mean of 16-bit values, which fits where they do")
             return equation_of(node, entry, [FLOAT32, FLOAT32], computes=[FLOAT32]), [Precision.LOW]
         narrow = Precision.LOW if Precision.LOW in seen else Precision.WEAK
-        precision = Precision.FULL if only_wide or Precision.FULL in seen else narrow
+        precision = Precision.FULL if wide or Precision.FULL in seen else narrow
         return self._pairwise(node, entry, seen, precision)
+
+    def _is_stream(self, node: Node, seen: list[Precision]) -> bool:
+        """Whether a node adds narrow values or a bias: the sum is off by little more than they are, and is stored."""
+        pairs = zip(node.ins, seen, strict=True)
+        return node.name in _ADDS and all([p is Precision.LOW or self.facts[n].parameter for n, p in pairs])
 
     def _is_mean_to_store(self, node: Node) -> bool:
         flags, asked_for = self.uses[node.outs[0]], node.outs[0] in self.program.outputs
