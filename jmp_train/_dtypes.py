@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from ._text import short_repr
+
 Tree = TypeVar("Tree")
 
 FLOAT16 = np.dtype(jnp.float16)
@@ -105,7 +107,7 @@ def to_dtype(dtype: DTypeLike, argument: str = "dtype") -> np.dtype:
         if not isinstance(dtype, str):
             raise TypeError(
                 f"`{argument}` must be a floating dtype such as 'float16' or jnp.float32, "
-                f"got {dtype!r} of type {type(dtype).__name__}."
+                f"got {short_repr(dtype)} of type {type(dtype).__name__}."
             ) from None
         raise ValueError(
             f"`{argument}`: unknown dtype {dtype!r}{did_you_mean(dtype, _BY_NAME)}; "

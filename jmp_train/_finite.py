@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ._paths import OVERWRITE_WITH_GRADIENT
+from ._paths import OVERWRITE_WITH_GRADIENT, missing_and_extra
 from ._sizes import is_less
 
 T = TypeVar("T")
@@ -71,13 +71,20 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
       on_false: a tree of the same structure, shapes and dtypes.
 
     Raises:
-      ValueError: `pred` is not one boolean, or a leaf has another shape or dtype in one tree than in the other.
+      ValueError: `pred` is not one boolean, one tree has leaves that the other has not, or a leaf has another shape or
+        dtype in one than in the other.
 
     Example:
       >>> select_tree(False, {"w": jnp.array([1.0])}, {"w": jnp.array([2.0])})
       {'w': Array([2.], dtype=float32)}
     """
     flag = check_flag("pred", pred)
+    missing, extra = missing_and_extra(on_true, on_false)
+    if missing or extra:
+        raise ValueError(
+            f"`on_true` and `on_false` must have the same structure: only in `on_true` are {extra}, only in `on_false` "
+            f"{missing}."
+        )
 
     def select(path: Any, a: Any, b: Any) -> Any:
         one, other = ((jnp.shape(x), jnp.result_type(x)) for x in (a, b))

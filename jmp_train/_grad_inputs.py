@@ -3,7 +3,6 @@
 Decides what is accepted. Does not decide what is computed; see `_grad.py`.
 """
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from ._dtypes import FLOAT16, is_floating
 from ._loss_scale import LossScale, NoOpLossScale
 from ._paths import leaf_paths
 from ._policy import Policy, get_policy, uses_float16
-from ._values import check_callable
+from ._values import as_argnums, check_callable
 
 
 def split_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
@@ -59,10 +58,7 @@ def check_loss_fn(loss_fn: Any) -> None:
 
 
 def check_argnums(argnums: Any) -> int | tuple[int, ...]:
-    try:
-        found = operator.index(argnums) if not isinstance(argnums, Sequence) else tuple(map(operator.index, argnums))
-    except TypeError:
-        raise TypeError(f"`argnums` must be an integer or a sequence of integers, got {argnums!r}.") from None
+    found = as_argnums(argnums)
     if found == ():
         raise ValueError("`argnums` must name an argument to differentiate with respect to, got none.")
     return found

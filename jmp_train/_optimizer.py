@@ -13,10 +13,11 @@ import optax
 
 from ._finite import all_finite, is_float0, leaves_finite, map_gradients
 from ._loss_scale import DynamicLossScale, LossScale
-from ._paths import leaf_paths
+from ._paths import leaf_paths, missing_and_extra
 from ._scale_state import LossScaleState, find_states
 from ._scaling import widen
 from ._sharding import axes_of, check_axes
+from ._text import short_repr
 from ._values import check_state, check_transformation
 
 
@@ -225,8 +226,9 @@ def _new_or_old(finite: jax.Array, new: Any, old: Any, of_integer: bool) -> jax.
 
 def _check_loss_scale(loss_scale: Any) -> LossScale:
     if not isinstance(loss_scale, LossScale):
+        got = short_repr(loss_scale)
         raise TypeError(
-            f"`loss_scale` must be a DynamicLossScale, StaticLossScale or NoOpLossScale, got {loss_scale!r}. "
+            f"`loss_scale` must be a DynamicLossScale, StaticLossScale or NoOpLossScale, got {got}. "
             "Wrap a number, as in StaticLossScale(2.0**15); a policy goes to value_and_grad."
         )
     return loss_scale
@@ -242,7 +244,7 @@ def _check_structure(grads: Any, state: Any, params: Any) -> None:
     _check_loss_scale(state.loss_scale)
     found, expected = leaf_paths(grads), None if params is None else leaf_paths(_differentiated(params))
     if expected is not None and found != expected:
-        missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+        missing, extra = missing_and_extra(grads, _differentiated(params))
         raise ValueError(
             f"`grads` must have the structure of `params`: missing {missing}, not in `params` {extra}. "
             "Differentiate with respect to the parameters that the optimizer holds."

@@ -14,6 +14,8 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+from ._text import short_repr
+
 OverrideFunction: TypeAlias = Callable[[str, Any], DTypeLike | None]
 Override: TypeAlias = tuple[str, np.dtype] | OverrideFunction
 OverridesLike: TypeAlias = (
@@ -65,6 +67,16 @@ def leaf_paths(tree: Any) -> list[str]:
         else:
             paths.append(path_string(path))
     return paths
+
+
+def missing_and_extra(tree: Any, like: Any) -> tuple[list[str], list[str]]:
+    """The paths of leaves that `tree` has not and `like` has, and the other way round.
+
+    >>> missing_and_extra({"w": 1, "scale": 2}, {"w": 1, "bias": 2})
+    (['bias'], ['scale'])
+    """
+    found, expected = set(leaf_paths(tree)), set(leaf_paths(like))
+    return sorted(expected - found), sorted(found - expected)
 
 
 def glob_matches(glob: str, path: str) -> bool:
@@ -132,7 +144,7 @@ def to_overrides(value: OverridesLike, to_dtype: Callable[[DTypeLike], np.dtype]
     if entries is None or not all(callable(entry) or _is_pair(entry) for entry in entries):
         raise TypeError(
             f"`overrides` must be (glob, dtype) pairs such as (('BatchNorm*', 'float32'),), or functions "
-            f"(path, leaf) -> dtype | None; got {value!r}."
+            f"(path, leaf) -> dtype | None; got {short_repr(value)}."
         )
     return tuple(entry if callable(entry) else (_check_text_form(entry[0]), to_dtype(entry[1])) for entry in entries)
 

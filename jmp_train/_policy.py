@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from ._dtypes import FLOAT16, FLOAT32, SHORT_NAMES, cast_leaf, did_you_mean, facts, to_dtype, to_precision
 from ._paths import OVERWRITE_WITH_GRADIENT, Override, OverridesLike, leaf_paths, pick, to_overrides
+from ._text import short_repr
 
 Tree = TypeVar("Tree")
 
@@ -251,7 +252,7 @@ def get_policy(policy: str | Policy) -> Policy:
         return policy
     if not isinstance(policy, str):
         raise TypeError(
-            f"`policy` must be a Policy or a name such as 'mixed_float16', got {policy!r} of type "
+            f"`policy` must be a Policy or a name such as 'mixed_float16', got {short_repr(policy)} of type "
             f"{type(policy).__name__}."
         )
     name = policy.strip()

@@ -49,6 +49,18 @@ def short_source(source: str) -> str:
     return " ".join(filter(None, [":".join([os.path.basename(file), *numbers[:1]]), function]))
 
 
+def short_repr(value: Any) -> str:
+    """`repr` in a line of at most 160 characters: where a wrong argument may be a tree of arrays.
+
+    >>> short_repr("high")
+    "'high'"
+    >>> len(short_repr({"w": list(range(1000))}))
+    160
+    """
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 160 else f"{text[:127]} ... {text[-28:]}"
+
+
 def as_lists(value: Any) -> Any:
     """Dictionaries, lists and tuples as JSON gives them back: with lists for tuples.
 

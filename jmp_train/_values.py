@@ -6,8 +6,7 @@ for what; see `_loss_scale.py`.
 
 import math
 import operator
-import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
+
+from ._text import short_repr
 
 _INT32_MAX = 2**31 - 1
 
@@ -28,13 +29,29 @@ def set_fields(value: Any, **fields: Any) -> None:
 def check_callable(argument: str, value: Any, instead: str) -> None:
     """Raises a TypeError for what is no function, and says what to pass `instead`.
 
-    >>> check_callable("fn", list(range(1000)), "pass the function to compile")
+    >>> check_callable("fn", [0, 1], "pass the function to compile")
     Traceback (most recent call last):
-    TypeError: `fn` must be callable, got [0, 1, 2, 3, 4, 5, ...]; pass the function to compile.
+    TypeError: `fn` must be callable, got [0, 1]; pass the function to compile.
     """
     if not callable(value):
         # Not the whole of an array: gradients are passed for the function that gives them.
-        raise TypeError(f"`{argument}` must be callable, got {reprlib.repr(value)}; {instead}.")
+        raise TypeError(f"`{argument}` must be callable, got {short_repr(value)}; {instead}.")
+
+
+def as_argnums(argnums: Any) -> int | tuple[int, ...]:
+    """The positions of arguments as JAX takes them: an integer, or a tuple of different ones.
+
+    >>> as_argnums(np.int64(1)), as_argnums([0, 2])
+    (1, (0, 2))
+    """
+    try:
+        found = tuple(map(operator.index, argnums)) if isinstance(argnums, Sequence) else operator.index(argnums)
+    except TypeError:
+        got = short_repr(argnums)
+        raise TypeError(f"`argnums` must be an integer or a sequence of integers, got {got}.") from None
+    if isinstance(found, tuple) and len(set(found)) < len(found):
+        raise ValueError(f"`argnums` must name each argument once, got {argnums!r}.")
+    return found
 
 
 def as_number(argument: str, value: Any) -> float:
@@ -46,7 +63,7 @@ def as_number(argument: str, value: Any) -> float:
     except ValueError:  # a tree of arrays, say an optimizer's state
         array = np.empty(0)
     if array.shape or not jnp.issubdtype(array.dtype, np.number) or np.iscomplexobj(array):
-        got = reprlib.repr(value)
+        got = short_repr(value)
         raise ValueError(f"`{argument}` must be one real number, got {got}. Pass a number such as 2.0.")
     with np.errstate(over="ignore"):
         number = float(array.astype(np.float32))

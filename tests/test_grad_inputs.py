@@ -256,6 +256,25 @@ def test_no_argument_to_differentiate():
     message = "`argnums` must name an argument to differentiate with respect to, got none."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         grad(loss_fn, "float32", argnums=())
+    with pytest.raises(ValueError, match=re.escape("`argnums` must name each argument once, got (0, 0).")):
+        grad(loss_fn, "float32", argnums=(0, 0))
+
+
+def test_a_tree_of_arrays_in_the_wrong_place_is_shown_in_one_line():
+    params = {"w": jnp.ones((50, 50)), "b": jnp.arange(1000.0)}
+    wrong = (
+        lambda: grad(loss_fn, params),  # pyright: ignore[reportArgumentType]
+        lambda: jmp_train.grad(loss_fn, "float32", rules=params),  # pyright: ignore[reportArgumentType]
+        lambda: jmp_train.autocast(loss_fn, "float32", argnums=params),  # pyright: ignore[reportArgumentType]
+        lambda: jmp_train.cast_floating(params, params),  # pyright: ignore[reportArgumentType]
+        lambda: with_loss_scale(optax.sgd(1.0), params),  # pyright: ignore[reportArgumentType]
+        lambda: jmp_train.Policy("float32", "float32", "float32", overrides=(params,)),  # pyright: ignore[reportArgumentType]
+        lambda: jmp_train.DEFAULT_RULES.replace(params["w"]),  # pyright: ignore[reportArgumentType]
+    )
+    for call in wrong:
+        with pytest.raises(TypeError, match="Array") as error:
+            call()
+        assert len(str(error.value)) < 450 and "\n" not in str(error.value)
 
 
 def test_arguments_that_are_not_there_are_left_to_jax():

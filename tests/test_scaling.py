@@ -4,6 +4,7 @@
 # pyright: reportArgumentType=false
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -217,6 +218,14 @@ def bits(tree):
         return np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
 
     return jax.tree.map(of, tree)
+
+
+def test_select_tree_names_what_only_one_tree_has():
+    message = (
+        "`on_true` and `on_false` must have the same structure: only in `on_true` are ['a'], only in `on_false` ['b']."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        select_tree(True, {"a": 1.0, "c": 2.0}, {"b": 1.0, "c": 2.0})
 
 
 def test_select_tree_takes_one_boolean():

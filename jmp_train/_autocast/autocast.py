@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -20,12 +19,12 @@ from .._finite import is_float0
 from .._jaxpr import convert, open_jaxpr, trace
 from .._policy import Policy, get_policy
 from .._static import hide_static, is_argument, reveal_static
-from .._values import check_callable
+from .._values import as_argnums, check_callable
 from .analysis.uses import Flags
 from .emit import emit
 from .ir import Precision, Program, precision_of
 from .planner import Planner
-from .rules import DEFAULT_RULES, Rules
+from .rules import DEFAULT_RULES, Rules, check_rules
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -124,10 +123,10 @@ def make_planned(
     What is no array is hidden in the arguments, by `hide_static`.
     Traces are remembered by JAX, plans beside them: neither is made twice for the same shapes and dtypes.
     """
-    if not isinstance(rules, Rules):
-        raise TypeError(f"`rules` must be a Rules, got {rules!r}; edit the default: DEFAULT_RULES.replace({{...}}).")
+    check_rules(rules)
     check_scopes(rules, policy)
-    chosen = _to_argnums(argnums)
+    chosen = as_argnums(argnums)
+    chosen = (chosen,) if isinstance(chosen, int) else chosen
     plans = _Plans()
 
     @functools.wraps(fn)
@@ -204,10 +203,3 @@ def _argument_precisions(
             precision = Precision.WEAK if is_weak else Precision.FULL
             precisions.append(precision_of(next(avals), precision))
     return tuple(precisions)
-
-
-def _to_argnums(argnums: Any) -> tuple[int, ...]:
-    try:
-        return tuple(map(operator.index, argnums)) if isinstance(argnums, Sequence) else (operator.index(argnums),)
-    except TypeError:
-        raise TypeError(f"`argnums` must be an integer or a sequence of integers, got {argnums!r}.") from None

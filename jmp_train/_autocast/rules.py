@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from .._dtypes import FLOAT32, cast_floating, did_you_mean, facts, to_dtype
 from .._jaxpr import FULL_PRECISION_MARK, LOW_PRECISION_MARK
 from .._paths import check_glob, glob_matches
+from .._text import short_repr
 from .._values import check_callable, set_fields
 from .primitives import TABLE, UNKNOWN, Entry, Rule
 
@@ -122,11 +123,17 @@ class Rules:
         return dict(self.edits)
 
 
+def check_rules(rules: Any) -> None:
+    if not isinstance(rules, Rules):
+        got = short_repr(rules)
+        raise TypeError(f"`rules` must be a Rules, got {got}; edit the default: DEFAULT_RULES.replace({{...}}).")
+
+
 def _pairs(argument: str, value: Any, example: str) -> list[tuple[str, Any]]:
     pairs = tuple(value.items()) if isinstance(value, Mapping) else value
     if isinstance(pairs, tuple) and all(isinstance(p, tuple) and len(p) == 2 and isinstance(p[0], str) for p in pairs):
         return list(pairs)
-    raise TypeError(f"`{argument}` must be a dictionary from names, such as {example}; got {value!r}.")
+    raise TypeError(f"`{argument}` must be a dictionary from names, such as {example}; got {short_repr(value)}.")
 
 
 def _to_scope_dtype(glob: str, dtype: DTypeLike) -> np.dtype:

@@ -12,7 +12,7 @@ import optax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from .._finite import select_tree
-from .._paths import leaf_paths
+from .._paths import leaf_paths, missing_and_extra
 from .._scale_state import LossScaleState, get_loss_scale, step_metrics
 from .._sharding import varying_axes
 
@@ -98,7 +98,7 @@ def keep_unless(finite: jax.Array, new: T, old: T, name: str) -> T:
     """
     found, expected = leaf_paths(new), leaf_paths(old)
     if found != expected:
-        missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+        missing, extra = missing_and_extra(new, old)
         raise ValueError(
             f"`{name}` must have the structure that the state holds: missing {missing}, not in the state {extra}. "
             "Return every collection that the state was created with, and take out what a step adds (nnx.pop)."

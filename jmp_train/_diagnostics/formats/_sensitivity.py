@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..._autocast import DEFAULT_RULES, Rules
+from ..._autocast import DEFAULT_RULES, Rules, check_rules
 from ..._dtypes import facts
 from ..._explain import Explanation
 from ..._grad_inputs import check_argnums, check_policy
@@ -239,8 +239,7 @@ def sensitivity(
 
 def _check_search(loss_fn: Any, rules: Any, by: Any) -> None:
     check_callable("loss_fn", loss_fn, "pass the function that is given to value_and_grad")
-    if not isinstance(rules, Rules):
-        raise TypeError(f"`rules` must be a Rules, got {rules!r}; edit the default: DEFAULT_RULES.replace({{...}}).")
+    check_rules(rules)
     if by not in (None, "scope", "primitive"):
         raise ValueError(f"`by` must be 'scope', 'primitive' or None, got {by!r}.")
 
