@@ -16,7 +16,8 @@ PACKAGE = Path(jmp_train.__file__).parent
 
 # A module imports only from rows above its own. A package is one module here; inside, its files are free.
 LEVELS = (
-    {"_dtypes", "_paths", "_jaxpr", "_flops", "_values", "_static", "_sizes", "_text", "_version"},
+    {"_text", "_version"},
+    {"_dtypes", "_paths", "_jaxpr", "_flops", "_values", "_static", "_sizes"},
     {"_finite", "_tracebacks", "_stochastic_rounding"},
     {"_policy", "_scaling", "_sharding"},
     {"_loss_scale", "_attention"},
