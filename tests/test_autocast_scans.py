@@ -367,8 +367,8 @@ def test_explain_counts_what_is_stacked():
     ]
     stacked = stacked_forward(loss)
     narrow = sum(2 * int(np.prod(shape)) for name, shape in stacked if name == "float16")
-    assert kept[0]["float16"] == LAYERS * narrow + 2 * BATCH * WIDTH  # and what the head's gradient reads
-    assert kept[0].get("float32", 0) < kept[1]["float32"] / 4
+    assert kept[0] == {"float16": LAYERS * narrow, "float32": 4 * BATCH * WIDTH}  # and what the loss's gradient reads
+    assert kept[0]["float32"] < kept[1]["float32"] / 4
 
 
 def carried(fn, *args):

@@ -16,11 +16,26 @@ PARAMS = {"w": RNG.normal(size=(16, 16)), "v": RNG.normal(size=(16, 16)), "b": R
 PARAMS = jax.tree.map(lambda leaf: leaf.astype(np.float32), PARAMS)
 X = RNG.normal(size=(2, 16)).astype(np.float32)
 
+
+def pad(value: Any, low: int, high: int) -> Any:
+    return lax.pad(value, np.float32(0), [(low, high, 0), (0, 0, 0)])
+
+
 # Of two products, parameters and data, with which float32 reads what comes before it.
 CASES = {
     "a sum": (lambda a, b, p, x: (a + b) * x, "add", ["full"]),
     "a chain": (lambda a, b, p, x: ((a + b) - b) * x, "add sub", ["full", "full"]),
     "a choice": (lambda a, b, p, x: jnp.where(p["b"] > 0, a + b, b) * x, "add select_n", ["low", "low"]),
+    "a choice of a product": (lambda a, b, p, x: jnp.where(x > 0, a * b, 2 * b) + x, "mul select_n", ["full"] * 3),
+    "a choice that compares it": (
+        lambda a, b, p, x: jnp.where((u := a * b) > (v := 2 * b), u, v) + x,
+        "mul select_n",
+        ["full"] * 3,
+    ),
+    "parts of a product": (lambda a, b, p, x: (a * b)[:, ::2] + x[:, ::2], "mul slice", ["full"] * 3),
+    "a row of a sum": (lambda a, b, p, x: (a + b).reshape(32) * x.reshape(32), "add reshape", ["low", "low", "full"]),
+    "a row of a sum with a number": (lambda a, b, p, x: (1 - a).reshape(32) * x.reshape(32), "sub", ["full"]),
+    "joined parts": (lambda a, b, p, x: pad(a * b, 0, 2) + pad(a * b, 2, 0) - 1e9, "add mul pad", ["full"] * 5),
     "a bias": (lambda a, b, p, x: (a + p["b"]) * x, "add", ["low"]),
     "a scale": (lambda a, b, p, x: (a * p["b"]) * x, "mul", ["full", "full"]),
     "a bias of a sum": (lambda a, b, p, x: (a + b + p["b"]) * x, "add", ["full", "full"]),

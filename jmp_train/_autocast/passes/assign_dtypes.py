@@ -168,9 +168,15 @@ class _Walk:
         if fact.precision is Precision.FULL and fact.computed and self.saves_low:
             fact.has_low_copy = flags.to_dot and not fact.sensitive
         values = fact.numbers.range
-        if fact.precision is Precision.WEAK and values is not None and not values.fits(self.low):
-            fact.precision = Precision.FULL
+        if fact.precision is Precision.WEAK and values is not None:
+            seed = self.place.is_backward(equation.node) and values != Range() and self._is_constant(equation.node)
+            if seed or not values.fits(self.low):
+                fact.precision = Precision.FULL
         return fact
+
+    def _is_constant(self, node: Node) -> bool:
+        """Whether it computes with literals alone, as where a backward pass starts: with one over a mean's terms."""
+        return all([number in self.program.constants for number in node.ins])
 
     def _made(self, node: Node, precision: Precision = Precision.FULL) -> list[Precision]:
         """What the results of a node are: those recorded in float32 of this precision."""

@@ -4,7 +4,9 @@
     d:f32 = exp c:f32             ->    d:f32 = exp c:f32
 
 Rounding the sum saves nothing here: it fuses with its reader, which widens it again. Only the whole program shows
-that: the readers have to be near, or rematerialize it, since across a dot a value in 16 bits is what is saved.
+that: the readers have to be near, or rematerialize it, since across a dot a value in 16 bits is what is saved. Between
+may be what picks, joins or bounds numbers: a normal distribution's `cdf` chooses among `erf` and `erfc`, and the
+derivative of a `cumprod` slices and pads products, of which a logarithm is taken.
 
 The sum of a dot's result and a bias stays rounded. Two kernels may read it, and XLA then stores one value of the chain
 that they share, in the dtype that it has there: on an H200 the loss of a dense network moves a third more bytes with
@@ -25,34 +27,69 @@ if TYPE_CHECKING:
 
 _ROUNDS = having(Trait.ROUNDS)
 _ADDS = having(Trait.ADDS)
+_COMPARES = having(Trait.COMPARES) | {"eq", "ne"}
+# What hands on numbers as they are within a kernel: no buffer of its own and no other device is between.
+_EXACT = having(Trait.JOINS | Trait.BOUNDS | Trait.FLIPS | Trait.PICKS) | (having(Trait.MOVES) & having(Trait.FUSES))
+_EXACT -= {"scatter", "dynamic_update_slice"}
 
 
 def widen(program: Program, context: Context) -> Program:
     """The program with equations that round run in float32 where every reader reads float32 anyway."""
     del context
-    low, remat, facts = program.low, program.residuals.remat, [*program.facts]
-    narrow_readers = set(program.outputs)
+    wide, facts = _wide(program), [*program.facts]
+    if not wide:
+        return program
+    for number in wide:
+        facts[number] = dataclasses.replace(facts[number], precision=Precision.FULL)
+    equations = [*program.equations]
+    for i, equation in enumerate(equations):
+        compares = equation.node.name in _COMPARES and not wide.isdisjoint(equation.operands)
+        if compares or not wide.isdisjoint(equation.results):
+            uses = [use._replace(dtype=FLOAT32) if use.dtype == program.low else use for use in equation.uses]
+            equations[i] = equation.replace(uses=uses)
+    return dataclasses.replace(program, facts=facts, equations=equations)
+
+
+def _wide(program: Program) -> set[int]:
+    """The results that run in float32. A comparison decides nothing: it reads what the other readers do."""
+    remat, facts, rounded = program.residuals.remat, program.facts, _rounded(program)
+    narrow_readers, wide = set(program.outputs), set()
     for equation in program.equations:
-        if not remat.isdisjoint(equation.results):  # runs again across a dot, on the values that are saved
-            narrow_readers.update(number for number in equation.node.ins if number not in remat)
+        # What runs again across a dot does so on the values that are saved. That includes what nothing reads there: for
+        # an H200, Transformers would move 1 % more bytes with such a relu in float32.
+        if not remat.isdisjoint(equation.results):
+            narrow_readers.update(number for number in equation.operands if number not in remat)
     dots = {number for equation in program.equations if equation.node.name in DOTS for number in equation.results}
-    equations = []
     for equation in reversed(program.equations):
-        rounds = equation.node.name in _ROUNDS and low in equation.reads
         biased = equation.node.name in _ADDS and any(facts[number].parameter for number in equation.operands)
-        if biased and not dots.isdisjoint(equation.operands):
-            rounds = False
-        if rounds and narrow_readers.isdisjoint(equation.results):
-            equation = equation.replace(uses=[use._replace(dtype=FLOAT32) for use in equation.uses])
-            for number in equation.results:
-                facts[number] = dataclasses.replace(facts[number], precision=Precision.FULL)
-        depth = equation.depth
+        widens = not (rounded.isdisjoint(equation.results) or (biased and not dots.isdisjoint(equation.operands)))
+        widens = widens and narrow_readers.isdisjoint(equation.results)
+        if widens:
+            wide.update(equation.results)
+        depth, reads_any = equation.depth, widens or equation.node.name in _COMPARES
         narrow_readers.update(
             [
                 number
                 for number, dtype, _ in equation.uses
-                if dtype != FLOAT32 or (depth > facts[number].depth and number not in remat)
+                if not (reads_any or dtype == FLOAT32) or (depth > facts[number].depth and number not in remat)
             ]
         )
-        equations.append(equation)
-    return dataclasses.replace(program, facts=facts, equations=equations[::-1])
+    return wide
+
+
+def _rounded(program: Program) -> set[int]:
+    """The results in the compute dtype that are rounded in their equation, or hand on such numbers.
+
+    Of sums only those with a literal, or that join parts beside zeros, are handed on: a residual stream is stored.
+    """
+    rounded, handed_on, parts = set(), set(), set()
+    for equation in program.equations:
+        name, operands = equation.node.name, equation.operands
+        rounds = name in _ROUNDS or (name in _EXACT and not handed_on.isdisjoint(operands))
+        if rounds and program.low in equation.reads:
+            rounded.update(equation.results)
+            if name not in _ADDS or any(program.facts[n].numbers.range is not None or n in parts for n in operands):
+                handed_on.update(equation.results)
+            if name == "pad":
+                parts.update(equation.results)
+    return rounded

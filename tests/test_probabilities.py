@@ -1,0 +1,45 @@
+"""Losses of probabilities: nothing between the last product and the loss is rounded, forward or backward.
+
+A probability near one that is rounded to 16 bits is one, and the logarithm of what is left of it is lost.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hand_tools import errors
+from jax.scipy.special import ndtri
+from jax.scipy.stats import norm
+
+
+def cross_entropy(q, y, eps=1e-7):
+    t = y > 0
+    return -jnp.mean(jnp.where(t, jnp.log(q + eps), jnp.log(1 - q + eps)))
+
+
+def stick_breaking(h, y):
+    """The weights of a Dirichlet process (Sethuraman, 1994), and the entropy of the targets under them."""
+    v = jax.nn.sigmoid(6 * h)
+    left = jnp.cumprod(1 - v, -1)
+    weights = v * jnp.concatenate([jnp.ones_like(v[..., :1]), left[..., :-1]], -1)
+    return -jnp.mean(jax.nn.softmax(y) * jnp.log(weights))
+
+
+LOSSES = {
+    "probit": lambda h, y: cross_entropy(norm.cdf(2 * h), y),
+    "probit, bounded": lambda h, y: cross_entropy(jnp.clip(norm.cdf(2 * h), 1e-6, 1 - 1e-6), y, eps=0.0),
+    "a Gaussian copula": lambda h, y: jnp.mean((ndtri(jnp.clip(norm.cdf(2 * h), 1e-4, 1 - 1e-4)) - y) ** 2),
+    "logit": lambda h, y: cross_entropy(jax.nn.sigmoid(4 * h), y),
+    "stick breaking": stick_breaking,
+    "survival": lambda h, y: -jnp.mean(jnp.log(jnp.cumprod(1 - jax.nn.sigmoid(4 * h), 1) + 1e-7)),
+    "a product of probabilities": lambda h, y: -jnp.mean(jnp.log(jnp.prod(jax.nn.sigmoid(h).reshape(16, 64), 1))),
+    "jitted": jax.jit(stick_breaking),
+    "checkpointed": jax.checkpoint(stick_breaking),
+    "mapped": lambda h, y: jnp.mean(jax.vmap(stick_breaking)(h, y)),
+}
+
+
+@pytest.mark.parametrize("dtype, scale", [("float16", 256), ("bfloat16", 1)])
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_of_probabilities_are_as_exact_as_by_hand(name, dtype, scale):
+    hand, got = errors(LOSSES[name], dtype, scale)
+    assert got < 1.5 * hand
