@@ -131,9 +131,14 @@ def sub_jaxprs(params: dict[str, Any]) -> Iterator[ClosedJaxpr | Jaxpr]:
                 yield item
 
 
-def body_of(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr:
-    """The program that a call runs."""
-    return next(sub_jaxprs(eqn.params))
+def branches_of(eqn: JaxprEqn) -> tuple[int, Sequence[ClosedJaxpr | Jaxpr]]:
+    """The programs of which an equation runs one, once, and the position of the operand that is their first argument.
+
+    They are the branches of a `cond`, or what a call runs; none of any other equation.
+    """
+    if eqn.primitive.name == "cond":
+        return 1, eqn.params["branches"]
+    return 0, [next(sub_jaxprs(eqn.params))] if eqn.primitive.name in CALLS | {"jit", "shard_map"} else []
 
 
 def region_mark(eqn: JaxprEqn) -> str | None:

@@ -52,7 +52,6 @@ class Trait(enum.Flag):
     OPAQUE_DOT = enum.auto()  # matrix products in code that JAX does not show, or there may be
     SYSTEM = enum.auto()  # solves or factorizes: roundings are multiplied by the condition number
     CONSTANT = enum.auto()  # not arithmetic, and the same result for the same operands on every device
-    CALL = enum.auto()  # runs its body once, with its own operands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +213,6 @@ TRAITS = {
     Trait.CONSTANT: "iota convert_element_type bitcast_convert_type reduce_precision and or not xor shift_left "
     "shift_right_arithmetic shift_right_logical random_bits random_seed random_split random_fold_in random_wrap "
     "random_unwrap threefry2x32 reduce_and reduce_or complex",
-    Trait.CALL: "jit remat2 shard_map custom_jvp_call custom_vjp_call",
 }
 # The operand of which a rounding to zero, to one or to infinity is no small change: a divisor, a value that is bounded,
 # what is near a pole or a branch point, a log-sum-exp. Negative positions count from the last operand.

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from .._jaxpr import FlatJaxpr, Node, flatten, loop_of, trace
+from .._jaxpr import FlatJaxpr, Node, branches_of, flatten, loop_of, trace
 
 
 def with_assigned(model_state: Any, params: Any, after: Any, run: Callable[[Any], Any]) -> Any:
@@ -109,15 +109,12 @@ def _forwarded_by(node: Node) -> Iterator[tuple[int, int]]:
         for result, inside in enumerate(forwarded_arguments(flatten(loop.body))):
             if inside is not None and (inside == consts + result if result < carry else inside >= consts + carry):
                 yield result, skip + inside
-    elif node.name == "cond":
-        each = [forwarded_arguments(flatten(branch)) for branch in params["branches"]]
-        for result, inside in enumerate(zip(*each, strict=True)):
-            if inside[0] is not None and len(set(inside)) == 1:
-                yield result, 1 + inside[0]
-    else:
-        body = next((params[key] for key in ("jaxpr", "call_jaxpr") if key in params), None)
-        pairs = enumerate([] if body is None else forwarded_arguments(flatten(body)))
-        for result, inside in ((result, inside) for result, inside in pairs if inside is not None):
-            # What a `shard_map` puts together as it took it apart is the same.
-            if node.name != "shard_map" or params["in_specs"][inside] == params["out_specs"][result]:
-                yield result, inside
+        return
+    skip, bodies = branches_of(node.eqn)
+    each = [forwarded_arguments(flatten(body)) for body in bodies]
+    for result, (inside, *others) in enumerate(zip(*each, strict=True)):
+        if inside is None or others.count(inside) < len(others):
+            continue
+        # What a `shard_map` puts together as it took it apart is the same.
+        if node.name != "shard_map" or params["in_specs"][inside] == params["out_specs"][result]:
+            yield result, skip + inside

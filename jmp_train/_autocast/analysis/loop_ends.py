@@ -15,11 +15,8 @@ from collections.abc import Collection, Iterable
 
 import jax.numpy as jnp
 
-from ..._jaxpr import Loop, loop_of
+from ..._jaxpr import Loop, branches_of, loop_of
 from ..ir import Equation, Precision, Program, is_float32, is_sixteen_bit
-from ..primitives import Trait, having
-
-_CALLS = having(Trait.CALL)
 
 
 def narrowed_decision(condition: Program, body: Program, loop: Loop) -> str | None:
@@ -133,19 +130,20 @@ def _rounded_residuals(program: Program) -> set[int]:
 
 def _operands(equation: Equation, results: Collection[int]) -> Collection[int] | None:
     """The operands of an equation that some of its results are computed from; `None` as for `dependencies`."""
-    name, bodies = equation.node.name, equation.bodies
+    bodies = equation.bodies
     if not bodies:
         return range(len(equation.node.ins))
-    if name == "cond":
-        each = [dependencies(branch, [branch.outputs[i] for i in results]) for branch in bodies]
-        found = [inside for inside in each if inside is not None]
-        return {0, *(1 + i for inside in found for i in inside)} if len(found) == len(each) else None
     if (loop := loop_of(equation.node.eqn)) is not None:
         body, *condition = bodies
         if condition:
             return _dependencies_of_while(condition[0], body, results, loop)
         return _dependencies_of_loop(body, results, (), loop)
-    return dependencies(bodies[0], [bodies[0].outputs[i] for i in results]) if name in _CALLS else None
+    skip, called = branches_of(equation.node.eqn)
+    each = [dependencies(body, [body.outputs[i] for i in results]) for body in bodies]
+    found = [inside for inside in each if inside is not None]
+    if len(found) < len(bodies) or not called:
+        return None
+    return {*range(skip), *(skip + i for inside in found for i in inside)}
 
 
 def _dependencies_of_while(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterable
 
 import jax.numpy as jnp
 
-from ..._jaxpr import FlatJaxpr, Loop, Node, flatten, loop_of
+from ..._jaxpr import FlatJaxpr, Loop, Node, branches_of, flatten, loop_of
 from ..ir import Place, is_float32, is_sixteen_bit
 from ..primitives import DOTS, Trait, having
 
@@ -130,11 +130,8 @@ def _results(program: FlatJaxpr, node: Node, operands: list[Relation]) -> list[R
 
 def relations_through(node: Node, position: int) -> list[Relation]:
     """What the results of a loop, a branch or a rematerialised call have to do with one of its operands."""
-    params, count = node.params, len(node.outs)
-    if node.name in ("cond", "remat2"):
-        skip, bodies = (1, params["branches"]) if node.name == "cond" else (0, [params["jaxpr"]])
-        if position < skip:
-            return [Relation.OTHER] * count
+    count, (skip, bodies) = len(node.outs), branches_of(node.eqn)
+    if bodies and position >= skip:
         programs = list(map(flatten, bodies))
         found = [(program, relations(program, program.inputs[position - skip])) for program in programs]
         each = [[inner.get(number, Relation.NOTHING) for number in program.outputs] for program, inner in found]

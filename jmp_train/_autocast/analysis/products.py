@@ -21,7 +21,7 @@ from ..._jaxpr import (
     Jaxpr,
     Loop,
     Node,
-    body_of,
+    branches_of,
     in_jvp,
     is_backward,
     loop_of,
@@ -58,7 +58,6 @@ _AS_SUMS = frozenset({Cause.SHORT, Cause.INNER})
 
 _PROVENANCE_OF = {Precision.LOW: Provenance.NARROW, Precision.WEAK: Provenance.PARAMETER}
 _PRODUCTS = having(Trait.DOT)
-_CALLS = having(Trait.CALL)
 _ADDS = having(Trait.ADDS)
 
 
@@ -141,11 +140,11 @@ class _Visit:
     def _results(self, node: Node, facts: list[Known]) -> list[Known]:
         if (loop := loop_of(node.eqn)) is not None:
             return self._loop(node, loop, facts[loop.skip :])
-        if node.name in _CALLS:
-            results = self._inside(node, body_of(node.eqn), facts, 0)
-            return results if node.name in CALLS else [Known(fact.provenance) for fact in results]
-        if node.name == "cond":
-            branches = [self._inside(node, body, facts[1:], i) for i, body in enumerate(node.params["branches"])]
+        skip, bodies = branches_of(node.eqn)
+        branches = [self._inside(node, body, facts[skip:], i) for i, body in enumerate(bodies)]
+        if node.name in CALLS:
+            return branches[0]
+        if bodies:
             return [Known(joined(fact.provenance for fact in each)) for each in zip(*branches, strict=True)]
         for i, body in enumerate(sub_jaxprs(node.params)):  # planned behind float32 boundaries
             self._inside(node, body, [Known(Provenance.DATA)] * len(open_jaxpr(body).invars), i)

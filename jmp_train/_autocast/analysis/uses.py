@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._jaxpr import FlatJaxpr, Node, body_of, loop_of
+from ..._jaxpr import FlatJaxpr, Node, branches_of, loop_of
 from ..ir import Place
 from ..primitives import DELICATE_OPERAND, DOTS, EXPONENTIALS, Entry, Rule, Trait, having
 from .wide_product import WideProduct
@@ -23,7 +23,6 @@ _EXACT = having(Trait.JOINS | Trait.BOUNDS | Trait.FLIPS)
 _EXACT_OR_POOLS = _EXACT | having(Trait.POOL)
 _AFFINE = having(Trait.ADDS) | {"mul"}
 _PERIODIC = having(Trait.PERIODIC)
-_CALLS = having(Trait.CALL)
 
 
 class Flags(NamedTuple):
@@ -165,10 +164,11 @@ def find_uses(
 
 def _of_operands(planner: Planner, node: Node, inside: Place, outs: list[Flags]) -> list[Flags]:
     """What becomes of the operands of a node with a body, given what becomes of its results."""
-    if node.name == "cond":
-        branches = [planner.in_flags(branch, inside, outs) for branch in node.params["branches"]]
-        # The predicate is an integer: no rounding.
-        return [Flags(), *map(merged, zip(*branches, strict=True))]
+    skip, bodies = branches_of(node.eqn)
+    if bodies:
+        each = [planner.in_flags(body, inside, outs) for body in bodies]
+        # The predicate of a `cond` is an integer: no rounding.
+        return [Flags()] * skip + list(map(merged, zip(*each, strict=True)))
     if (loop := loop_of(node.eqn)) is not None:
         # Twice: what becomes of a carry after the loop, then what becomes of it in the iterations between.
         first = planner.in_flags(loop.body, inside, outs)
@@ -176,6 +176,4 @@ def _of_operands(planner: Planner, node: Node, inside: Place, outs: list[Flags])
         # A carry's dtype is that of its first value; what only float32 reads at the end does not widen it.
         fed_back = [merged(pair)._replace(only_wide=False) for pair in pairs]
         return [Flags()] * loop.skip + planner.in_flags(loop.body, inside, [*fed_back, *outs[loop.carry :]])
-    if node.name in _CALLS:
-        return planner.in_flags(body_of(node.eqn), inside, outs)
     return [Flags(reaches_dot=True)] * len(node.ins)

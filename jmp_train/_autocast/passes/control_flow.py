@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from ..._dtypes import FLOAT32
-from ..._jaxpr import ClosedJaxpr, Loop, Node, body_of, loop_of, open_jaxpr, trace
+from ..._jaxpr import ClosedJaxpr, Loop, Node, branches_of, loop_of, open_jaxpr, trace
 from ..analysis.loop_ends import narrowed_decision, narrowed_stop
 from ..analysis.loops import is_counted, may_be_narrow
 from ..analysis.uses import Flags
@@ -86,18 +86,14 @@ def _returning(program: Program, dtypes: list[np.dtype | None]) -> Program:
     return dataclasses.replace(program, result_dtypes=dtypes)
 
 
-def _call(call: _Entered) -> Decided:
-    """`jit` with shardings of its own, `remat2` and `shard_map`: everything but the body stays as recorded."""
-    body = call.plan(body_of(call.node.eqn), call.seen, call.outs)
-    return call.equation(body.input_dtypes, body), body.result_precisions
-
-
-def _cond(call: _Entered) -> Decided:
-    branches = [call.plan(branch, call.seen[1:], call.outs) for branch in call.node.params["branches"]]
+def _branches(call: _Entered) -> Decided:
+    """`cond`, and calls such as `jit` with shardings of its own: everything but the bodies stays as recorded."""
+    skip, recorded = branches_of(call.node.eqn)
+    branches = [call.plan(branch, call.seen[skip:], call.outs) for branch in recorded]
     made = [joined(each) for each in zip(*(branch.result_precisions for branch in branches), strict=True)]
     dtypes = branches[0].dtypes_of(made)
     bodies = [_returning(branch, dtypes) for branch in branches]
-    return call.equation([None, *bodies[0].input_dtypes], *bodies), made
+    return call.equation([None] * skip + bodies[0].input_dtypes, *bodies), made
 
 
 def _loop(call: _Entered) -> Decided | str:
@@ -142,7 +138,7 @@ def _plan_loop(call: _Entered, loop: Loop) -> tuple[Program, list[Precision]]:
 
 
 def _custom_jvp(call: _Entered) -> Decided:
-    body = call.plan(body_of(call.node.eqn), call.seen, call.outs)
+    equation, made = _branches(call)
     # Of the arguments and their tangents.
     precisions = [*call.seen, *(Precision.FULL if p is Precision.OVERFLOWS else p for p in call.seen)]
 
@@ -151,12 +147,12 @@ def _custom_jvp(call: _Entered) -> Decided:
         recorded = [x if p is Precision.RECORDED or not is_array(x) else cast(x, FLOAT32) for x, p in pairs]
         return run_rule(call.planner, rule, recorded, precisions, call.inside)
 
-    return call.equation(body.input_dtypes, body, derive=derive), body.result_precisions
+    return equation.replace(derive=derive), made
 
 
 def _custom_vjp(call: _Entered) -> Decided:
     """Keeps float32 at the boundary, since a rule's residuals may be the operands themselves; the inside is planned."""
-    body = call.plan(body_of(call.node.eqn), call.seen, call.outs)
+    equation, made = _branches(call)
 
     def derive(rule: Callable, args: Sequence[Any], backward: bool = False) -> Any:
         if not backward:
@@ -164,9 +160,10 @@ def _custom_vjp(call: _Entered) -> Decided:
         found = [precision_of(x) if is_array(x) else Precision.RECORDED for x in args]
         return run_rule(call.planner, rule, args, found, call.inside._replace(backward=True))
 
+    (body,) = equation.bodies
     returned = _returning(body, recorded_dtypes(body.recorded))
-    equation = call.equation(recorded_reads(call.seen), returned, computes=returned.result_dtypes, derive=derive)
-    return equation, body.result_precisions
+    reads = recorded_reads(call.seen)
+    return call.equation(reads, returned, computes=returned.result_dtypes, derive=derive), made
 
 
 def run_rule(
@@ -204,10 +201,10 @@ def _boundary(call: _Entered) -> Decided:
 
 
 _HANDLERS: dict[str, Callable[[_Entered], Decided | str]] = {
-    "jit": _call,
-    "remat2": _call,
-    "shard_map": _call,
-    "cond": _cond,
+    "jit": _branches,
+    "remat2": _branches,
+    "shard_map": _branches,
+    "cond": _branches,
     "scan": _loop,
     "while": _loop,
     "custom_jvp_call": _custom_jvp,
