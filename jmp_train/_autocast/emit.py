@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from .._dtypes import FLOAT32
-from .._jaxpr import ClosedJaxpr, bind, bind_with_rules, consts_of, contexts, convert, open_jaxpr, trace
+from .._jaxpr import ClosedJaxpr, JaxprEqn, bind, bind_with_rules, consts_of, contexts, convert, open_jaxpr, trace
 from .._sizes import is_static
 from .ir import Equation, Op, Program
 
@@ -117,22 +117,12 @@ _ADDED: dict[Op, Callable[..., Any]] = {
 
 def _remat(equation: Equation, operands: list[Any]) -> list[Any]:
     (program,) = equation.bodies
-    # The primitive takes a jaxpr without constants: those, and captured tracers, become operands.
+    # Captured tracers become operands, as all constants do.
     captured = captured_arrays(program)
     avals = [*map(jax.typeof, captured), *(program.avals[number] for number in program.inputs)]
     count = len(captured)
     body = trace(lambda *args: emit(program, args[count:], args[:count]), *avals)[0]
-    return bind(equation.node.eqn, [*consts_of(body), *captured, *operands], jaxpr=open_jaxpr(body))
-
-
-def _cond(equation: Equation, operands: list[Any]) -> list[Any]:
-    return bind(equation.node.eqn, operands, branches=tuple(map(to_jaxpr, equation.bodies)))
-
-
-def _while(equation: Equation, operands: list[Any]) -> list[Any]:
-    body, condition = map(to_jaxpr, equation.bodies)
-    counts = {} if equation.counts is None else {"body_nconsts": equation.counts[0]}
-    return bind(equation.node.eqn, operands, body_jaxpr=body, cond_jaxpr=condition, **counts)
+    return bind_with_bodies(equation.node.eqn, [*captured, *operands], [body])
 
 
 def _scan(equation: Equation, operands: list[Any]) -> list[Any]:
@@ -155,10 +145,9 @@ def _scan(equation: Equation, operands: list[Any]) -> list[Any]:
 
 def _run_scan(equation: Equation, operands: list[Any]) -> list[Any]:
     """Through `jax.lax.scan` where the scan has other operands than it was recorded with."""
-    (body,) = equation.bodies
     if equation.counts is None:
-        return bind(equation.node.eqn, operands, jaxpr=to_jaxpr(body))
-    consts, carry = equation.counts
+        return _with_bodies(equation, operands)
+    (body,), (consts, carry) = equation.bodies, equation.counts
     params, rows = equation.node.params, list(operands[consts + carry :])
     length = params["length"]
 
@@ -223,17 +212,29 @@ def _shard_map(equation: Equation, operands: list[Any]) -> list[Any]:
 
 
 def _with_bodies(equation: Equation, operands: list[Any]) -> list[Any]:
-    """A primitive whose parameters stay as they were recorded, but for its bodies."""
-    keys = [key for key, value in equation.node.params.items() if isinstance(value, ClosedJaxpr)]
-    bodies = dict(zip(keys, map(to_jaxpr, equation.bodies), strict=True))
-    return bind(equation.node.eqn, operands, **bodies)
+    """A primitive whose parameters stay as they were recorded, but for its bodies, and the constants of a `while`."""
+    counts = {} if equation.counts is None else {"body_nconsts": equation.counts[0]}
+    return bind_with_bodies(equation.node.eqn, operands, list(map(to_jaxpr, equation.bodies)), **counts)
+
+
+def bind_with_bodies(
+    eqn: JaxprEqn, operands: Sequence[Any], bodies: Sequence[ClosedJaxpr], **changed: Any
+) -> list[Any]:
+    """Runs an equation with other programs inside; of a `while` the body comes first."""
+    if eqn.primitive.name == "cond":
+        return bind(eqn, operands, branches=tuple(bodies))
+    if eqn.primitive.name == "remat2":  # takes a jaxpr without constants
+        (body,) = bodies
+        return bind(eqn, [*consts_of(body), *operands], jaxpr=open_jaxpr(body))
+    keys = [key for key, value in eqn.params.items() if isinstance(value, ClosedJaxpr)]
+    if eqn.primitive.name == "while":
+        keys = ["body_jaxpr", "cond_jaxpr"]
+    return bind(eqn, operands, **dict(zip(keys, bodies, strict=True)), **changed)
 
 
 _BODIES: dict[str, Callable[[Equation, list[Any]], list[Any]]] = {
     "remat2": _remat,
-    "cond": _cond,
     "scan": _scan,
-    "while": _while,
     "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp,
     "shard_map": _shard_map,

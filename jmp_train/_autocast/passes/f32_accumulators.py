@@ -29,16 +29,15 @@ from ..._jaxpr import (
     JaxprEqn,
     Node,
     bind,
-    consts_of,
+    branches_of,
     contexts,
     flatten,
     loop_of,
-    open_jaxpr,
     trace,
     trace_in_place_of,
 )
 from ..analysis.loops import HANDED_ON, HOLDS_SUMS, accumulates, is_counted, relations, relations_through
-from ..emit import cast
+from ..emit import bind_with_bodies, cast
 from ..ir import is_sixteen_bit
 from ..rules import low_precision
 
@@ -70,18 +69,12 @@ def f32_accumulators(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
 
 def _bind_wide(eqn: JaxprEqn, args: list[Any], wide: Positions, results: Positions) -> list[Any]:
     """Runs a loop, branch or rematerialised call, its operands at `wide` and its results at `results` in float32."""
-    params = eqn.params
-    if eqn.primitive.name == "cond":
-        inside = [i - 1 for i in wide]
-        return bind(eqn, args, branches=tuple(_with_wide(branch, inside, results) for branch in params["branches"]))
-    if eqn.primitive.name == "while":
-        condition = _with_wide(params["cond_jaxpr"], [i - params["body_nconsts"] for i in wide], ())
-        body = _with_wide(params["body_jaxpr"], [i - params["cond_nconsts"] for i in wide], results)
-        return bind(eqn, args, cond_jaxpr=condition, body_jaxpr=body)
-    body = _with_wide(params["jaxpr"], wide, results)
-    if eqn.primitive.name == "remat2":  # takes a jaxpr without constants
-        return bind(eqn, [*consts_of(body), *args], jaxpr=open_jaxpr(body))
-    return bind(eqn, args, jaxpr=body)
+    loop = loop_of(eqn)
+    skip, bodies = branches_of(eqn) if loop is None else (loop.skip, [loop.body])
+    made = [_with_wide(body, [i - skip for i in wide], results) for body in bodies]
+    if loop is not None and loop.condition is not None:
+        made.append(_with_wide(loop.condition, [i - loop.consts for i in wide], ()))
+    return bind_with_bodies(eqn, args, made)
 
 
 def _with_wide(jaxpr: ClosedJaxpr | Jaxpr, wide: Positions, results: Positions) -> ClosedJaxpr:
