@@ -36,7 +36,7 @@ def carry_kinds(program: FlatJaxpr, loop: Loop, are_solutions: Sequence[bool]) -
     first = loop.consts + loop.carry
     ends = list(zip(program.inputs[loop.consts : first], program.outputs[: loop.carry], strict=True))
     linear = are_linear(program, ends)
-    if not _has_system(program):
+    if SYSTEMS.isdisjoint([node.name for node in program.nodes]):
         return [(each, False) for each in linear]
     solved = [solves(program, *end) for end in ends]
     estimates = [start for (start, _), is_estimate in zip(ends, solved, strict=True) if is_estimate]
@@ -49,7 +49,7 @@ def carry_kinds(program: FlatJaxpr, loop: Loop, are_solutions: Sequence[bool]) -
 
 
 def are_linear(program: FlatJaxpr, ends: Sequence[tuple[int, int]]) -> list[bool]:
-    """Of each carry whether it is the state of a linear system: it comes back as products of itself, and sums.
+    """Of each carry whether it is the state of a linear recurrence: it comes back as products of itself, and sums.
 
     Each rounding of such a state stays in it, and they add up. What scales its rows by their sums or norms leaves it
     linear, as in a power iteration or the forward algorithm of a hidden Markov model.
@@ -115,11 +115,6 @@ def _keep_estimates(program: FlatJaxpr, nodes: Iterable[Node]) -> bool:
         elif node.name not in KEEPS_ESTIMATES:
             return False
     return True
-
-
-def _has_system(program: FlatJaxpr) -> bool:
-    """Whether a linear system is solved or factorized in a program, the programs inside it left out."""
-    return not SYSTEMS.isdisjoint([node.name for node in program.nodes])
 
 
 def _systems_of(program: FlatJaxpr, numbers: Iterable[int]) -> set[int]:
