@@ -31,29 +31,21 @@ class WindowSums(Rewrite):
     primitives = frozenset({"reduce_window_sum"})
 
     def of_equation(self, program: Program, equation: Equation) -> Computation | None:
-        if equation.entry.rule is not Rule.HIGH:
+        node = equation.node
+        dilated = {*node.params["base_dilation"], *node.params["window_dilation"]} != {1}
+        if equation.entry.rule is not Rule.HIGH or dilated:
             return None
-        if _is_one_window(equation.node):
+        if _is_one_window(node):
             return sum_axes
-        return add_places if _can_be_written_out(equation.node) else None
+        return add_places if are_small(node, node.eqn.outvars[0].aval, _MOST_PLACES) else None
 
 
 def _is_one_window(node: Node) -> bool:
     """Whether all numbers are in one window along some axes, and alone in one along all others."""
     operand: Any = node.eqn.invars[0].aval
-    params = node.params
-    dilated = {*params["base_dilation"], *params["window_dilation"]} != {1}
-    padded = any(low or high for low, high in params["padding"])
-    if dilated or padded:
-        return False
-    sizes = zip(params["window_dimensions"], params["window_strides"], operand.shape, strict=True)
-    return all(window == size or window == stride == 1 for window, stride, size in sizes)
-
-
-def _can_be_written_out(node: Node) -> bool:
-    """Whether each window has few elements, next to each other."""
-    dilations = {*node.params["base_dilation"], *node.params["window_dilation"]}
-    return dilations == {1} and are_small(node, node.eqn.outvars[0].aval, _MOST_PLACES)
+    padded = any(low or high for low, high in node.params["padding"])
+    sizes = zip(node.params["window_dimensions"], node.params["window_strides"], operand.shape, strict=True)
+    return not padded and all(window == size or window == stride == 1 for window, stride, size in sizes)
 
 
 def sum_axes(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
