@@ -106,12 +106,8 @@ class Producers:
 
     def are_disjoint(self, one: int, other: int) -> bool:
         """Whether two values are pads of which one is zero wherever the other is not: their sum joins them."""
-        producers = [self._producers.get(number) for number in (one, other)]
-        pads = [
-            producer
-            for producer in producers
-            if producer is not None and producer.name == "pad" and self._is_zero(producer.ins[1])
-        ]
+        nodes = map(self._producers.get, (one, other))
+        pads = [node for node in nodes if node is not None and node.name == "pad" and self._is_zero(node.ins[1])]
         if len(pads) < 2 or not is_static(self.program.avals[one].shape):
             return False
         places = [_padded_places(pad, self.program.avals[pad.ins[0]].shape) for pad in pads]
