@@ -14,7 +14,6 @@ the dtype of carries recorded in float32; see `control_flow.py`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -112,8 +111,9 @@ def _run(program: FlatJaxpr, node: Node, exact: dict[int, Any], stored: dict[int
     results = [i for i, number in enumerate(node.outs) if number in sums]
     operands = [stored[number] for number in node.ins]
     if not results:
-        run = functools.partial(_bind, node.eqn)  # binding alone would lose the mark of the call that was inlined
-        return (low_precision(run) if node.low_region else run)(*operands)
+        if node.low_region:  # binding alone would lose the mark of the call that was inlined
+            return low_precision(lambda *args: bind(node.eqn, args))(*operands)
+        return bind(node.eqn, operands)
     if node.name == "convert_element_type":  # of a sum to another width: its float32 value is the same
         return [exact[node.ins[0]]]
     if node.name in HOLDS_SUMS:
@@ -127,7 +127,3 @@ def _run(program: FlatJaxpr, node: Node, exact: dict[int, Any], stored: dict[int
 
 def _as_array(value: Any, aval: Any) -> Any:
     return value if hasattr(value, "dtype") else np.asarray(value, aval.dtype)
-
-
-def _bind(eqn: JaxprEqn, *operands: Any) -> list[Any]:
-    return bind(eqn, operands)
