@@ -49,16 +49,16 @@ def multiply_and_add(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
     contracted, batch = node.params["dimension_numbers"]
     lefts, rights = left.ndim - len(batch[0]) - len(contracted[0]), right.ndim - len(batch[1]) - len(contracted[1])
     terms, axis = math.prod(left.shape[i] for i in contracted[0]), len(batch[0])
-    if is_less(terms, _MOST_TERMS + 1):
-        one = _aligned(left, batch[0], contracted[0], 0, rights, True)
-        other = _aligned(right, batch[1], contracted[1], lefts, 0, True)
-        places = itertools.product(*(range(left.shape[i]) for i in contracted[0]))
-        return [functools.reduce(operator.add, (_taken(one, axis, at) * _taken(other, axis, at) for at in places))]
+    written_out = is_less(terms, _MOST_TERMS + 1)
     # Compilers keep the order of axes: that of the larger operand, its free axes after those of the other one.
-    swapped = left.size > right.size
-    leading = _precede(contracted[0], batch[0], left) if swapped else _precede(contracted[1], batch[1], right)
+    swapped = not written_out and left.size > right.size
+    larger = (contracted[0], batch[0], left) if swapped else (contracted[1], batch[1], right)
+    leading = written_out or _precede(*larger)
     one = _aligned(left, batch[0], contracted[0], *((rights, 0) if swapped else (0, rights)), leading)
     other = _aligned(right, batch[1], contracted[1], *((0, lefts) if swapped else (lefts, 0)), leading)
+    if written_out:
+        places = itertools.product(*(range(left.shape[i]) for i in contracted[0]))
+        return [functools.reduce(operator.add, (_taken(one, axis, at) * _taken(other, axis, at) for at in places))]
     axis += 0 if leading else lefts + rights
     total = jnp.sum(one * other, tuple(range(axis, axis + len(contracted[0]))))
     if not swapped:
