@@ -332,7 +332,7 @@ def recorded_dtypes(program: FlatJaxpr) -> list[np.dtype | None]:
 def format_program(program: Program) -> str:
     """The program as text, in the manner of `jax.make_jaxpr`: a line for each equation, with the dtypes of its results.
 
-    `cast`, `saved`, `round` and `hoisted` are what autocast adds, `remat` marks equations that run again for the
+    `cast`, `saved` and the others of `Op` are what autocast adds, `remat` marks equations that run again for the
     backward pass. Before `insert_casts` an operand's dtype stands behind it, `*` marks a residual, and `dead` what does
     not run where it stands.
     """
