@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..ir import Equation, Op, Program
@@ -39,12 +40,23 @@ def mark_dead(program: Program, context: Context) -> Program:
 
 def remove_dead_code(program: Program) -> Program:
     """The program without equations whose results are neither read nor returned."""
-    alive, equations = {*program.outputs}, []
-    for equation in reversed(program.equations):
-        if has_effects(equation) or not alive.isdisjoint(equation.results):
-            alive.update(equation.operands)
-            equations.append(equation)
-    return dataclasses.replace(program, equations=equations[::-1])
+    return dataclasses.replace(program, equations=computing(program.equations, program.outputs, also=has_effects))
+
+
+def computing(
+    equations: Sequence[Equation],
+    wanted: Iterable[int],
+    given: Iterable[int] = (),
+    also: Callable[[Equation], bool] = lambda equation: False,
+) -> list[Equation]:
+    """The equations that compute some values from what is given; those for which `also` holds count as wanted."""
+    given = {*given}
+    needed, found = {*wanted} - given, []
+    for equation in reversed(equations):
+        if also(equation) or not needed.isdisjoint(equation.results):
+            found.append(equation)
+            needed.update({*equation.operands} - given)
+    return found[::-1]
 
 
 def has_effects(equation: Equation) -> bool:

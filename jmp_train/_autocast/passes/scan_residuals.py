@@ -17,14 +17,14 @@ dtype: the equations that run again are those of the forward body, so that both 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..._jaxpr import scan_counts
 from ..._sizes import size_in_bytes
 from ..analysis.residual_costs import ResidualCosts, Sources, fuses
 from ..ir import Equation, Op, Program, Use
-from .dead_code import remove_dead_code
+from .dead_code import computing, remove_dead_code
 
 if TYPE_CHECKING:
     from ..planner import Planner
@@ -143,12 +143,10 @@ class _Link:
         pairs = zip(self.body.inputs, source.operands, strict=True)
         self.passed = {inner: operand for inner, operand in pairs if operand[0] != _CARRY}
 
-    def size_of(self, number: int) -> Any:
-        return size_in_bytes(self.body.avals[number])
-
     def costs(self) -> tuple[ResidualCosts, dict[int, Sources]]:
         """What the values of the source's body cost the reader, and what each could be computed from."""
-        costs = ResidualCosts(self.size_of, in_memory=self.there - self.passed.keys())
+        stacked = self.there - self.passed.keys()
+        costs = ResidualCosts(lambda number: size_in_bytes(self.body.avals[number]), in_memory=stacked)
         could: dict[int, Sources] = {}
         for number in self.body.inputs:
             if number not in self.there and number not in self.passed:
@@ -187,7 +185,7 @@ class _Link:
         source, reader = self.source, self.reader
         source.results = [result for result in source.results if result[0] not in again]
         stops = needed | self.passed.keys() | self.body.constants.keys()
-        chain = self._computing(again.values(), stops)
+        chain = computing(self.body.equations, again.values(), stops)
         read = {number for equation in chain for number in equation.operands}
         names = {number: self._given(number) for number in sorted(stops & read.union(again.values()))}
         used = {reader.operands[reader.body.inputs.index(n)][1] for n in names.values() if n in reader.body.inputs}
@@ -197,15 +195,6 @@ class _Link:
             clones += cast
         self._substitute(clones, {self.rows[number]: names[inner] for number, inner in again.items()})
         return used
-
-    def _computing(self, wanted: Iterable[int], stops: set[int]) -> list[Equation]:
-        """The equations of the source's body that compute some values from others."""
-        pending, chain = set(wanted) - stops, []
-        for equation in reversed(self.body.equations):
-            if not pending.isdisjoint(equation.results):
-                chain.append(equation)
-                pending.update(set(equation.operands) - stops)
-        return chain[::-1]
 
     def _given(self, number: int) -> int:
         """How the reader's body is given a value of the source's: a constant, as the source is, or stacked by it."""

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from ...analysis.dot_sizes import size_of
 from ...ir import Equation, Op, Program, Use, with_dtype
 from ...primitives import DOTS, Entry, Rule, Trait, having
+from ..dead_code import computing
 from .rewrite import Rewrite, loop_counts
 
 _MOVES = having(Trait.MOVES | Trait.PICKS)
@@ -93,11 +94,8 @@ def _hoisted(program: Program, equation: Equation, inputs: _Inputs) -> list[Equa
     names = {body.inputs[i]: given[i] for i in inputs.positions}
     moves = [] if inputs.are_rows else _moves(body, names)
     casts = _casts(body, {*names}.union(*(move.results for move in moves)))
-    needed = {cast.operands[0] for cast in casts}
-    for move in reversed(moves):
-        needed.update(move.operands if not needed.isdisjoint(move.results) else ())
     before: list[Equation] = []
-    for each in [*(move for move in moves if not needed.isdisjoint(move.results)), *casts]:
+    for each in computing([*moves, *casts], [cast.results[0] for cast in casts]):
         operands = [names[number] for number in each.operands]
         of_cast = [with_dtype(program.avals[number], body.low) for number in operands if each.op is Op.CAST]
         results = tuple(map(program.new, of_cast or [body.avals[number] for number in each.results]))
