@@ -54,13 +54,12 @@ def narrowed_stop(body: Program, loop: Loop) -> str | None:
 
 def _stops(body: Program, loop: Loop) -> set[int]:
     """The predicates by which a scan hands on all that it carries unchanged; none if it never does."""
-    producers = {number: (equation, i) for equation in body.equations for i, number in enumerate(equation.node.outs)}
-    same = _copies(body)
+    producers, same = body.producers(), _copies(body)
     cases, found = {0, 1}, set()
     for start, result in zip(body.inputs[loop.consts :], body.outputs[: loop.carry], strict=False):
         if same.get(result, result) != start:
-            equation, position = producers.get(result, (None, 0))
-            cases &= _unchanged(equation, position, start, same) if equation else set()
+            equation = producers.get(result)
+            cases &= _unchanged(equation, result, start, same) if equation else set()
             found.update(equation.node.ins[:1] if equation else ())
     return found if cases else set()
 
@@ -76,19 +75,16 @@ def _copies(body: Program) -> dict[int, int]:
     return same
 
 
-def _unchanged(equation: Equation, position: int, start: int, same: dict[int, int]) -> set[int]:
-    """The values of an equation's predicate for which one of its results is the value `start`."""
+def _unchanged(equation: Equation, result: int, start: int, same: dict[int, int]) -> set[int]:
+    """The values of an equation's predicate for which its result is the value `start`."""
     operands = [same.get(number, number) for number in equation.node.ins[1:]]
     if equation.node.name == "select_n":
         return {case for case, number in enumerate(operands) if number == start}
     if equation.node.name != "cond":
         return set()
-    pairs = ((branch.inputs, branch.outputs[position]) for branch in equation.bodies)
-    return {
-        case
-        for case, (inputs, result) in enumerate(pairs)
-        if result in inputs and operands[inputs.index(result)] == start
-    }
+    position = equation.results.index(result)
+    pairs = ((dict(zip(branch.inputs, operands, strict=True)), branch.outputs[position]) for branch in equation.bodies)
+    return {case for case, (given, inside) in enumerate(pairs) if given.get(inside) == start}
 
 
 def dependencies(program: Program, numbers: Iterable[int]) -> set[int] | None:
