@@ -99,7 +99,6 @@ class Fact:
       has_low_copy: computed in float32, with a copy in the compute dtype that readers across a dot see.
       computed: computed by the program, rather than an argument or a rearranged one.
       parameter: a differentiated argument, possibly rearranged or updated.
-      to_dot: a dot consumes it, directly or through equations that pass values on as they are.
       sensitive: a rounding of it would be more than a rounding for what reads it.
       numbers: what is known of its numbers.
     """
@@ -109,7 +108,6 @@ class Fact:
     has_low_copy: bool = False
     computed: bool = False
     parameter: bool = False
-    to_dot: bool = False
     sensitive: bool = False
     numbers: Numbers = UNKNOWN
 
@@ -253,9 +251,6 @@ class Residuals:
     in_full: frozenset[int] = frozenset()
     rounded: frozenset[int] = frozenset()
     squared: frozenset[int] = frozenset()
-
-    def has(self, value: int) -> bool:
-        return value in self.saved or value in self.remat
 
 
 @dataclasses.dataclass(slots=True)

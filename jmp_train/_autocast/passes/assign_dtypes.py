@@ -162,7 +162,6 @@ class _Walk:
             numbers=_numbers_of(equation.node, operands, precision, self.low),
         )
         flags = self.uses[number]
-        fact.to_dot = flags.to_dot
         exceeds = fact.numbers is not UNKNOWN and fact.numbers.exceed(self.low)
         fact.sensitive = flags.sensitive or exceeds
         if fact.precision is Precision.FULL and fact.computed and self.saves_low:

@@ -110,14 +110,14 @@ class _Writer:
             return self._add(Op.CAST, self.read(Use(value, low, True), at), self._new(value, dtype), at)
         # Behind a barrier XLA cannot compute the value again in each reader, in float32 and from more than it is.
         copy = self.read(Use(value, dtype), at)
-        return self._add(Op.SAVED, copy, self._like(copy), at)
+        return self._add(Op.SAVED, copy, self._new(copy), at)
 
     def _cast(self, value: int, source: int, dtype: np.dtype | None, at: Node | None) -> int:
         """`source`, which is `value` or equal to it, in another dtype, on the compute dtype's grid where it must be."""
         cast = self._add(Op.CAST, source, self._new(value, dtype), at)
         if value not in self.residuals.rounded or dtype != FLOAT32:
             return cast
-        return self._add(Op.ROUND, cast, self._like(cast), at)
+        return self._add(Op.ROUND, cast, self._new(cast), at)
 
     def _rematerialized(self, value: int, at: Node | None) -> int:
         # Not by recursion: an unrolled iteration is a chain of hundreds of equations.
@@ -130,7 +130,7 @@ class _Writer:
         for each in sorted(needed):  # values are numbered in the order in which they are computed
             equation = self.producers[each]
             operands = [Use(self._again(use, at)) for use in equation.uses]
-            self.rematerialized[each] = result = self._like(each)
+            self.rematerialized[each] = result = self._new(each)
             again = equation.replace(uses=operands, results=(result,), at=at, remat=True, dead=False)
             self.equations.append(again)
         return self.rematerialized[value]
@@ -142,7 +142,8 @@ class _Writer:
     def _again(self, use: Use, at: Node | None) -> int:
         if self._is_in_full(use):
             return self.rematerialized[use.value]
-        return self.read(use._replace(residual=self.residuals.has(use.value)), at)
+        residual = use.value in self.residuals.saved or use.value in self.residuals.remat
+        return self.read(use._replace(residual=residual), at)
 
     def _add(self, op: Op, operand: int, result: int, at: Node | None) -> int:
         node: Any = at  # a program without equations casts nothing
@@ -151,9 +152,6 @@ class _Writer:
         self.equations.append(Equation(node, _ADDED, [Use(operand)], (result,), op, params, at=at))
         return result
 
-    def _new(self, value: int, dtype: np.dtype | None) -> int:
+    def _new(self, value: int, dtype: np.dtype | None = None) -> int:
         self.avals.append(with_dtype(self.avals[value], dtype))
         return len(self.avals) - 1
-
-    def _like(self, value: int) -> int:
-        return self._new(value, None)

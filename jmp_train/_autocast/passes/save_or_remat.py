@@ -100,18 +100,18 @@ class _Decisions:
 
     def __init__(self, program: Program, context: Context):
         self.values: dict[int, _Value] = {}
-        self._program, self._saves_low, self._readers = program, context.saves_low, context.uses.readers
+        self._program, self._saves_low, self._uses = program, context.saves_low, context.uses
         self._in_full: dict[int, Sources] = {}  # what a saved mask or value with a low copy may be computed again from
         self._reads_in_full: dict[int, list[int]] = {}  # of results that may be rematerialized: which operands are so
         self._costs = ResidualCosts(self._size_of, in_memory=(*program.inputs, *program.captured))
 
     def add(self, equation: Equation, number: int) -> None:
         """Decides what result `number` of an equation is to those who read it across a dot."""
-        fact, node = self._program.facts[number], equation.node
+        fact, node, to_dot = self._program.facts[number], equation.node, self._uses[number].to_dot
         values = self.values
         operands = [values[operand] for operand in node.ins if operand in values]
         value = values[number] = _Value()
-        dot_reads_it = fact.to_dot and (fact.has_low_copy or fact.precision is Precision.LOW)
+        dot_reads_it = to_dot and (fact.has_low_copy or fact.precision is Precision.LOW)
         if fact.precision is Precision.LOW:
             value.from_dot = _is_from_dot(equation, operands)
             value.convolution = node.name == "conv_general_dilated"
@@ -131,7 +131,7 @@ class _Decisions:
                 value.remat = behind_barrier and fact.precision is not Precision.WEAK
         if fact.precision is Precision.LOW:
             # What a dot reads needs no barrier of its own behind a bias: its kernel may write it in another layout.
-            read = any([operand.from_dot or (operand.biased and not fact.to_dot) for operand in operands])
+            read = any([operand.from_dot or (operand.biased and not to_dot) for operand in operands])
             value.saved = not value.remat and (value.from_dot or read or self._is_shared_with_dot(number, node))
         elif fact.has_low_copy:
             value.saved = True
@@ -151,7 +151,7 @@ class _Decisions:
         # the dot of the other side where it pads: attention over 196 tokens would move 1.2 times the bytes.
         if fact.has_low_copy and equation.is_narrow_dot:
             return False
-        shared = fact.has_low_copy or (value.expensive and self._readers[use.value] > 1)
+        shared = fact.has_low_copy or (value.expensive and self._uses.readers[use.value] > 1)
         return equation.depth > fact.depth or (shared and access is not Access.FUSED)
 
     def _is_shared_with_dot(self, number: int, node: Node) -> bool:
