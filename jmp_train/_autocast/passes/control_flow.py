@@ -18,6 +18,7 @@ import numpy as np
 
 from ..._dtypes import FLOAT32
 from ..._jaxpr import ClosedJaxpr, Loop, Node, branches_of, loop_of, open_jaxpr, trace
+from ..._static import hide_static, reveal_static
 from ..analysis.loop_ends import narrowed_decision, narrowed_stop
 from ..analysis.loops import is_counted, may_be_narrow
 from ..analysis.uses import Flags
@@ -170,23 +171,17 @@ def run_rule(
     planner: Planner, rule: Callable, args: Sequence[Any], precisions: Sequence[Precision], place: Place
 ) -> Any:
     """Runs a derivative rule on `args` as recorded with its inside autocast; what is no array passes through."""
-    structure: list[Any] = []
-    positions = [i for i, arg in enumerate(args) if is_array(arg)]
 
-    def arrays_of(*arrays: Any) -> list[Any]:
-        traced = dict(zip(positions, arrays, strict=True))
-        leaves, tree = jax.tree.flatten(rule(*(traced.get(i, arg) for i, arg in enumerate(args))))
-        structure[:] = [tree, [None if is_array(leaf) else leaf for leaf in leaves]]
-        return [leaf for leaf in leaves if is_array(leaf)]
+    def hidden(*args: Any) -> Any:
+        return hide_static(rule(*reveal_static(args)), is_array)
 
-    given = [args[i] for i in positions]
-    jaxpr, _ = trace(arrays_of, *given)  # a new function each time: from JAX's cache it would not set `structure`
+    given = hide_static(tuple(args), is_array)
+    jaxpr, shape = trace(hidden, *given)
+    of_arrays = [precision for precision, arg in zip(precisions, args, strict=True) if is_array(arg)]
     fresh = planner.fresh()
-    out_flags = [Flags()] * len(open_jaxpr(jaxpr).outvars)
-    program = fresh.plan_whole(jaxpr, [precisions[i] for i in positions], out_flags, place)
-    arrays = iter(emit(fresh.lower(program), given))
-    tree, others = structure
-    return jax.tree.unflatten(tree, [next(arrays) if other is None else other for other in others])
+    program = fresh.plan_whole(jaxpr, of_arrays, [Flags()] * len(open_jaxpr(jaxpr).outvars), place)
+    results = emit(fresh.lower(program), jax.tree.leaves(given))
+    return reveal_static(jax.tree.unflatten(jax.tree.structure(shape), results))
 
 
 def _boundary(call: _Entered) -> Decided:
