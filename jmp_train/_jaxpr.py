@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -229,6 +229,16 @@ def flatten(
     return FlatJaxpr(avals, known, frozenset(captured), inputs, outputs, tuple(nodes))
 
 
+def last_reads(steps: Sequence[tuple[Collection[int], Collection[int]]], alive: Iterable[int]) -> list[list[int]]:
+    """For each step, given what it reads and makes, the values that nothing reads afterwards but for those `alive`."""
+    alive, dying = {*alive}, []
+    for reads, made in reversed(steps):
+        touched = {*reads, *made}
+        dying.append(list(touched - alive))
+        alive |= touched
+    return dying[::-1]
+
+
 def contexts(node: Node) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Those of the source line and named scopes, and of the settings, that `node` was recorded with."""
     stack = source_info_util.current_name_stack() + node.scope.name_stack
@@ -271,6 +281,19 @@ def bind_with_rules(eqn: JaxprEqn, args: Sequence[Any], wrap: Callable[..., tupl
         linear_util.wrap_init(new, debug_info=old.debug_info) for new, old in zip(replaced, originals, strict=True)
     )
     return list(eqn.primitive.bind(*args, subfuns=subfuns, **params))
+
+
+def bind_with_bodies(eqn: JaxprEqn, args: Sequence[Any], bodies: Sequence[ClosedJaxpr], **changed: Any) -> list[Any]:
+    """Run `eqn` with other programs inside; of a `while` the body comes first."""
+    if eqn.primitive.name == "cond":
+        return bind(eqn, args, branches=tuple(bodies))
+    if eqn.primitive.name == "remat2":  # takes a jaxpr without constants
+        (body,) = bodies
+        return bind(eqn, [*consts_of(body), *args], jaxpr=open_jaxpr(body))
+    keys = [key for key, value in eqn.params.items() if isinstance(value, ClosedJaxpr)]
+    if eqn.primitive.name == "while":
+        keys = ["body_jaxpr", "cond_jaxpr"]
+    return bind(eqn, args, **dict(zip(keys, bodies, strict=True)), **changed)
 
 
 class Loop(NamedTuple):

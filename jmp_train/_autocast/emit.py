@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from .._dtypes import FLOAT32
-from .._jaxpr import ClosedJaxpr, JaxprEqn, bind, bind_with_rules, consts_of, contexts, convert, open_jaxpr, trace
+from .._jaxpr import ClosedJaxpr, bind, bind_with_bodies, bind_with_rules, contexts, convert, last_reads, trace
 from .._sizes import is_static
 from .ir import Equation, Op, Program
 
@@ -36,7 +36,9 @@ def emit(program: Program, args: Sequence[Any], captured: Sequence[Any] | None =
     if captured is not None:
         values.update(zip(sorted(program.captured), captured, strict=True))
     values.update(zip(program.inputs, map(cast, args, program.input_dtypes), strict=True))
-    steps = zip(program.equations, _last_reads(program), strict=True)
+    reads = [(equation.operands, equation.results) for equation in program.equations]
+    last = last_reads(reads, {*program.outputs, *program.constants})  # constants are kept by the program anyway
+    steps = zip(program.equations, last, strict=True)
     for node, group in itertools.groupby(steps, key=lambda step: step[0].at or step[0].node):
         source, settings = contexts(node) if node else _NO_CONTEXTS
         with source, settings:
@@ -61,17 +63,6 @@ def captured_arrays(program: Program) -> list[Any]:
 def to_jaxpr(program: Program) -> ClosedJaxpr:
     """`program` as a jaxpr of its arguments."""
     return trace(lambda *args: emit(program, args), *(program.avals[number] for number in program.inputs))[0]
-
-
-def _last_reads(program: Program) -> list[list[int]]:
-    """For each equation the values that nothing reads afterwards."""
-    alive = {*program.outputs, *program.constants}  # constants are kept by the program anyway
-    dying: list[list[int]] = []
-    for equation in reversed(program.equations):
-        reads = {*equation.operands, *equation.results}
-        dying.append([number for number in reads if number not in alive])
-        alive |= reads
-    return dying[::-1]
 
 
 def _run(equation: Equation, operands: list[Any]) -> list[Any]:
@@ -215,21 +206,6 @@ def _with_bodies(equation: Equation, operands: list[Any]) -> list[Any]:
     """A primitive whose parameters stay as they were recorded, but for its bodies, and the constants of a `while`."""
     counts = {} if equation.counts is None else {"body_nconsts": equation.counts[0]}
     return bind_with_bodies(equation.node.eqn, operands, list(map(to_jaxpr, equation.bodies)), **counts)
-
-
-def bind_with_bodies(
-    eqn: JaxprEqn, operands: Sequence[Any], bodies: Sequence[ClosedJaxpr], **changed: Any
-) -> list[Any]:
-    """Runs an equation with other programs inside; of a `while` the body comes first."""
-    if eqn.primitive.name == "cond":
-        return bind(eqn, operands, branches=tuple(bodies))
-    if eqn.primitive.name == "remat2":  # takes a jaxpr without constants
-        (body,) = bodies
-        return bind(eqn, [*consts_of(body), *operands], jaxpr=open_jaxpr(body))
-    keys = [key for key, value in eqn.params.items() if isinstance(value, ClosedJaxpr)]
-    if eqn.primitive.name == "while":
-        keys = ["body_jaxpr", "cond_jaxpr"]
-    return bind(eqn, operands, **dict(zip(keys, bodies, strict=True)), **changed)
 
 
 _BODIES: dict[str, Callable[[Equation, list[Any]], list[Any]]] = {

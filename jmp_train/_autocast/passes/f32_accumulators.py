@@ -28,6 +28,7 @@ from ..._jaxpr import (
     JaxprEqn,
     Node,
     bind,
+    bind_with_bodies,
     branches_of,
     contexts,
     flatten,
@@ -36,7 +37,7 @@ from ..._jaxpr import (
     trace_in_place_of,
 )
 from ..analysis.loops import HANDED_ON, HOLDS_SUMS, accumulates, is_counted, relations, relations_through
-from ..emit import bind_with_bodies, cast
+from ..emit import cast
 from ..ir import is_sixteen_bit
 from ..rules import low_precision
 

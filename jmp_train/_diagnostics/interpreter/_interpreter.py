@@ -24,7 +24,7 @@ from jax import lax
 from jax.core import Tracer
 
 from ..._autocast.ir import TOP, Place
-from ..._jaxpr import ClosedJaxpr, FlatJaxpr, Jaxpr, Node, contexts, flatten, scan_counts, sub_jaxprs, trace
+from ..._jaxpr import ClosedJaxpr, FlatJaxpr, Jaxpr, Node, contexts, flatten, last_reads, scan_counts, sub_jaxprs, trace
 from ..._paths import leaf_paths
 from ..._static import hide_static, reveal_static
 from ..._values import check_readable
@@ -79,7 +79,8 @@ class Interpreter:
         if id(jaxpr) not in self._prepared:
             program = flatten(jaxpr)
             # The jaxpr is stored too: were it freed, another one could get its id.
-            self._prepared[id(jaxpr)] = (jaxpr, program, _last_uses(program))
+            steps = [(node.ins, node.outs) for node in program.nodes]
+            self._prepared[id(jaxpr)] = (jaxpr, program, last_reads(steps, program.outputs))
         return self._prepared[id(jaxpr)][1:]
 
     def backward_only(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, outputs: frozenset[int]) -> BackwardOnly:
@@ -266,16 +267,6 @@ def _not_entered(interpreter: Interpreter, jaxpr: ClosedJaxpr | Jaxpr) -> Iterat
 def _computes_arrays(body: ClosedJaxpr | Jaxpr) -> bool:
     """Whether a program is more than the combining function of a reduction or of a scatter."""
     return any(getattr(aval, "shape", ()) for aval in flatten(body).avals)
-
-
-def _last_uses(program: FlatJaxpr) -> list[list[int]]:
-    """For each equation the values that nothing uses afterwards."""
-    live, last_uses = set(program.outputs), []
-    for node in reversed(program.nodes):
-        touched = {*node.ins, *node.outs}
-        last_uses.append(list(touched - live))
-        live |= touched
-    return last_uses[::-1]
 
 
 class BackwardOnly(NamedTuple):
