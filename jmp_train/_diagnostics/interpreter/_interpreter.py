@@ -41,18 +41,9 @@ from ._shard_map import (
 )
 from ._site import Device, Loop, Site, Value, Watcher, widened
 
-# The parameter that holds the body of a call. Its derivative rules have been applied already, or are not needed: what
-# runs here is not differentiated any more.
-_CALL_BODIES = {
-    "jit": "jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "composite": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vmap_call": "call",
-}
-_ENTERED = frozenset({*_CALL_BODIES, "scan", "while", "cond"})
+# The derivative rules of a call have been applied already, or are not needed: what runs here is not differentiated any
+# more.
+_ENTERED = frozenset("jit remat2 composite custom_jvp_call custom_vjp_call custom_vmap_call scan while cond".split())
 
 
 class Interpreter:
@@ -186,7 +177,7 @@ class _Run:
             branches = node.params["branches"]
             chosen = min(max(int(inputs[0].array), 0), len(branches) - 1)  # lax.switch clamps its index too
             return (yield from self.program(branches[chosen], inputs[1:], inside))
-        return (yield from self.program(node.params[_CALL_BODIES[node.name]], inputs, inside))
+        return (yield from self.program(next(sub_jaxprs(node.params)), inputs, inside))
 
     def _shard_map(self, node: Node, inputs: list[Value], inside: _Context) -> list[Value]:
         params, devices = node.params, devices_of(node.eqn)
