@@ -259,11 +259,15 @@ class _Walk:
     def _low(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         if node.name not in DOTS:
             return self._pairwise(node, entry, seen, Precision.LOW)
-        if node.name in _ATTENTION:
-            return self._attention(node, entry, seen)
-        if any(self.facts[number].numbers.exceed(self.low) for number in node.ins):
+        settings = node.params["settings"] if node.name in _ATTENTION else None
+        names = [""] * len(node.ins) if settings is None else names_of_operands(node.name, settings)
+        # A bias of -1e9 masks, and does so where it is minus infinity too.
+        pairs = zip(names, node.ins, strict=True)
+        if any(name != "bias" and self.facts[number].numbers.exceed(self.low) for name, number in pairs):
             infinite = Entry(Rule.RECORDED, f"some of its numbers are infinite in {self.low.name}")
             return self._as_recorded(node, infinite, seen)
+        if settings is not None:
+            return self._attention(node, entry, seen, names)
         avals = [self.avals[number] for number in node.ins]
         low = next((aval.dtype for aval in avals if is_sixteen_bit(aval)), self.low)
         reads = [None if precision is Precision.RECORDED else low for precision in seen]
@@ -286,16 +290,8 @@ class _Walk:
             return equation_of(node, entry, reads, params=params), [Precision.LOW]
         return equation_of(node, entry, reads, params=params, computes=[leaves]), [Precision.FULL]
 
-    def _attention(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
+    def _attention(self, node: Node, entry: Entry, seen: list[Precision], names: Sequence[str]) -> Decided:
         settings, avals = node.params["settings"], [self.avals[number] for number in node.ins]
-        names = names_of_operands(node.name, settings)
-        # A bias of -1e9 masks, and does so where it is minus infinity too.
-        exceeds = [
-            name != "bias" and self.facts[n].numbers.exceed(self.low) for name, n in zip(names, node.ins, strict=True)
-        ]
-        if any(exceeds):
-            infinite = Entry(Rule.RECORDED, f"some of its numbers are infinite in {self.low.name}")
-            return self._as_recorded(node, infinite, seen)
         low = next((aval.dtype for aval in avals[:3] if is_sixteen_bit(aval)), self.low)
         pairs = zip(names, seen, strict=True)
         reads = [None if precision is Precision.RECORDED or name == "lse" else low for name, precision in pairs]
