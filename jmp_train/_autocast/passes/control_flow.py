@@ -71,7 +71,8 @@ def enter(context: Context, node: Node, entry: Entry, place: Place, seen: list[P
     """Plans a node with a body."""
     out_flags = [context.uses[number] for number in node.outs]
     call = _Entered(context.planner, node, entry, place.inside(node), seen, out_flags)
-    decided = _HANDLERS.get(node.name, _boundary)(call)
+    default = _branches if branches_of(node.eqn)[1] else _boundary
+    decided = _HANDLERS.get(node.name, default)(call)
     return _as_recorded(node, Entry(Rule.RECORDED, decided), seen) if isinstance(decided, str) else decided
 
 
@@ -196,10 +197,6 @@ def _boundary(call: _Entered) -> Decided:
 
 
 _HANDLERS: dict[str, Callable[[_Entered], Decided | str]] = {
-    "jit": _branches,
-    "remat2": _branches,
-    "shard_map": _branches,
-    "cond": _branches,
     "scan": _loop,
     "while": _loop,
     "custom_jvp_call": _custom_jvp,
