@@ -554,3 +554,20 @@ def test_products_with_empty_arrays(empty):
         result = autocast(fn, "mixed_float16")(w)
         np.testing.assert_array_equal(result, fn(w))
         assert result.dtype == np.float32
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, jax.grad, lambda fn: jax.jit(jax.grad(fn))])
+def test_arrays_that_a_function_inside_a_checkpoint_captured(wrap):
+    """They are constants of a program inside: arrays, NumPy's and tracers of a function around."""
+    kernel, weights = np.full((8, 8), 0.25, np.float32), jnp.full((8, 8), 0.5)
+
+    def loss(scale):
+        inner = jax.jit(lambda h: (h * scale) @ weights + kernel[0])
+        outer = jax.checkpoint(lambda w: jnp.tanh(inner(w @ jnp.asarray(kernel))))
+        return jnp.sum(autocast(outer, "mixed_float16")(weights))
+
+    def plain(scale):
+        return jnp.sum(jnp.tanh((weights @ kernel * scale) @ weights + kernel[0]))
+
+    scale = jnp.linspace(0.1, 0.2, 8)
+    np.testing.assert_allclose(wrap(loss)(scale), wrap(plain)(scale), rtol=2e-3)

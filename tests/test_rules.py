@@ -14,6 +14,7 @@ import jax.extend.core.primitives as primitives
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from jax import lax
 
 from jmp_train import DEFAULT_RULES, Rule, Rules, autocast, dot_product_attention, explain
@@ -216,6 +217,21 @@ def test_replace(name, rule, expected):
     row = next(op for op in reversed(operations(fn, X, rules=rules)) if op.primitive == name)
     assert row.rule == Rule(rule).value
     jax.eval_shape(autocast(fn, "mixed_float16", rules=rules), X)
+
+
+@pytest.mark.parametrize(
+    "primitive, fn",
+    [
+        ("select_and_scatter_add", lambda y: jax.grad(lambda y: jnp.sum(nn.max_pool(y[..., None], (2, 2), (2, 2))))(y)),
+        ("reduce_sum", lambda y: jnp.sum(y[None], 0)),
+    ],
+)
+def test_an_edit_holds_where_a_rewrite_would_not_need_float32(primitive, fn):
+    (edited,), (found,) = (
+        [op.rule for op in operations(after_dot(fn), X, rules=rules) if op.primitive == primitive]
+        for rules in (DEFAULT_RULES.replace({primitive: "high"}), DEFAULT_RULES)
+    )
+    assert edited == "high" != found
 
 
 @pytest.mark.parametrize("name", ["add", "select_n", "concatenate", "atan2", "clamp", "pow"])
