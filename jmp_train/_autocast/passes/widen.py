@@ -10,7 +10,8 @@ derivative of a `cumprod` slices and pads products, of which a logarithm is take
 
 The sum of a dot's result and a bias stays rounded. Two kernels may read it, and XLA then stores one value of the chain
 that they share, in the dtype that it has there: on an H200 the loss of a dense network moves a third more bytes with
-that sum in float32.
+that sum in float32. In a scan, so does the sum of two dots' results, as a gate reads it: it is what is stacked for the
+backward pass, and the gate computed again from it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from ..._dtypes import FLOAT32
-from ..ir import Precision, Program
+from ..ir import Equation, Precision, Program
 from ..primitives import DOTS, Trait, having
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ def _wide(program: Program) -> set[int]:
     dots = {number for equation in program.equations if equation.node.name in DOTS for number in equation.results}
     for equation in reversed(program.equations):
         biased = equation.node.name in _ADDS and any(facts[number].parameter for number in equation.operands)
-        widens = not (rounded.isdisjoint(equation.results) or (biased and not dots.isdisjoint(equation.operands)))
+        stored = biased and not dots.isdisjoint(equation.operands)
+        stored = stored or (program.place.is_scan and _is_narrow_sum(program, equation))
+        widens = not (stored or rounded.isdisjoint(equation.results))
         widens = widens and narrow_readers.isdisjoint(equation.results)
         if widens:
             wide.update(equation.results)
@@ -77,6 +80,14 @@ def _wide(program: Program) -> set[int]:
     return wide
 
 
+def _is_narrow_sum(program: Program, equation: Equation) -> bool:
+    """Whether an equation adds values in the compute dtype, or a parameter: no literal, and nothing that is float32."""
+    facts = [program.facts[number] for number in equation.operands]
+    return equation.node.name in _ADDS and not any(
+        fact.precision is Precision.FULL or fact.numbers.range is not None for fact in facts
+    )
+
+
 def _rounded(program: Program) -> set[int]:
     """The results in the compute dtype that are rounded in their equation, or hand on such numbers.
 
@@ -88,7 +99,7 @@ def _rounded(program: Program) -> set[int]:
         rounds = name in _ROUNDS or (name in _EXACT and not handed_on.isdisjoint(operands))
         if rounds and program.low in equation.reads:
             rounded.update(equation.results)
-            if name not in _ADDS or any(program.facts[n].numbers.range is not None or n in parts for n in operands):
+            if not _is_narrow_sum(program, equation) or not parts.isdisjoint(operands):
                 handed_on.update(equation.results)
             if name == "pad":
                 parts.update(equation.results)
