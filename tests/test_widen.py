@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from pass_tools import after
 
-from jmp_train import autocast
+from jmp_train import DEFAULT_RULES, autocast, low_precision
 
 RNG = np.random.default_rng(0)
 PARAMS = {"w": RNG.normal(size=(16, 16)), "v": RNG.normal(size=(16, 16)), "b": RNG.normal(size=16)}
@@ -56,6 +56,18 @@ def test_what_only_float32_reads_runs_in_float32(name):
         if equation.name in primitives.split()
     ]
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    "wrap, rules",
+    [(lambda fn: fn, DEFAULT_RULES.replace({"mul": "low"})), (low_precision, DEFAULT_RULES)],
+    ids=["an edit", "a region"],
+)
+def test_what_was_asked_for_in_the_compute_dtype_stays_so(wrap, rules):
+    scaled = wrap(lambda a, b: a * b)
+    program = after("widen", lambda p, x: jnp.exp(scaled(x @ p["w"], x @ p["v"])), PARAMS, X, rules=rules)
+    (result,) = next(equation.results for equation in program.equations if equation.name == "mul")
+    assert program.facts[result].precision.value == "low"
 
 
 def product(w: Any, x: Any) -> Any:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from ..._dtypes import FLOAT32
 from ..ir import Equation, Precision, Program
-from ..primitives import DOTS, Trait, having
+from ..primitives import DOTS, Rule, Trait, having
 
 if TYPE_CHECKING:
     from ..planner import Context
@@ -91,13 +91,14 @@ def _is_narrow_sum(program: Program, equation: Equation) -> bool:
 def _rounded(program: Program) -> set[int]:
     """The results in the compute dtype that are rounded in their equation, or hand on such numbers.
 
-    Of sums only those with a literal, or that join parts beside zeros, are handed on: a residual stream is stored.
+    Not those that an edit of the table or a region asks for. Of sums only those with a literal, or that join parts
+    beside zeros, hand on: a residual stream is stored.
     """
     rounded, handed_on, parts = set(), set(), set()
     for equation in program.equations:
         name, operands = equation.node.name, equation.operands
         rounds = name in _ROUNDS or (name in _EXACT and not handed_on.isdisjoint(operands))
-        if rounds and program.low in equation.reads:
+        if rounds and program.low in equation.reads and equation.entry.rule is not Rule.LOW:
             rounded.update(equation.results)
             if not _is_narrow_sum(program, equation) or not parts.isdisjoint(operands):
                 handed_on.update(equation.results)
