@@ -20,7 +20,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from ..._dtypes import FLOAT32
-from ..ir import Equation, Precision, Program
+from ..ir import Fact, Precision, Program
 from ..primitives import DOTS, Rule, Trait, having
 
 if TYPE_CHECKING:
@@ -53,20 +53,22 @@ def widen(program: Program, context: Context) -> Program:
 
 def _wide(program: Program) -> set[int]:
     """The results that run in float32. A comparison decides nothing: it reads what the other readers do."""
-    remat, facts, rounded = program.residuals.remat, program.facts, _rounded(program)
+    remat, facts, (rounded, sums) = program.residuals.remat, program.facts, _rounded(program)
     narrow_readers, wide = set(program.outputs), set()
+    dots: set[int] = set()
     for equation in program.equations:
         # What runs again across a dot does so on the values that are saved. That includes what nothing reads there: for
         # an H200, Transformers would move 1 % more bytes with such a relu in float32.
         if not remat.isdisjoint(equation.results):
-            narrow_readers.update(number for number in equation.operands if number not in remat)
-    dots = {number for equation in program.equations if equation.node.name in DOTS for number in equation.results}
+            narrow_readers.update([number for number in equation.operands if number not in remat])
+        if equation.node.name in DOTS:
+            dots.update(equation.results)
     for equation in reversed(program.equations):
-        biased = equation.node.name in _ADDS and any(facts[number].parameter for number in equation.operands)
-        stored = biased and not dots.isdisjoint(equation.operands)
-        stored = stored or (program.place.is_scan and _is_narrow_sum(program, equation))
-        widens = not (stored or rounded.isdisjoint(equation.results))
-        widens = widens and narrow_readers.isdisjoint(equation.results)
+        widens = narrow_readers.isdisjoint(equation.results) and not rounded.isdisjoint(equation.results)
+        if widens and equation.node.name in _ADDS:
+            biased = any([facts[number].parameter for number in equation.operands])
+            stacked = program.place.is_scan and not sums.isdisjoint(equation.results)
+            widens = not (stacked or (biased and not dots.isdisjoint(equation.operands)))
         if widens:
             wide.update(equation.results)
         depth, reads_any = equation.depth, widens or equation.node.name in _COMPARES
@@ -80,28 +82,25 @@ def _wide(program: Program) -> set[int]:
     return wide
 
 
-def _is_narrow_sum(program: Program, equation: Equation) -> bool:
-    """Whether an equation adds values in the compute dtype, or a parameter: no literal, and nothing that is float32."""
-    facts = [program.facts[number] for number in equation.operands]
-    return equation.node.name in _ADDS and not any(
-        fact.precision is Precision.FULL or fact.numbers.range is not None for fact in facts
-    )
+def _rounded(program: Program) -> tuple[set[int], set[int]]:
+    """The results in the compute dtype that are rounded in their equation, or hand on such numbers; and sums of them.
 
-
-def _rounded(program: Program) -> set[int]:
-    """The results in the compute dtype that are rounded in their equation, or hand on such numbers.
-
-    Not those that an edit of the table or a region asks for. Of sums only those with a literal, or that join parts
-    beside zeros, hand on: a residual stream is stored.
+    Not those that an edit of the table or a region asks for. Sums of values in the compute dtype and of parameters hand
+    nothing on, unless they join parts beside zeros: a residual stream is stored.
     """
-    rounded, handed_on, parts = set(), set(), set()
+    rounded, sums, parts = set(), set(), set()
     for equation in program.equations:
         name, operands = equation.node.name, equation.operands
-        rounds = name in _ROUNDS or (name in _EXACT and not handed_on.isdisjoint(operands))
+        rounds = name in _ROUNDS or (name in _EXACT and not rounded.isdisjoint(operands) and sums.isdisjoint(operands))
         if rounds and program.low in equation.reads and equation.entry.rule is not Rule.LOW:
             rounded.update(equation.results)
-            if not _is_narrow_sum(program, equation) or not parts.isdisjoint(operands):
-                handed_on.update(equation.results)
+            if name in _ADDS and not any([_widens(program.facts[number]) for number in operands]):
+                sums.update(equation.results if parts.isdisjoint(operands) else ())
             if name == "pad":
                 parts.update(equation.results)
-    return rounded
+    return rounded, sums
+
+
+def _widens(fact: Fact) -> bool:
+    """Whether it is a literal, or float32 that widens what it meets."""
+    return fact.precision is Precision.FULL or fact.numbers.range is not None
