@@ -127,28 +127,6 @@ def test_scanned_layers_stack_less_than_flax():
     assert ours.temporary <= 0.45 * flax.temporary and ours.temporary <= 0.30 * wide.temporary
 
 
-@pytest.mark.parametrize("name, bytes_bound, memory_bound", [("lstm", 0.83, 0.68), ("gru", 1.0, 0.69)])
-def test_a_loop_stacks_what_its_gates_are_computed_from(name, bytes_bound, memory_bound):
-    ours, flax = (row_figures(BY_NAME[name], how, LARGE) for how in ("mixed_float16", "flax_float16"))
-    assert ours.bytes <= bytes_bound * flax.bytes and ours.temporary <= memory_bound * flax.temporary
-
-
-def gated_layers(cast, weights, x):
-    """Layers with a SiLU in a scan; `cast` is what is written into a model by hand."""
-
-    def layer(h, w):
-        return h + cast(jax.nn.silu(cast(h) @ cast(w[0]))) @ cast(w[1]), None
-
-    return jnp.mean(lax.scan(layer, cast(x) @ cast(weights[0, 0]), weights)[0].astype(np.float32) ** 2)
-
-
-def test_scanned_layers_with_a_gate_stack_less_than_by_hand():
-    args = jax.ShapeDtypeStruct((4, 2, 512, 512), np.float32), jax.ShapeDtypeStruct((4096, 512), np.float32)
-    by_hand = figures(jax.grad(functools.partial(gated_layers, lambda value: value.astype(np.float16))), *args)
-    ours = figures(autocast(jax.grad(functools.partial(gated_layers, lambda value: value)), "mixed_float16"), *args)
-    assert ours.bytes <= 0.78 * by_hand.bytes and ours.temporary <= 0.6 * by_hand.temporary
-
-
 def in_a_scan(step, weights, h):
     return lax.scan(lambda h, _: (step(h, weights), None), h, None, 16)[0]
 
