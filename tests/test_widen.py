@@ -36,6 +36,11 @@ CASES = {
     "a row of a sum": (lambda a, b, p, x: (a + b).reshape(32) * x.reshape(32), "add reshape", ["low", "low", "full"]),
     "a row of a sum with a number": (lambda a, b, p, x: (1 - a).reshape(32) * x.reshape(32), "sub", ["full"]),
     "joined parts": (lambda a, b, p, x: pad(a * b, 0, 2) + pad(a * b, 2, 0) - 1e9, "add mul pad", ["full"] * 5),
+    "a part of a buffer": (
+        lambda a, b, p, x: lax.dynamic_update_slice(2 * b, (a * b)[:1], (0, 0)) + x,
+        "mul dynamic_update_slice",
+        ["low"] * 3,
+    ),
     "a bias": (lambda a, b, p, x: (a + p["b"]) * x, "add", ["low"]),
     "a scale": (lambda a, b, p, x: (a * p["b"]) * x, "mul", ["full", "full"]),
     "a bias of a sum": (lambda a, b, p, x: (a + b + p["b"]) * x, "add", ["full", "full"]),
@@ -56,6 +61,12 @@ def test_what_only_float32_reads_runs_in_float32(name):
         if equation.name in primitives.split()
     ]
     assert found == expected
+
+
+def test_a_comparison_reads_what_is_compared_in_float32_too():
+    fn = CASES["a choice that compares it"][0]
+    program = after("widen", lambda p, x: fn(x @ p["w"], x @ p["v"], p, x), PARAMS, X)
+    assert [equation.reads for equation in program.equations if equation.name == "gt"] == [[np.float32, np.float32]]
 
 
 @pytest.mark.parametrize(
