@@ -79,8 +79,9 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
       {'w': Array([2.], dtype=float32)}
     """
     flag = check_flag("pred", pred)
-    missing, extra = missing_and_extra(on_true, on_false)
-    if missing or extra:
+    same = jax.tree.structure(on_true) == jax.tree.structure(on_false)
+    missing, extra = ([], []) if same else missing_and_extra(on_true, on_false)
+    if missing or extra:  # of other differences, such as a list for a tuple, `tree_map` complains
         raise ValueError(
             f"`on_true` and `on_false` must have the same structure: only in `on_true` are {extra}, only in `on_false` "
             f"{missing}."

@@ -34,6 +34,7 @@ LOW_PRECISION_MARK = "jmp_train_low_precision"
 _INLINED = frozenset({"jit", "closed_call", "call", "eval_jaxpr"})
 # Calls that change when their body runs or how it is differentiated, but not what it computes.
 CALLS = frozenset({"remat2", "custom_jvp_call", "custom_vjp_call"})
+_RUN_ONCE = CALLS | {"jit", "shard_map"}
 _COMBINE = {
     "scatter": lambda old, new: new,
     "scatter-add": jax.lax.add,
@@ -138,7 +139,7 @@ def branches_of(eqn: JaxprEqn) -> tuple[int, Sequence[ClosedJaxpr | Jaxpr]]:
     """
     if eqn.primitive.name == "cond":
         return 1, eqn.params["branches"]
-    return 0, [next(sub_jaxprs(eqn.params))] if eqn.primitive.name in CALLS | {"jit", "shard_map"} else []
+    return 0, [next(sub_jaxprs(eqn.params))] if eqn.primitive.name in _RUN_ONCE else []
 
 
 def region_mark(eqn: JaxprEqn) -> str | None:

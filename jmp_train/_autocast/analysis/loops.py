@@ -129,7 +129,7 @@ def _results(program: FlatJaxpr, node: Node, operands: list[Relation]) -> list[R
 
 
 def relations_through(node: Node, position: int) -> list[Relation]:
-    """What the results of a loop, a branch or a rematerialised call have to do with one of its operands."""
+    """What the results of a loop, a branch or a call have to do with one of its operands."""
     count, (skip, bodies) = len(node.outs), branches_of(node.eqn)
     if bodies and position >= skip:
         programs = list(map(flatten, bodies))
