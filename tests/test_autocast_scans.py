@@ -279,6 +279,22 @@ def test_a_scan_computes_again_what_another_made_with_a_derivative_rule_or_joine
     assert relative_error(leaves(got), leaves(want)) < 2e-3
 
 
+@pytest.mark.parametrize("joined", [False, True], ids=["two kernels", "a joined kernel"])
+@pytest.mark.parametrize("gate", [jax.nn.silu, jax.nn.gelu, jax.nn.sigmoid, jnp.tanh])
+def test_a_gated_product_is_computed_again_from_the_results_of_two_dots(gate, joined):
+    """The product is as many bytes as either, and so is the float32 one before it as both: neither alone is cheaper."""
+
+    def layer(h, p):
+        a, b = jnp.split(h @ p["joined"], 2, -1) if joined else (h @ p["w"], h @ p["v"])
+        return h + (gate(a) * b) @ p["w"]
+
+    params = PARAMS | {"v": PARAMS["w"][::-1], "joined": normal(LAYERS, WIDTH, 2 * WIDTH) / 3}
+    loss = scanned(layer)
+    assert stacked_forward(loss, args=(params, X)) == [("float16", FULL)] * 3
+    ours, plain = (quick_jit(fn)(params, X) for fn in (autocast(jax.grad(loss), "mixed_float16"), jax.grad(loss)))
+    assert relative_error(leaves(ours), leaves(plain)) < 3e-3
+
+
 def test_rows_of_an_argument_cost_nothing_to_read_again():
     """The backward scan is given them as the forward scan is; stacked, a sum with them would be 8 bytes a number."""
 

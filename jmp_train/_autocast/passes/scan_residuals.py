@@ -155,7 +155,7 @@ class _Link:
             for number in equation.results:
                 if number not in self.there:
                     costs.state(number)
-                if fuses(equation):
+                if fuses(equation) or equation.name == "split":  # as slices
                     could[number] = costs.sources_of(equation.operands)
                     if number not in self.there:
                         costs.rematerialize(number, could[number])
@@ -165,11 +165,16 @@ class _Link:
         """The values to stack or pass, and the candidates that are then rematerialized."""
         costs, could = self.costs()
         needed: set[int] = {*costs.sources_of(inner for _, inner in self.candidates)}
-        # Once the others are known, a value may cost less as its sources, which some of them are.
+        # Once the others are known, a value may cost less as its sources, which some of them are. A source that is no
+        # cheaper itself stands for its own: what is rounded for a dot is the float32 number before, and that a product
+        # of two results of dots.
         for number in reversed(could):
-            if number in needed and costs.is_cheaper(could[number], number, needed):
-                needed.remove(number)
-                needed |= could[number]
+            if number in needed:
+                theirs = [{each} if each in needed else could.get(each, {each}) for each in could[number]]
+                sources = frozenset[int]().union(*theirs)
+                if costs.is_cheaper(sources, number, needed):
+                    needed.remove(number)
+                    needed |= sources
         again, there = {}, set(self.there)  # a candidate that equals another one is stacked once
         for number, inner in self.candidates:
             if inner not in needed or inner in there:
