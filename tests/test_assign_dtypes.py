@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from pass_tools import after, with_batching_rule
 
 import jmp_train as jmp
-from jmp_train._autocast.ir import Access, Program
+from jmp_train._autocast.ir import Access, Precision, Program
 
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(16, 16)).astype(np.float32)
@@ -318,6 +318,31 @@ def test_a_state_that_no_dot_reads_or_that_was_recorded_in_16_bits_is_handed_out
 def test_a_state_that_a_dot_reads_is_handed_out_in_the_compute_dtype():
     assert found(states, "scan", W, X)[0].endswith("-> full low")
     assert found(states, "scan", W, X, rules=jmp.DEFAULT_RULES.with_residuals("float32"))[0].endswith("-> full full")
+
+
+def recurrent(gate: Any, w: Any, x: Any) -> Any:
+    def step(h, x):
+        f = gate(h @ w + x @ w)
+        return f * h + (1 - f) * x, f
+
+    return lax.scan(step, x[0], x)
+
+
+@pytest.mark.parametrize("gate, expected", [(jax.nn.sigmoid, "float32"), (jnp.tanh, "float16")])
+def test_a_gate_in_a_loop_is_float32_and_what_it_is_computed_from_is_not(gate, expected):
+    program = after("widen", lambda w, x: recurrent(gate, w, jnp.stack([x, x])), W, X)
+    (body,) = next(equation for equation in program.equations if equation.node.name == "scan").bodies
+    name = "logistic" if gate is jax.nn.sigmoid else "tanh"
+    assert [equation.reads for equation in body.equations if equation.node.name == name] == [[np.dtype(expected)]]
+    (total,) = [e for e in body.equations if e.node.name == "add" and set(e.reads) == {np.dtype("float16")}]
+    assert body.facts[total.results[0]].precision is Precision.LOW
+
+
+def test_a_gate_outside_of_loops_or_that_a_dot_reads_is_narrow():
+    assert found(lambda w, x: jax.nn.sigmoid(x @ w) * (x @ w), "logistic", W, X)[0].startswith("float16")
+    looped = after("widen", lambda w, x: lax.scan(lambda h, _: (jax.nn.sigmoid(h @ w) @ w, None), x, None, 2), W, X)
+    (body,) = next(equation for equation in looped.equations if equation.node.name == "scan").bodies
+    assert [e.reads[0] for e in body.equations if e.node.name == "logistic"] == [np.float16]
 
 
 def test_float32_residuals_are_read_as_they_are():

@@ -127,6 +127,36 @@ def test_scanned_layers_stack_less_than_flax():
     assert ours.temporary <= 0.45 * flax.temporary and ours.temporary <= 0.30 * wide.temporary
 
 
+@pytest.mark.parametrize("name, bytes_bound, memory_bound", [("lstm", 0.72, 0.66), ("gru", 0.99, 0.67)])
+def test_a_loop_stacks_what_its_gates_are_computed_from(name, bytes_bound, memory_bound):
+    ours, flax = (row_figures(BY_NAME[name], how, LARGE) for how in ("mixed_float16", "flax_float16"))
+    assert ours.bytes <= bytes_bound * flax.bytes and ours.temporary <= memory_bound * flax.temporary
+
+
+def silu_of_a_dot(cast, y, w):
+    return jax.nn.silu(y @ cast(w[0]))
+
+
+def swiglu(cast, y, w):
+    return jax.nn.silu(y @ cast(w[0])) * (y @ cast(w[1]))
+
+
+@pytest.mark.parametrize(
+    ("gate", "bytes_bound", "memory_bound"), [(silu_of_a_dot, 0.78, 0.58), (swiglu, 0.75, 0.56)], ids=["silu", "swiglu"]
+)
+def test_scanned_layers_with_a_gate_stack_less_than_by_hand(gate, bytes_bound, memory_bound):
+    def loss(cast, weights, x):
+        def layer(h, w):
+            return h + cast(gate(cast, cast(h), w)) @ cast(w[2]), None
+
+        return jnp.mean(lax.scan(layer, cast(x) @ cast(weights[0, 0]), weights)[0].astype(np.float32) ** 2)
+
+    args = jax.ShapeDtypeStruct((4, 3, 512, 512), np.float32), jax.ShapeDtypeStruct((4096, 512), np.float32)
+    by_hand = figures(jax.grad(functools.partial(loss, lambda value: value.astype(np.float16))), *args)
+    ours = figures(autocast(jax.grad(functools.partial(loss, lambda value: value)), "mixed_float16"), *args)
+    assert ours.bytes <= bytes_bound * by_hand.bytes and ours.temporary <= memory_bound * by_hand.temporary
+
+
 def in_a_scan(step, weights, h):
     return lax.scan(lambda h, _: (step(h, weights), None), h, None, 16)[0]
 

@@ -247,6 +247,16 @@ def mean_of_a_grid(x):
     return jnp.mean(x.reshape(2, 10, 12, 4), (1, 2))
 
 
+def joined_gates(w, x):
+    """A recurrence whose two gates are the halves of one dot."""
+
+    def step(h, row):
+        forget, gate = jnp.split(row @ w, 2, -1)
+        return jax.nn.sigmoid(forget) * h + gate, None
+
+    return lax.scan(step, x[:, :4], jnp.stack([x, x]))[0]
+
+
 REWRITTEN = {
     "SumsOfOne": (jax.grad(lambda w, x: jnp.sum(jnp.tanh(x + w[None]) @ LAYERS[0])), W[:, 0], X[:1]),
     "ReluMask": (jax.grad(lambda w, x: jnp.sum(jax.nn.relu(x @ w) @ w.T)), W, X),
@@ -264,6 +274,7 @@ REWRITTEN = {
     "FoldTransposes": (jax.grad(squares), W, X),
     "HoistWeightCasts": (recurrent, LAYERS[0], X),
     "NarrowCaches": (lookup, LAYERS[0], X),
+    "SlicedDots": (joined_gates, LAYERS[0], X),
     "ChainedCasts": (jax.grad(residual_stream), LAYERS, X),
     "WindowSums": (
         jax.grad(lambda w, x: jnp.sum(lax.reduce_window(x @ w, 0.0, lax.add, (1, 2), (1, 1), "SAME") ** 2)),
@@ -306,6 +317,34 @@ def test_relu_mask_compares_what_the_relu_returns():
     fn, *args = REWRITTEN["ReluMask"]
     assert relu_mask(after("insert_casts", fn, *args)) == {"custom_jvp_call"}
     assert relu_mask(after("insert_casts", fn, *args, rewrites=())) == {"dot_general"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "saved"),
+    [
+        (lambda y: jnp.split(y, 2, -1), 1),
+        (lambda y: (y[:, :4], y[:, 4:]), 1),
+        (lambda y: jnp.split(y + 1, 2, -1), 1),
+        (lambda y: jnp.split(jnp.tanh(y), 2, -1), 0),
+        (lambda y: (y[:, :4], y[:, 4:] + jnp.sum(y)), 0),
+    ],
+    ids=["split", "slices", "behind a bias", "of a function", "and whole"],
+)
+def test_sliced_dots_are_saved_where_only_parts_are_read(parts, saved):
+    def step(h, row, w):
+        forget, gate = parts(row @ w)
+        return forget * h + gate, None
+
+    def names(program):
+        (body,) = next(e for e in program.equations if e.name == "scan").bodies
+        return Counter(e.name for e in body.equations)
+
+    def in_a_scan(w, x):
+        return lax.scan(lambda h, row: step(h, row, w), x[:, :4], jnp.stack([x, x]))[0]
+
+    assert names(after("rewrite_lowered", in_a_scan, LAYERS[0], X))["saved"] == saved
+    alone = after("rewrite_lowered", lambda w, x: step(x[:, :4], x, w)[0], LAYERS[0], X)
+    assert "saved" not in [e.name for e in alone.equations]  # one kernel reads it, and XLA may fuse it with the dot
 
 
 def test_fold_transposes_swaps_the_operands_of_a_gradients_dot():

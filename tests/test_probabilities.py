@@ -1,4 +1,4 @@
-"""Losses of probabilities: nothing between the last product and the loss is rounded, forward or backward.
+"""Losses of probabilities, and gates: nothing between the last product and the loss is rounded, forward or backward.
 
 A probability near one that is rounded to 16 bits is one, and the logarithm of what is left of it is lost.
 """
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from hand_tools import errors
+from jax import lax
 from jax.scipy.special import ndtri
 from jax.scipy.stats import norm
 
@@ -24,6 +25,16 @@ def stick_breaking(h, y):
     return -jnp.mean(jax.nn.softmax(y) * jnp.log(weights))
 
 
+def long_memory(h, y):
+    """A state that is forgotten slowly, as a forget gate with a large bias does."""
+
+    def step(state, row):
+        f = jax.nn.sigmoid(row[0] + 5)
+        return f * state + (1 - f) * row[1], None
+
+    return jnp.mean((lax.scan(step, jnp.ones_like(h[0]), (h, jnp.tanh(y)))[0] - 0.5) ** 2)
+
+
 LOSSES = {
     "probit": lambda h, y: cross_entropy(norm.cdf(2 * h), y),
     "probit, bounded": lambda h, y: cross_entropy(jnp.clip(norm.cdf(2 * h), 1e-6, 1 - 1e-6), y, eps=0.0),
@@ -32,6 +43,7 @@ LOSSES = {
     "stick breaking": stick_breaking,
     "survival": lambda h, y: -jnp.mean(jnp.log(jnp.cumprod(1 - jax.nn.sigmoid(4 * h), 1) + 1e-7)),
     "a product of probabilities": lambda h, y: -jnp.mean(jnp.log(jnp.prod(jax.nn.sigmoid(h).reshape(16, 64), 1))),
+    "a long memory": long_memory,
     "jitted": jax.jit(stick_breaking),
     "checkpointed": jax.checkpoint(stick_breaking),
     "mapped": lambda h, y: jnp.mean(jax.vmap(stick_breaking)(h, y)),

@@ -221,7 +221,10 @@ class _Walk:
             high = Entry(Rule.HIGH, f"{self.low.name} cannot hold its fill_value")
             return self._pairwise(node, high, seen, Precision.FULL)
         flags = self.uses[node.outs[0]]
-        if node.name in _ROUNDS and (flags.delicate or flags.is_position):
+        # A gate near one would be rounded to one, and a loop multiplies its state by it again and again. In float32 it
+        # costs nothing there: the backward pass computes it again from what it was computed from, which is stored.
+        gate = node.name == "logistic" and self.place.is_scan and seen[0] is Precision.LOW and not flags.to_dot
+        if node.name in _ROUNDS and (gate or flags.delicate or flags.is_position):
             return self._pairwise(node, entry, seen, Precision.FULL)
         first = next(iter(floating), Precision.RECORDED)
         sources = seen if len(node.outs) == len(node.ins) else [first] * len(node.outs)

@@ -10,7 +10,8 @@ derivative of a `cumprod` slices and pads products, of which a logarithm is take
 
 The sum of a dot's result and a bias stays rounded. Two kernels may read it, and XLA then stores one value of the chain
 that they share, in the dtype that it has there: on an H200 the loss of a dense network moves a third more bytes with
-that sum in float32.
+that sum in float32. In a scan, so does the sum of two dots' results, as a gate reads it: it is what is stacked for the
+backward pass, and the gate computed again from it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from ..._dtypes import FLOAT32
-from ..ir import Precision, Program
+from ..ir import Fact, Precision, Program
 from ..primitives import DOTS, Rule, Trait, having
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def widen(program: Program, context: Context) -> Program:
 
 def _wide(program: Program) -> set[int]:
     """The results that run in float32. A comparison decides nothing: it reads what the other readers do."""
-    remat, facts, rounded = program.residuals.remat, program.facts, _rounded(program)
+    remat, facts, (rounded, sums) = program.residuals.remat, program.facts, _rounded(program)
     narrow_readers, wide = set(program.outputs), set()
     dots: set[int] = set()
     for equation in program.equations:
@@ -64,8 +65,10 @@ def _wide(program: Program) -> set[int]:
             dots.update(equation.results)
     for equation in reversed(program.equations):
         widens = narrow_readers.isdisjoint(equation.results) and not rounded.isdisjoint(equation.results)
-        if widens and equation.node.name in _ADDS and not dots.isdisjoint(equation.operands):
-            widens = not any([facts[number].parameter for number in equation.operands])  # no bias
+        if widens and equation.node.name in _ADDS:
+            biased = any([facts[number].parameter for number in equation.operands])
+            stacked = program.place.is_scan and not sums.isdisjoint(equation.results)
+            widens = not (stacked or (biased and not dots.isdisjoint(equation.operands)))
         if widens:
             wide.update(equation.results)
         depth, reads_any = equation.depth, widens or equation.node.name in _COMPARES
@@ -79,8 +82,8 @@ def _wide(program: Program) -> set[int]:
     return wide
 
 
-def _rounded(program: Program) -> set[int]:
-    """The results in the compute dtype that are rounded in their equation, or hand on such numbers.
+def _rounded(program: Program) -> tuple[set[int], set[int]]:
+    """The results in the compute dtype that are rounded in their equation, or hand on such numbers; and sums of them.
 
     Not those that an edit of the table or a region asks for. Sums of values in the compute dtype and of parameters hand
     nothing on, unless they join parts beside zeros: a residual stream is stored.
@@ -91,9 +94,13 @@ def _rounded(program: Program) -> set[int]:
         rounds = name in _ROUNDS or (name in _EXACT and not rounded.isdisjoint(operands) and sums.isdisjoint(operands))
         if rounds and program.low in equation.reads and equation.entry.rule is not Rule.LOW:
             rounded.update(equation.results)
-            if name in _ADDS and parts.isdisjoint(operands):
-                literal = any([program.facts[number].numbers.range is not None for number in operands])
-                sums.update(() if literal else equation.results)
+            if name in _ADDS and not any([_widens(program.facts[number]) for number in operands]):
+                sums.update(equation.results if parts.isdisjoint(operands) else ())
             if name == "pad":
                 parts.update(equation.results)
-    return rounded
+    return rounded, sums
+
+
+def _widens(fact: Fact) -> bool:
+    """Whether it is a literal, or float32 that widens what it meets."""
+    return fact.precision is Precision.FULL or fact.numbers.range is not None

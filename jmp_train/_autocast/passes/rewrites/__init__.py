@@ -15,6 +15,7 @@ from .narrow_caches import NarrowCaches
 from .one_hot_scatter import OneHotScatter
 from .relu_mask import ReluMask
 from .rewrite import Rewrite as Rewrite
+from .sliced_dots import SlicedDots
 from .sums_of_one import SumsOfOne
 from .two_step_sums import TwoStepSums
 from .window_sums import WindowSums
@@ -31,6 +32,7 @@ REWRITES: tuple[Rewrite, ...] = (
     FoldTransposes(),
     HoistWeightCasts(),
     NarrowCaches(),
+    SlicedDots(),
     ChainedCasts(),
     WindowSums(),
     TwoStepSums(),

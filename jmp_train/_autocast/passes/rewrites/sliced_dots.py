@@ -1,0 +1,51 @@
+"""A dot of which an iteration of a scan reads parts, stored before they are read.
+
+    a:f16 = dot_general x w               a:f16 = dot_general x w
+    b:f16 = slice a                       s:f16 = saved a
+    c:f16 = slice a                ->     b:f16 = slice s
+                                          c:f16 = slice s
+
+An LSTM multiplies with the kernels of its four gates at once. Of few rows, such a dot is split over its contracted
+dimension, and XLA fuses the sum of the partial results with what reads it. A scan stacks what its backward pass reads,
+each array in a kernel of its own, and each of them would sum up all partial results: on an H200 an iteration of Flax's
+`OptimizedLSTMCell` would read them in five kernels.
+
+Decides which dots those are: read in parts only, as they are or in a sum with another value, such as a bias.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ...ir import Equation, Op, Program, Use
+from ...primitives import Entry, Rule, Trait, having
+from .rewrite import Rewrite
+
+_ADDED = Entry(Rule.RECORDED, "added by autocast")
+_DOTS = having(Trait.DOT)
+_PICKS = having(Trait.PICKS)
+_SUMS = having(Trait.ADDS) | {Op.CAST.value}
+
+
+class SlicedDots(Rewrite):
+    def of_lowered(self, program: Program) -> Program:
+        """The program, if a scan's body, with saved copies of the dots in the compute dtype that it reads in parts."""
+        if not program.place.is_scan:
+            return program
+        whole = set(program.outputs)  # what something reads whole
+        for equation in reversed(program.equations):
+            in_parts = equation.name in _PICKS or (equation.name in _SUMS and whole.isdisjoint(equation.results))
+            if not in_parts:
+                whole.update(equation.operands)
+        program = dataclasses.replace(program, avals=[*program.avals])
+        equations, saved = list[Equation](), dict[int, int]()
+        for equation in program.equations:
+            uses = [Use(saved.get(number, number)) for number in equation.operands]
+            equations.append(equation.replace(uses=uses))
+            if equation.name in _DOTS and equation.rewrite is None and whole.isdisjoint(equation.results):
+                (result,) = equation.results
+                if program.avals[result].dtype == program.low:
+                    saved[result] = program.new(program.avals[result])
+                    copy = Equation(equation.node, _ADDED, [Use(result)], (saved[result],), Op.SAVED, at=equation.node)
+                    equations.append(copy)
+        return dataclasses.replace(program, equations=equations) if saved else program
