@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hand_tools import by_hand, relative_error
 from jax import lax
 from pass_tools import after
 
@@ -13,6 +14,7 @@ from jmp_train import DEFAULT_RULES, autocast, low_precision
 
 RNG = np.random.default_rng(0)
 PARAMS = {"w": RNG.normal(size=(16, 16)), "v": RNG.normal(size=(16, 16)), "b": RNG.normal(size=16)}
+PARAMS |= {"m": RNG.normal(size=(2, 16))}
 PARAMS = jax.tree.map(lambda leaf: leaf.astype(np.float32), PARAMS)
 X = RNG.normal(size=(2, 16)).astype(np.float32)
 
@@ -41,6 +43,8 @@ CASES = {
         "mul dynamic_update_slice",
         ["low"] * 3,
     ),
+    "a bias of a small product": (lambda a, b, p, x: (a @ p["w"][:, :2] + p["b"][:2]) * x[:, :2], "add", ["full"]),
+    "corners of a mesh": (lambda a, b, p, x: (p["m"] + 2 * a)[:, ::2] * x[:, ::2], "add mul", ["full"] * 3),
     "a bias": (lambda a, b, p, x: (a + p["b"]) * x, "add", ["low"]),
     "a scale": (lambda a, b, p, x: (a * p["b"]) * x, "mul", ["full", "full"]),
     "a bias of a sum": (lambda a, b, p, x: (a + b + p["b"]) * x, "add", ["full", "full"]),
@@ -61,6 +65,36 @@ def test_what_only_float32_reads_runs_in_float32(name):
         if equation.name in primitives.split()
     ]
     assert found == expected
+
+
+def regression(params, x, y, dot):
+    """The offset is as large as the targets, and the network computes what is left of them."""
+    return jnp.mean((dot(jnp.tanh(x @ params["hidden"]), params["out"]) + params["offset"] - y) ** 2)
+
+
+def mesh(params, x, y, dot):
+    """A mean length of edges between corners that the network moves a little."""
+    corners = params["corners"] + 0.1 * dot(jnp.tanh(x @ params["hidden"]), params["out"][:, :3])
+    return jnp.mean(jnp.linalg.norm(jnp.diff(corners, axis=0), axis=-1))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("loss", [regression, mesh])
+def test_what_a_network_adds_to_is_not_rounded(loss, dtype):
+    rng = np.random.default_rng(0)
+    arrays = {"hidden": (16, 64), "out": (64, 4), "offset": (4,), "corners": (256, 3), "x": (256, 16), "y": (256, 4)}
+    arrays = {name: rng.normal(size=shape) / 4 for name, shape in arrays.items()}
+    arrays["corners"] = arrays["corners"].cumsum(0) + 50
+    for name in ("offset", "y"):
+        arrays[name] = arrays[name] + 1000
+    arrays = {name: array.astype(np.float32) for name, array in arrays.items()}
+    x, y = arrays.pop("x"), arrays.pop("y")
+    rounded = by_hand(dtype)
+    hand = jax.jit(jax.grad(lambda *args: loss(*args, lambda a, b: rounded(rounded(a) @ rounded(b)))))
+    cast = jax.jit(autocast(jax.grad(lambda *args: loss(*args, jnp.matmul)), f"mixed_{dtype}"))
+    exact = jax.grad(lambda *args: loss(*args, jnp.matmul))(arrays, x, y)
+    errors = [relative_error(fn(arrays, x, y), exact) for fn in (hand, cast)]
+    assert errors[1] < 2 * errors[0]
 
 
 def test_a_comparison_reads_what_is_compared_in_float32_too():

@@ -8,24 +8,28 @@ that: the readers have to be near, or rematerialize it, since across a dot a val
 may be what picks, joins or bounds numbers: a normal distribution's `cdf` chooses among `erf` and `erfc`, and the
 derivative of a `cumprod` slices and pads products, of which a logarithm is taken.
 
-The sum of a dot's result and a bias stays rounded. Two kernels may read it, and XLA then stores one value of the chain
-that they share, in the dtype that it has there: on an H200 the loss of a dense network moves a third more bytes with
-that sum in float32. In a scan, so does the sum of two dots' results, as a gate reads it: it is what is stacked for the
-backward pass, and the gate computed again from it.
+The sum of a dot's result and a bias stays rounded, unless it is small. Two kernels may read it, and XLA then stores one
+value of the chain that they share, in the dtype that it has there: on an H200 the loss of a dense network moves a third
+more bytes with that sum in float32. In a scan, so does the sum of two dots' results, as a gate reads it: it is what is
+stacked for the backward pass, and the gate computed again from it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Set
 from typing import TYPE_CHECKING
 
 from ..._dtypes import FLOAT32
-from ..ir import Fact, Precision, Program
+from ..analysis.dot_sizes import size_of
+from ..ir import Equation, Precision, Program
 from ..primitives import DOTS, Rule, Trait, having
 
 if TYPE_CHECKING:
     from ..planner import Context
 
+# A result that is that many times smaller than an operand costs nothing in float32.
+_SMALL = 8
 _ROUNDS = having(Trait.ROUNDS)
 _ADDS = having(Trait.ADDS)
 _COMPARES = having(Trait.COMPARES) | {"eq", "ne"}
@@ -53,22 +57,20 @@ def widen(program: Program, context: Context) -> Program:
 
 def _wide(program: Program) -> set[int]:
     """The results that run in float32. A comparison decides nothing: it reads what the other readers do."""
-    remat, facts, (rounded, sums) = program.residuals.remat, program.facts, _rounded(program)
+    remat, facts, (small, large) = program.residuals.remat, program.facts, _dots(program)
+    rounded, sums = _rounded(program, small)
     narrow_readers, wide = set(program.outputs), set()
-    dots: set[int] = set()
     for equation in program.equations:
         # What runs again across a dot does so on the values that are saved. That includes what nothing reads there: for
         # an H200, Transformers would move 1 % more bytes with such a relu in float32.
         if not remat.isdisjoint(equation.results):
             narrow_readers.update([number for number in equation.operands if number not in remat])
-        if equation.node.name in DOTS:
-            dots.update(equation.results)
     for equation in reversed(program.equations):
         widens = narrow_readers.isdisjoint(equation.results) and not rounded.isdisjoint(equation.results)
         if widens and equation.node.name in _ADDS:
             biased = any([facts[number].parameter for number in equation.operands])
             stacked = program.place.is_scan and not sums.isdisjoint(equation.results)
-            widens = not (stacked or (biased and not dots.isdisjoint(equation.operands)))
+            widens = not (stacked or (biased and not large.isdisjoint(equation.operands)))
         if widens:
             wide.update(equation.results)
         depth, reads_any = equation.depth, widens or equation.node.name in _COMPARES
@@ -82,25 +84,43 @@ def _wide(program: Program) -> set[int]:
     return wide
 
 
-def _rounded(program: Program) -> tuple[set[int], set[int]]:
+def _rounded(program: Program, small: Set[int]) -> tuple[set[int], set[int]]:
     """The results in the compute dtype that are rounded in their equation, or hand on such numbers; and sums of them.
 
-    Not those that an edit of the table or a region asks for. Sums of values in the compute dtype and of parameters hand
-    nothing on, unless they join parts beside zeros: a residual stream is stored.
+    Not those that an edit of the table or a region asks for. Sums of values in the compute dtype and of biases hand
+    nothing on, unless they join parts beside zeros or are small: a residual stream is stored.
     """
-    rounded, sums, parts = set(), set(), set()
+    rounded, sums, parts = set(), set(), set(small)
     for equation in program.equations:
         name, operands = equation.node.name, equation.operands
         rounds = name in _ROUNDS or (name in _EXACT and not rounded.isdisjoint(operands) and sums.isdisjoint(operands))
         if rounds and program.low in equation.reads and equation.entry.rule is not Rule.LOW:
             rounded.update(equation.results)
-            if name in _ADDS and not any([_widens(program.facts[number]) for number in operands]):
+            if name in _ADDS and not any([_widens(program, equation, number) for number in operands]):
                 sums.update(equation.results if parts.isdisjoint(operands) else ())
             if name == "pad":
                 parts.update(equation.results)
     return rounded, sums
 
 
-def _widens(fact: Fact) -> bool:
-    """Whether it is a literal, or float32 that widens what it meets."""
-    return fact.precision is Precision.FULL or fact.numbers.range is not None
+def _dots(program: Program) -> tuple[set[int], set[int]]:
+    """The results of dots that are small beside what the network computed for them, as a head's are; and the others."""
+    small, large = set(), set()
+    for equation in program.equations:
+        if equation.node.name in DOTS:
+            computed = [number for number in equation.operands if not program.facts[number].parameter]
+            most = max([size_of(program.avals[number]) for number in computed], default=0)
+            for number in equation.results:
+                (small if _SMALL * size_of(program.avals[number]) <= most else large).add(number)
+    return small, large
+
+
+def _widens(program: Program, sum_: Equation, number: int) -> bool:
+    """Whether a term is a literal, float32 that widens what it meets, or a parameter for each number of the sum.
+
+    Such a parameter is no bias but what a network adds to, as the corners of a mesh.
+    """
+    fact = program.facts[number]
+    widens = fact.precision is Precision.FULL or fact.numbers.range is not None
+    own = fact.parameter and number in program.inputs and not program.place.is_scan
+    return widens or (own and program.avals[number].shape == program.avals[sum_.results[0]].shape)
