@@ -113,6 +113,44 @@ def test_what_the_user_says_of_a_sum_holds(rules, found):
     assert {UPDATE.reason, GRADIENT.reason} & {operation.reason for operation in operations} == found
 
 
+def generated(p, x):
+    """Weights that a network computes, of a layer from 16 to 4."""
+    return (jnp.tanh(x[:1] @ p["in"]) @ p["hidden"])[0, :32].reshape(8, 4), lambda w: jnp.tanh(x[:, :8] @ w)
+
+
+def encoded(p, x):
+    return jnp.tanh(x @ p["in"]) @ p["out"], jnp.tanh
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("start", [generated, encoded])
+def test_what_a_network_starts_is_trained_as_exactly(start, dtype):
+    """Steps along gradients of what a network made: fast weights of a hypernetwork, latents of an encoder."""
+
+    def moved(p, x, y):
+        first, model = start(p, x)
+        w = first
+        for _ in range(STEPS):
+            w = w - RATE * jax.grad(lambda w: jnp.sum((model(w) - y) ** 2))(w)
+        return jnp.mean((w - first) ** 2) * 1e4
+
+    got = autocast(jax.value_and_grad(moved), f"mixed_{dtype}")(PARAMS, X, Y)
+    exact = jax.jit(jax.value_and_grad(moved))(PARAMS, X, Y)
+    assert relative_error(got[0], exact[0]) < 2 * TOLERANCE[dtype]
+    assert relative_error(got[1], exact[1]) < 8 * TOLERANCE[dtype]
+
+
+def test_a_step_makes_no_parameter_of_what_it_starts_from():
+    """Two arrays of data stay so: their distances are float32 before and after a step."""
+
+    def kernel(p, x):
+        moved = x + 0.1 * jax.grad(lambda x: jnp.sum(jnp.tanh(x @ p["in"]) @ p["out"]))(x)
+        return jnp.sum(jnp.exp(-jnp.sum(moved**2, 1)[:, None] + 2 * moved @ moved.T))
+
+    operations = jmp.explain(kernel, "mixed_float16", argnums=0)(PARAMS, X).operations
+    assert [op.dtype for op in operations if op.primitive == "dot_general"][-1] == "float32"
+
+
 def test_sums_that_are_no_updates_stay_as_they_are():
     """A bias, an adapter, weights tied to others, and decay of the weights beside a gradient."""
 

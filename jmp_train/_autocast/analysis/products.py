@@ -106,8 +106,8 @@ class Products:
                     entry = wide
             elif node.name in SYSTEMS:
                 self.registry.systems.add(visit.line(node))
-            elif node.name in _ADDS and entry.rule is Rule.WIDEST:
-                if (update := self._updates.of(node, visit.values, place)) is not None:
+            elif node.name in _ADDS:
+                if (update := self._updates.of(node, entry, visit.values, place)) is not None:
                     found.append((entries, position, node, update))
                     entry = update
             visit.values.add(node, entry)

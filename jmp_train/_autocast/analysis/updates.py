@@ -20,6 +20,7 @@ from .provenance import Provenance, Values
 from .uses import axes_of
 
 UPDATE = Entry(Rule.HIGH, "updates parameters by a gradient: steps are smaller than the last bit of 16 bits")
+STEP = Entry(Rule.HIGH, "a step along a gradient: steps are smaller than the last bit of 16 bits")
 GRADIENT = Entry(Rule.HIGH, "sums gradients of parameters that are updated, step by step")
 
 _STEPS = having(Trait.ELEMENTWISE | Trait.MOVES | Trait.JOINS)  # what an optimizer makes of a gradient
@@ -31,34 +32,51 @@ class Updates:
 
     def __init__(self):
         self._axes = set[frozenset[Any]]()  # of the parameters that are updated
+        # Where a search for a gradient ends: updates, and what is known to be none. By ids of nodes, which are kept.
+        self._ends = set[int]()
 
-    def of(self, node: Node, values: Values, place: Place) -> Entry | None:
-        """The entry of a sum, if it is one of these; `values` are those before it."""
-        aval = values.program.avals[node.outs[0]]
-        if _is_update(node, values, place):
-            self._axes.add(axes_of(aval))
+    def of(self, node: Node, entry: Entry, values: Values, place: Place) -> Entry | None:
+        """The entry of a sum that had `entry`, if it is one of these; `values` are those before it."""
+        old = self._updated(node, values, place)
+        if old is not None:
+            self._ends.add(id(node))
+        if entry.rule is not Rule.WIDEST:  # a region, scope or edit says otherwise
+            return None
+        if old is not None and values.provenances[old] is not Provenance.PARAMETER:
+            return STEP
+        axes = axes_of(values.program.avals[node.outs[0]]) if old is not None or self._axes else None
+        if old is not None:
+            self._axes.add(axes)
             return UPDATE
-        sums = bool(self._axes) and node.name == "add_any" and axes_of(aval) in self._axes
-        return GRADIENT if sums else None
+        return GRADIENT if node.name == "add_any" and axes in self._axes else None
 
+    def _updated(self, node: Node, values: Values, place: Place) -> int | None:
+        """The term of a sum that the other term, which a backward pass computed, updates."""
+        if place.is_backward(node):  # there the gradient of a penalty, say, is added to another
+            return None
+        provenances = values.provenances
+        for old, step in (node.ins, node.ins[::-1]):
+            # A parameter that is a gradient is that of a penalty, and updates a parameter.
+            bias = provenances[step] is Provenance.PARAMETER and provenances[old] is not Provenance.PARAMETER
+            if provenances[old] is Provenance.SCALAR or bias:
+                continue
+            if self._is_gradient(step, values, place) and not self._is_gradient(old, values, place):
+                return old
+        return None
 
-def _is_update(node: Node, values: Values, place: Place) -> bool:
-    if place.is_backward(node):  # there the gradient of a penalty, say, is added to another
+    def _is_gradient(self, number: int, values: Values, place: Place) -> bool:
+        """Whether a value is elementwise in what a backward pass computed, and was not updated by it."""
+        pending, seen, visited = collections.deque([number]), {number}, list[int]()
+        while pending and len(seen) < _MOST_STEPS:
+            node = values.producers.node(pending.popleft())  # the nearest first: others are of earlier steps
+            if node is None or id(node) in self._ends:
+                continue
+            if place.is_backward(node):
+                return True
+            visited.append(id(node))
+            if node.name in _STEPS:
+                pending += [each for each in node.ins if each not in seen]
+                seen.update(node.ins)
+        if not pending:
+            self._ends.update(visited)
         return False
-    pairs = zip(node.ins, reversed(node.ins), strict=True)
-    return any(
-        [values.provenances[n] is Provenance.PARAMETER and _is_gradient(other, values, place) for n, other in pairs]
-    )
-
-
-def _is_gradient(number: int, values: Values, place: Place) -> bool:
-    """Whether a value is elementwise in what a backward pass computed."""
-    pending, seen = collections.deque([number]), {number}
-    while pending and len(seen) < _MOST_STEPS:
-        node = values.producers.node(pending.popleft())  # the nearest first: others are of earlier steps
-        if node is not None and place.is_backward(node):
-            return True
-        if node is not None and node.name in _STEPS:
-            pending += [each for each in node.ins if each not in seen]
-            seen.update(node.ins)
-    return False

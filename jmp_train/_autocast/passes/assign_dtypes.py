@@ -33,7 +33,7 @@ from ..._jaxpr import Node
 from ..analysis.accesses import Accesses
 from ..analysis.dot_sizes import asks_for_float32, leaves_small_result
 from ..analysis.ranges import UNKNOWN, Numbers, Range, divides_by_terms, filled_with, numbers_through, range_of
-from ..analysis.updates import GRADIENT, UPDATE
+from ..analysis.updates import GRADIENT, STEP, UPDATE
 from ..analysis.uses import Flags, axes_of
 from ..analysis.wide_product import WideProduct
 from ..ir import (
@@ -158,7 +158,7 @@ class _Walk:
             Precision.FULL if precision is Precision.OVERFLOWS else precision,
             depth,
             computed=not moves or any([operand.computed for operand in operands]),
-            parameter=(moves and any([operand.parameter for operand in operands])) or equation.entry is UPDATE,
+            parameter=(moves and any([operand.parameter for operand in operands])) or equation.entry in (UPDATE, STEP),
             numbers=_numbers_of(equation.node, operands, precision, self.low),
         )
         flags = self.uses[number]
@@ -208,7 +208,7 @@ class _Walk:
 
     def _high(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         equation, made = self._in_dtype(node, entry, FLOAT32)
-        return equation, [Precision.WEAK] if entry in (UPDATE, GRADIENT) else made
+        return equation, [Precision.WEAK] if entry in (UPDATE, STEP, GRADIENT) else made
 
     def _follow(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         floating = [precision for precision in seen if precision is not Precision.RECORDED]
