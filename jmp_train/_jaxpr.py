@@ -288,9 +288,10 @@ def bind_with_bodies(eqn: JaxprEqn, args: Sequence[Any], bodies: Sequence[Closed
     """Run `eqn` with other programs inside; of a `while` the body comes first."""
     if eqn.primitive.name == "cond":
         return bind(eqn, args, branches=tuple(bodies))
-    if eqn.primitive.name == "remat2":  # takes a jaxpr without constants
-        (body,) = bodies
-        return bind(eqn, [*consts_of(body), *args], jaxpr=open_jaxpr(body))
+    if eqn.primitive.name == "remat2":  # takes a jaxpr without constants: they become operands
+        (body,), jaxpr = bodies, open_jaxpr(bodies[0])
+        jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+        return bind(eqn, [*consts_of(body), *args], jaxpr=jaxpr)
     keys = [key for key, value in eqn.params.items() if isinstance(value, ClosedJaxpr)]
     if eqn.primitive.name == "while":
         keys = ["body_jaxpr", "cond_jaxpr"]

@@ -24,17 +24,9 @@ from .ir import Equation, Op, Program
 _NO_CONTEXTS = contextlib.nullcontext(), contextlib.nullcontext()
 
 
-def emit(program: Program, args: Sequence[Any], captured: Sequence[Any] | None = None) -> list[Any]:
-    """Runs `program` on `args`, which may come in any floating dtype.
-
-    Args:
-      program: a program without implicit casts.
-      args: its arguments.
-      captured: other values for its captured arrays, in the order of `captured_arrays(program)`.
-    """
+def emit(program: Program, args: Sequence[Any]) -> list[Any]:
+    """Runs `program`, which has no implicit casts, on `args`, which may come in any floating dtype."""
     values = dict(program.constants)
-    if captured is not None:
-        values.update(zip(sorted(program.captured), captured, strict=True))
     values.update(zip(program.inputs, map(cast, args, program.input_dtypes), strict=True))
     reads = [(equation.operands, equation.results) for equation in program.equations]
     last = last_reads(reads, {*program.outputs, *program.constants})  # constants are kept by the program anyway
@@ -54,10 +46,6 @@ def cast(value: Any, dtype: np.dtype | None) -> Any:
     if dtype is None or getattr(value, "dtype", None) == dtype:
         return value
     return convert(value, dtype)
-
-
-def captured_arrays(program: Program) -> list[Any]:
-    return [program.constants[number] for number in sorted(program.captured)]
 
 
 def to_jaxpr(program: Program) -> ClosedJaxpr:
@@ -104,16 +92,6 @@ _ADDED: dict[Op, Callable[..., Any]] = {
     Op.CHAINED: _chained,
     Op.HOISTED: _copy_of,
 }
-
-
-def _remat(equation: Equation, operands: list[Any]) -> list[Any]:
-    (program,) = equation.bodies
-    # Captured tracers become operands, as all constants do.
-    captured = captured_arrays(program)
-    avals = [*map(jax.typeof, captured), *(program.avals[number] for number in program.inputs)]
-    count = len(captured)
-    body = trace(lambda *args: emit(program, args[count:], args[:count]), *avals)[0]
-    return bind_with_bodies(equation.node.eqn, [*captured, *operands], [body])
 
 
 def _scan(equation: Equation, operands: list[Any]) -> list[Any]:
@@ -209,7 +187,6 @@ def _with_bodies(equation: Equation, operands: list[Any]) -> list[Any]:
 
 
 _BODIES: dict[str, Callable[[Equation, list[Any]], list[Any]]] = {
-    "remat2": _remat,
     "scan": _scan,
     "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp,

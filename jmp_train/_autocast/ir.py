@@ -287,7 +287,7 @@ class Program:
 
     @property
     def captured(self) -> frozenset[int]:
-        """The constants that are arrays or tracers; `emit` can be given others in their place."""
+        """The constants that are arrays or tracers."""
         return self.recorded.captured
 
     def dtypes_of(self, precisions: Iterable[Precision]) -> list[np.dtype | None]:
