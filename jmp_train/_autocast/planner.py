@@ -184,8 +184,11 @@ class Planner:
             self.wide.update(id(node.eqn) for node, entry in pairs if node.name in DOTS and entry.rule is not Rule.LOW)
         return self._recorded[key][1:]
 
-    def inlined(self, jaxpr: ClosedJaxpr | Jaxpr) -> FlatJaxpr:
+    def inlined(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place) -> FlatJaxpr:
         """The flattened program, rematerialized calls and functions with derivative rules written out, too."""
+        program, _ = self.recorded(jaxpr, place)
+        if not any([node.name in CALLS for node in program.nodes]):
+            return program
         if id(jaxpr) not in self._inlined:
             self._inlined[id(jaxpr)] = flatten(jaxpr, also=CALLS)
         return self._inlined[id(jaxpr)]

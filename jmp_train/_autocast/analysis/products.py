@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from ..._jaxpr import (
     CALLS,
     ClosedJaxpr,
-    FlatJaxpr,
     Jaxpr,
     Loop,
     Node,
@@ -34,7 +33,6 @@ from ..primitives import SYSTEMS, TABLE, Entry, Rule, Trait, having
 from .consumers import sums_of_rows
 from .derivatives import Forward, Registry
 from .dot_sizes import DotSizes, asks_for_float32
-from .loops import dependents
 from .producers import row_of
 from .product_causes import TENSOR_CORE_DEPTH, ProductCauses
 from .provenance import (
@@ -155,7 +153,7 @@ class _Visit:
         body, consts, carry, *_ = loop
         given = facts[consts + carry :]
         are_solutions = [fact.provenance is Provenance.SOLUTION for fact in given]
-        kinds = carry_kinds(self._body(node, loop), loop, are_solutions)
+        kinds = carry_kinds(self._planner.inlined(loop.body, self._place.inside(node)), loop, are_solutions)
         estimates = any(is_estimate for _, is_estimate in kinds)
         rows = [self._row(fact, estimates, node) for fact in given]
         carried = [
@@ -169,16 +167,6 @@ class _Visit:
             if after == carried:
                 return [Known(provenance_after_loop(fact.provenance)) for fact in results]
             carried = after
-
-    def _body(self, node: Node, loop: Loop) -> FlatJaxpr:
-        """A loop's body, its calls written out if a carry enters one."""
-        program, _ = self._planner.recorded(loop.body, self._place.inside(node))
-        calls = [each for each in program.nodes if each.name in CALLS]
-        if not calls:
-            return program
-        carried = dependents(program, program.inputs[loop.consts : loop.consts + loop.carry])
-        enters = any([not carried.isdisjoint(each.ins) for each in calls])
-        return self._planner.inlined(loop.body) if enters else program
 
     def _row(self, fact: Known, estimates: bool, node: Node) -> Known:
         """What is known of a row of a value, inside of a scan that is given the rows one by one."""

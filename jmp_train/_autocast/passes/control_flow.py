@@ -114,10 +114,8 @@ def _loop(call: _Entered) -> Decided | str:
 def _plan_loop(call: _Entered, loop: Loop) -> tuple[Program, list[Precision]]:
     """The plan of a loop's body, and what its carry is, which starts as its initial value is and can only widen."""
     planner, (body, consts, carry, *_), seen = call.planner, loop, call.seen[loop.skip :]
-    recorded, _ = planner.recorded(body, call.inside)
-    first, starts = consts + carry, seen[consts : consts + carry]
-    as_recorded = [precision_of(recorded.avals[number]) for number in recorded.inputs[consts:first]]
-    whole = planner.inlined(body) if Precision.LOW in starts else recorded
+    whole, first, starts = planner.inlined(body, call.inside), consts + carry, seen[consts : consts + carry]
+    as_recorded = [precision_of(whole.avals[number]) for number in whole.inputs[consts:first]]
     weights = [n for n, p in zip(whole.inputs[first:], seen[first:], strict=True) if p is Precision.WEAK]
     ends = zip(starts, whole.inputs[consts:first], whole.outputs[:carry], strict=True)
     low = [
