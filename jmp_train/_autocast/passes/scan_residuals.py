@@ -54,8 +54,8 @@ def scan_residuals(program: Program, planner: Planner) -> Program:
 
 
 def _reading_scan(program: Program, readers: Mapping[int, int | None], number: int) -> tuple[int, int]:
-    """The equation that alone reads a value, which may be cast for it, and as what; -1 if several do."""
-    while (at := readers.get(number)) is not None and program.equations[at].op in (Op.CAST, Op.SAVED):
+    """The equation that alone reads a value, which may be saved for it, and as what; -1 if several do."""
+    while (at := readers.get(number)) is not None and program.equations[at].op is Op.SAVED:
         (number,) = program.equations[at].results
     return (-1 if at is None else at), number
 
@@ -195,9 +195,6 @@ class _Link:
         names = {number: self._given(number) for number in sorted(stops & read.union(again.values()))}
         used = {reader.operands[reader.body.inputs.index(n)][1] for n in names.values() if n in reader.body.inputs}
         clones = [self._clone(equation, names) for equation in chain]
-        for number, inner in again.items():
-            names[inner], cast = self._as_row(names[inner], self.rows[number])
-            clones += cast
         self._substitute(clones, {self.rows[number]: names[inner] for number, inner in again.items()})
         return used
 
@@ -225,16 +222,6 @@ class _Link:
         names.update({number: self.reader.body.new(self.body.avals[number]) for number in equation.results})
         results = tuple(names[number] for number in equation.results)
         return equation.replace(uses=uses, results=results, at=equation.at or equation.node, remat=True)
-
-    def _as_row(self, value: int, row: int) -> tuple[int, list[Equation]]:
-        """`value` in the dtype in which the reader was given the rows that it replaces."""
-        body = self.reader.body
-        dtype = body.avals[row].dtype
-        if body.avals[value].dtype == dtype:
-            return value, []
-        node = self.reader.equation.node
-        result = body.new(body.avals[value].update(dtype=dtype))
-        return result, [Equation(node, self.reader.equation.entry, [Use(value)], (result,), Op.CAST, {"dtype": dtype})]
 
     def _substitute(self, first: list[Equation], names: Mapping[int, int]) -> None:
         """Runs `first` before the reader's body, which then reads other values in place of rows."""
