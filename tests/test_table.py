@@ -11,7 +11,7 @@ import pytest
 from jax._src.interpreters import mlir
 
 from jmp_train._autocast import primitives
-from jmp_train._autocast.primitives import OPAQUE, TABLE, UNKNOWN, Rule
+from jmp_train._autocast.primitives import OPAQUE, OPAQUE_DOTS, TABLE, UNKNOWN, Rule
 
 # Modules that register primitives when they are imported; some warn of their own deprecation.
 with warnings.catch_warnings():
@@ -102,7 +102,7 @@ def test_no_primitive_has_two_rows():
     assert len(names) == len(set(names)) == len(TABLE)
 
 
-@pytest.mark.parametrize("names", OPAQUE)
+@pytest.mark.parametrize("names", OPAQUE_DOTS | OPAQUE)
 def test_opaque_names_run_as_recorded(names):
     assert all(TABLE[name].rule is Rule.RECORDED for name in names.split())
 

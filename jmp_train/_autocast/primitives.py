@@ -139,6 +139,18 @@ _ENTER = {
     "custom_vmap_call linear_call composite": "the body is planned behind float32 boundaries",
     "shard_map": "the body is planned; collectives keep their meaning",
 }
+OPAQUE_DOTS = {
+    "pallas_call mpmd_map core_map run_state run_scoped": "a kernel written for the dtypes it was given",
+    "ffi_call call_exported custom_partitioning cudnn_fusion": "compiled elsewhere",
+    "pure_callback io_callback buffer_callback": "calls the host",
+    "dot_product_attention_fwd dot_product_attention_fwd_wrapper": "takes 16-bit operands only, so it has them",
+    "dot_product_attention_bwd dot_product_attention_bwd_wrapper": "takes 16-bit operands only, so it has them",
+    "dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper": "fp8",
+    "dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper": "fp8",
+    "scaled_dot scaled_matmul scaled_matmul_wrapper": "block-scaled narrow formats",
+    "bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general bcsr_dot_general": "sparse formats",
+    "coo_matmat coo_matvec coo_spmm coo_spmv csr_matmat csr_matvec csr_spmm csr_spmv spsolve": "sparse formats",
+}
 OPAQUE = {
     "convert_element_type bitcast_convert_type reduce_precision to_edtype from_edtype": "the user asked for this dtype",
     "reduce reduce_window select_and_scatter": "carries a user's function compiled for float32",
@@ -151,20 +163,12 @@ OPAQUE = {
     "custom_linear_solve": "a solver run in 16 bits does not end",
     "global_array_to_host_local_array host_local_array_to_global_array": "moves arrays between processes",
     "axis_index platform_index device_put dimension_size dim_as_value shape_assertion": "not arithmetic",
-    "pallas_call mpmd_map core_map run_state run_scoped": "a kernel written for the dtypes it was given",
-    "ffi_call call_exported custom_partitioning cudnn_fusion custom_lin dce_sink": "compiled elsewhere",
-    "pure_callback io_callback buffer_callback debug_callback debug_print check inspect_sharding": "calls the host",
-    "dot_product_attention_fwd dot_product_attention_fwd_wrapper": "takes 16-bit operands only, so it has them",
-    "dot_product_attention_bwd dot_product_attention_bwd_wrapper": "takes 16-bit operands only, so it has them",
-    "dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper": "fp8",
-    "dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper": "fp8",
-    "scaled_dot scaled_matmul scaled_matmul_wrapper": "block-scaled narrow formats",
+    "custom_lin dce_sink": "compiled elsewhere",
+    "debug_callback debug_print check inspect_sharding": "calls the host",
     "lu_pivots_to_permutation": "integers",
-    "bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices": "sparse formats",
-    "bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose": "sparse formats",
-    "bcsr_dot_general bcsr_extract bcsr_fromdense bcsr_todense spsolve todense": "sparse formats",
-    "coo_fromdense coo_matmat coo_matvec coo_spmm coo_spmv coo_todense": "sparse formats",
-    "csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv csr_todense": "sparse formats",
+    "bcoo_extract bcoo_fromdense bcoo_sort_indices bcoo_sum_duplicates bcoo_todense bcoo_transpose": "sparse formats",
+    "bcsr_extract bcsr_fromdense bcsr_todense coo_fromdense coo_todense todense": "sparse formats",
+    "csr_fromdense csr_todense": "sparse formats",
     "all_gather_start all_gather_done all_gather_reduced_start all_to_all_start all_to_all_done": "asynchronous halves",
     "pbroadcast_start pbroadcast_done pbroadcast_dynamic ppermute_start ppermute_done": "asynchronous halves",
     "psum_start psum_done psum_invariant_start reduce_scatter_start reduce_scatter_done": "asynchronous halves",
@@ -202,13 +206,7 @@ TRAITS = {
     Trait.POOL: "reduce_window_max reduce_window_min",
     Trait.DOT: "dot_general ragged_dot_general conv_general_dilated",
     Trait.ATTENTION: "jmp_attention jmp_attention_backward",
-    Trait.OPAQUE_DOT: "pallas_call mpmd_map core_map run_state run_scoped ffi_call call_exported custom_partitioning "
-    "cudnn_fusion pure_callback io_callback buffer_callback scaled_dot scaled_matmul scaled_matmul_wrapper "
-    "dot_product_attention_fwd dot_product_attention_fwd_wrapper dot_product_attention_bwd "
-    "dot_product_attention_bwd_wrapper dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper "
-    "dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper bcoo_dot_general bcoo_dot_general_sampled "
-    "bcoo_spdot_general bcsr_dot_general coo_matmat coo_matvec coo_spmm coo_spmv csr_matmat csr_matvec csr_spmm "
-    "csr_spmv spsolve",
+    Trait.OPAQUE_DOT: " ".join(OPAQUE_DOTS),
     Trait.SYSTEM: " ".join(_FACTORIZATIONS) + " custom_linear_solve",
     Trait.CONSTANT: "iota convert_element_type bitcast_convert_type reduce_precision and or not xor shift_left "
     "shift_right_arithmetic shift_right_logical random_bits random_seed random_split random_fold_in random_wrap "
@@ -248,7 +246,7 @@ TABLE: dict[str, Entry] = {
     **_entries(Rule.WIDEST, _WIDEST),
     **_entries(Rule.COLLECTIVE, _COLLECTIVE, never_low=True),
     **_entries(Rule.ENTER, _ENTER),
-    **_entries(Rule.RECORDED, OPAQUE),
+    **_entries(Rule.RECORDED, OPAQUE_DOTS | OPAQUE),
 }
 UNKNOWN = Entry(Rule.RECORDED, "not in the table: a primitive that this version does not know")
 
