@@ -11,7 +11,7 @@ planned programs, so that the answer holds for every rule, edit and region. Does
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import jax.numpy as jnp
 
@@ -30,11 +30,11 @@ def narrowed_decision(condition: Program, body: Program, loop: Loop) -> str | No
       condition, body: both programs, planned.
       loop: as recorded.
     """
-    if _dependencies_of_while(condition, body, (), loop) is None:
+    if _dependencies_of_loop((body, condition), loop) is None:
         return "its end depends on a product, or on another value that 16 bits change"
     avals = [body.avals[number] for number in body.outputs]
     exact = [i for i, aval in enumerate(avals) if not jnp.issubdtype(aval.dtype, jnp.inexact)]
-    if _dependencies_of_loop(body, exact, (), loop) is None:
+    if _dependencies_of_loop((body,), loop, exact) is None:
         return "an integer or boolean that it carries depends on a product, or on another value that 16 bits change"
     return None
 
@@ -47,7 +47,7 @@ def narrowed_stop(body: Program, loop: Loop) -> str | None:
     """
     stops = _stops(body, loop)
     of_carry = dependencies(body, stops) is not None
-    if of_carry and _dependencies_of_loop(body, (), stops, loop) is None:
+    if of_carry and _dependencies_of_loop((body,), loop, numbers=stops) is None:
         return "when it stops depends on a product, or on another value that 16 bits change"
     return None
 
@@ -130,10 +130,7 @@ def _operands(equation: Equation, results: Collection[int]) -> Collection[int] |
     if not bodies:
         return range(len(equation.node.ins))
     if (loop := loop_of(equation.node.eqn)) is not None:
-        body, *condition = bodies
-        if condition:
-            return _dependencies_of_while(condition[0], body, results, loop)
-        return _dependencies_of_loop(body, results, (), loop)
+        return _dependencies_of_loop(bodies, loop, results)
     skip, called = branches_of(equation.node.eqn)
     each = [dependencies(body, [body.outputs[i] for i in results]) for body in bodies]
     found = [inside for inside in each if inside is not None]
@@ -142,27 +139,24 @@ def _operands(equation: Equation, results: Collection[int]) -> Collection[int] |
     return {*range(skip), *(skip + i for inside in found for i in inside)}
 
 
-def _dependencies_of_while(
-    condition: Program, body: Program, results: Iterable[int], loop: Loop
-) -> Collection[int] | None:
-    """`dependencies` of a `while`'s end, and of some of its results, among its operands."""
-    skip = loop.skip
-    ends = dependencies(condition, condition.outputs)
+def _dependencies_of_loop(
+    bodies: Sequence[Program], loop: Loop, results: Iterable[int] = (), numbers: Iterable[int] = ()
+) -> set[int] | None:
+    """`dependencies` of some of a loop's results and of other values of its body, in all iterations.
+
+    And of its end, if a condition is the second of the `bodies`.
+    """
+    (body, *conditions), (consts, carry, skip) = bodies, (loop.consts, loop.carry, loop.skip)
+    ends = dependencies(conditions[0], conditions[0].outputs) if conditions else set()
     if ends is None:
         return None
-    deciding = {i - skip for i in ends if i >= skip}
-    inside = _dependencies_of_loop(body, deciding.union(results), (), loop)
-    return None if inside is None else {i for i in ends if i < skip} | {skip + i for i in inside}
-
-
-def _dependencies_of_loop(body: Program, results: Iterable[int], numbers: Iterable[int], loop: Loop) -> set[int] | None:
-    """`dependencies` of some of a loop's results and of other values of its body, in all iterations."""
-    wanted, consts, carry = set(results), loop.consts, loop.carry
+    wanted = {*results, *(i - skip for i in ends if i >= skip)}
     while True:
         found = dependencies(body, {*numbers, *(body.outputs[i] for i in wanted)})
         if found is None:
             return None
         before = {i - consts for i in found if consts <= i < consts + carry}
         if before <= wanted:
-            return found | {consts + i for i in wanted if i < carry}
+            inside = found | {consts + i for i in wanted if i < carry}
+            return {skip + i for i in inside} | {i for i in ends if i < skip}
         wanted |= before
