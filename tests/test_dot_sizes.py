@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from jmp_train._autocast.analysis.dot_sizes import DotSizes, asks_for_float32, leaves_small_result
-from jmp_train._autocast.analysis.provenance import Provenance, carried_provenance, joined
+from jmp_train._autocast.analysis.provenance import Provenance, carried_provenance, joined_provenance
 from jmp_train._jaxpr import flatten
 
 DEFAULT, HIGH, HIGHEST = (lax.Precision.DEFAULT, lax.Precision.HIGH, lax.Precision.HIGHEST)
@@ -140,7 +140,7 @@ FACTOR, KERNEL = Provenance.FACTOR, Provenance.KERNEL
     ],
 )
 def test_what_an_operation_makes_of_several_provenances(provenances, expected):
-    assert joined(provenances) is joined(provenances[::-1]) is expected
+    assert joined_provenance(provenances) is joined_provenance(provenances[::-1]) is expected
 
 
 @pytest.mark.parametrize("provenance", Provenance)

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from jmp_train._autocast.analysis.ranges import (
-    UNKNOWN,
+    UNKNOWN_NUMBERS,
     Numbers,
     Range,
     divides_by_terms,
@@ -129,29 +129,29 @@ TOO_LARGE, KNOWN, OVERFLOWS = Numbers(Range(1e9, 1e9)), Numbers(Range(1.0, 1.0))
 
 # Whether the results hold numbers beyond float16 beside others.
 MIXES = {
-    "joined with what is too large": (lambda x: lax.select(x > 0, x, 2 * x), [UNKNOWN, TOO_LARGE], True),
-    "joined with what fits": (lambda x: lax.select(x > 0, x, 2 * x), [UNKNOWN, KNOWN], False),
+    "joined with what is too large": (lambda x: lax.select(x > 0, x, 2 * x), [UNKNOWN_NUMBERS, TOO_LARGE], True),
+    "joined with what fits": (lambda x: lax.select(x > 0, x, 2 * x), [UNKNOWN_NUMBERS, KNOWN], False),
     "known alone": (lambda x: lax.select(x > 0, x, 2 * x), [KNOWN, TOO_LARGE], False),
-    "added to what is too large": (lambda x: x + x.T, [UNKNOWN, TOO_LARGE], True),
-    "less what is too large": (lambda x: x - x.T, [UNKNOWN, TOO_LARGE], True),
-    "scattered into": (lambda x: x.at[jnp.array([0])].add(x[:1]), [TOO_LARGE, UNKNOWN], True),
-    "a gradient added to": (lambda x: add_any(x, x.T), [UNKNOWN, TOO_LARGE], True),
+    "added to what is too large": (lambda x: x + x.T, [UNKNOWN_NUMBERS, TOO_LARGE], True),
+    "less what is too large": (lambda x: x - x.T, [UNKNOWN_NUMBERS, TOO_LARGE], True),
+    "scattered into": (lambda x: x.at[jnp.array([0])].add(x[:1]), [TOO_LARGE, UNKNOWN_NUMBERS], True),
+    "a gradient added to": (lambda x: add_any(x, x.T), [UNKNOWN_NUMBERS, TOO_LARGE], True),
     "moved": (lambda x: x.T, [OVERFLOWS], True),
-    "moved, and fits": (lambda x: x.T, [UNKNOWN], False),
+    "moved, and fits": (lambda x: x.T, [UNKNOWN_NUMBERS], False),
     "sorted": (lambda x: lax.sort(x), [OVERFLOWS], True),
     "summed": (lambda x: lax.reduce_sum_p.bind(x, axes=(0,), out_sharding=None), [OVERFLOWS], True),
     "summed so far": (lambda x: lax.cumsum(x), [OVERFLOWS], True),
     "exponentials summed so far": (lambda x: lax.cumlogsumexp(x), [OVERFLOWS], True),
     "squared": (lambda x: lax.square(x), [OVERFLOWS], True),
     "a power": (lambda x: x**3, [OVERFLOWS], True),
-    "bounded from below by it": (lambda x: lax.max(x, 2 * x), [UNKNOWN, TOO_LARGE], False),
+    "bounded from below by it": (lambda x: lax.max(x, 2 * x), [UNKNOWN_NUMBERS, TOO_LARGE], False),
     "a bound of it": (lambda x: lax.max(x, 2 * x), [OVERFLOWS, TOO_LARGE], True),
-    "a bound of it and of others": (lambda x: lax.max(x, 2 * x), [OVERFLOWS, UNKNOWN], False),
+    "a bound of it and of others": (lambda x: lax.max(x, 2 * x), [OVERFLOWS, UNKNOWN_NUMBERS], False),
     "the largest": (lambda x: lax.reduce_max_p.bind(x, axes=(0,), out_sharding=None), [OVERFLOWS], False),
-    "scaled by it": (lambda x: x * x.T, [UNKNOWN, TOO_LARGE], False),
-    "scaled": (lambda x: x * x.T, [UNKNOWN, OVERFLOWS], True),
-    "divided": (lambda x: x / x.T, [OVERFLOWS, UNKNOWN], True),
-    "a divisor": (lambda x: x / x.T, [UNKNOWN, OVERFLOWS], False),
+    "scaled by it": (lambda x: x * x.T, [UNKNOWN_NUMBERS, TOO_LARGE], False),
+    "scaled": (lambda x: x * x.T, [UNKNOWN_NUMBERS, OVERFLOWS], True),
+    "divided": (lambda x: x / x.T, [OVERFLOWS, UNKNOWN_NUMBERS], True),
+    "a divisor": (lambda x: x / x.T, [UNKNOWN_NUMBERS, OVERFLOWS], False),
     "a function of it": (lambda x: jnp.sin(x), [OVERFLOWS], False),
 }
 
@@ -163,15 +163,15 @@ def test_where_numbers_beyond_the_dtype_stand_among_others(name):
 
 
 def test_what_a_gather_fills_with_stands_among_others():
-    assert overflows_through(gathered("fill", 1e9), [UNKNOWN], FLOAT16)
-    assert not overflows_through(gathered("fill", 1e9), [UNKNOWN], BFLOAT16)
-    assert not overflows_through(gathered("fill", 1.0), [UNKNOWN], FLOAT16)
+    assert overflows_through(gathered("fill", 1e9), [UNKNOWN_NUMBERS], FLOAT16)
+    assert not overflows_through(gathered("fill", 1e9), [UNKNOWN_NUMBERS], BFLOAT16)
+    assert not overflows_through(gathered("fill", 1.0), [UNKNOWN_NUMBERS], FLOAT16)
     assert overflows_through(gathered("fill", 1.0), [OVERFLOWS], FLOAT16)
 
 
 def test_numbers_exceed_a_dtype_that_would_make_them_infinite():
     assert TOO_LARGE.exceed(FLOAT16) and not TOO_LARGE.exceed(BFLOAT16)
-    assert OVERFLOWS.exceed(FLOAT16) and not UNKNOWN.exceed(FLOAT16)
+    assert OVERFLOWS.exceed(FLOAT16) and not UNKNOWN_NUMBERS.exceed(FLOAT16)
     assert not Numbers(Range(1e-9, 65504.0)).exceed(FLOAT16)  # small ones vanish, which is not meant here
 
 
@@ -194,4 +194,4 @@ def test_a_mean_of_16_bit_numbers_fits_where_they_do(terms, divisor, fits):
 def test_zeros_and_ones_are_known_though_no_operand_is_floating():
     (node,) = flatten(jax.make_jaxpr(lambda x: x.astype(np.float32))(np.array(True))).nodes
     assert numbers_through(node, [], FLOAT16).range == Range(1, 1)
-    assert numbers_through(node, [UNKNOWN], FLOAT16) is UNKNOWN
+    assert numbers_through(node, [UNKNOWN_NUMBERS], FLOAT16) is UNKNOWN_NUMBERS

@@ -18,7 +18,7 @@ import numpy as np
 
 from .._dtypes import BFLOAT16, FLOAT16, FLOAT32
 from .._jaxpr import FlatJaxpr, Node, is_backward, is_recomputed, scope_of
-from .analysis.ranges import UNKNOWN, Numbers
+from .analysis.ranges import UNKNOWN_NUMBERS, Numbers
 from .primitives import DOTS, Entry, Rule
 
 
@@ -32,7 +32,7 @@ class Precision(enum.Enum):
     RECORDED = "recorded"  # was not recorded in float32: its dtype never changes
 
 
-def joined(precisions: Sequence[Precision]) -> Precision:
+def joined_precision(precisions: Sequence[Precision]) -> Precision:
     """What a value is that may be any one of several, such as the result of a branch."""
     order = (Precision.RECORDED, Precision.OVERFLOWS, Precision.FULL, Precision.LOW)
     return next((precision for precision in order if precision in precisions), Precision.WEAK)
@@ -109,7 +109,7 @@ class Fact:
     computed: bool = False
     parameter: bool = False
     sensitive: bool = False
-    numbers: Numbers = UNKNOWN
+    numbers: Numbers = UNKNOWN_NUMBERS
 
 
 class Access(enum.Enum):

@@ -23,7 +23,7 @@ from ..primitives import Entry, Rule, Trait, having
 from .dot_sizes import size_of
 
 _POOLS = having(Trait.POOL)
-_ELEMENTWISE = having(Trait.FUSES | Trait.EXPENSIVE)
+_FUSED = having(Trait.FUSES | Trait.EXPENSIVE)
 # Compiled for an H200, heads with fewer logits keep the sum in a kernel of its own, and XLA stores float32 for it.
 _MANY_LOGITS = 2**20
 # The same for the cotangents of norms, and where fewer numbers are added up.
@@ -102,7 +102,7 @@ class Accesses:
         for number in node.ins:
             if number in sums and facts[number].depth == depth and sums[number] > largest:
                 largest = sums[number]
-        if largest and (entry.has_own_kernel or node.name in _ELEMENTWISE or entry.rule is Rule.SHAPE):
+        if largest and (entry.has_own_kernel or node.name in _FUSED or entry.rule is Rule.SHAPE):
             for number in node.outs:
                 sums[number] = largest
 

@@ -40,7 +40,7 @@ from .provenance import (
     Provenance,
     Values,
     carried_provenance,
-    joined,
+    joined_provenance,
     provenance_after_loop,
     row_provenance,
 )
@@ -143,7 +143,7 @@ class _Visit:
         if node.name in CALLS:
             return branches[0]
         if bodies:
-            return [Known(joined(fact.provenance for fact in each)) for each in zip(*branches, strict=True)]
+            return [Known(joined_provenance(fact.provenance for fact in each)) for each in zip(*branches, strict=True)]
         for i, body in enumerate(sub_jaxprs(node.params)):  # planned behind float32 boundaries
             self._inside(node, body, [Known(Provenance.DATA)] * len(open_jaxpr(body).invars), i)
         return [Known(Provenance.DATA)] * len(node.outs)
@@ -162,7 +162,7 @@ class _Visit:
         while True:
             inside = [*facts[:consts], *map(Known, carried), *rows]
             results = self._inside(node, body, inside, 0)
-            after = [joined((a, fact.provenance)) for a, fact in zip(carried, results, strict=False)]
+            after = [joined_provenance((a, fact.provenance)) for a, fact in zip(carried, results, strict=False)]
             after = [carried_provenance(each, *kind) for each, kind in zip(after, kinds, strict=True)]
             if after == carried:
                 return [Known(provenance_after_loop(fact.provenance)) for fact in results]

@@ -59,7 +59,7 @@ _SOLVED = (Provenance.FACTOR, Provenance.SOLUTION, Provenance.KERNEL, Provenance
 _STAY = (Provenance.SCALAR, *_SOLVED)  # what an operation that runs in float32 leaves them
 
 
-def joined(provenances: Iterable[Provenance]) -> Provenance:
+def joined_provenance(provenances: Iterable[Provenance]) -> Provenance:
     """What an operation makes of operands that it reads in one dtype: float32 data widens all others."""
     found = [each for each in provenances if each is not Provenance.SCALAR]  # no set: enums hash in Python
     if not found or found.count(found[0]) == len(found):
@@ -168,7 +168,7 @@ class Values:
             if provenance is Provenance.SCALAR:
                 provenance = provenances[number]
             elif provenances[number] is not provenance:
-                provenance = joined((provenance, provenances[number]))
+                provenance = joined_provenance((provenance, provenances[number]))
         if name in SYSTEMS:
             provenance = self._solution(node, provenance)
         elif provenance is Provenance.ESTIMATE and name not in KEEPS_ESTIMATES:

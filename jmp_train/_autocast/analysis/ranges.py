@@ -112,7 +112,7 @@ class Numbers(NamedTuple):
         return self.overflows or (self.range is not None and self.range.largest > facts(dtype).max)
 
 
-UNKNOWN = Numbers()
+UNKNOWN_NUMBERS = Numbers()
 
 
 def divides_by_terms(sums: Numbers, divisor: Numbers) -> bool:
@@ -146,6 +146,6 @@ def numbers_through(node: Node, operands: Sequence[Numbers], dtype: np.dtype) ->
     """What is known of the numbers of a node's results, given what is known of its floating operands."""
     if not operands:
         return Numbers(range_through(node, ()))
-    if operands.count(UNKNOWN) == len(operands) and node.name != "gather":  # which has numbers of its own
-        return UNKNOWN
+    if operands.count(UNKNOWN_NUMBERS) == len(operands) and node.name != "gather":  # which has numbers of its own
+        return UNKNOWN_NUMBERS
     return Numbers(range_through(node, [each.range for each in operands]), overflows_through(node, operands, dtype))

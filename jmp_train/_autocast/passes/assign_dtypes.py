@@ -32,7 +32,7 @@ from ..._dtypes import FLOAT32
 from ..._jaxpr import Node
 from ..analysis.accesses import Accesses
 from ..analysis.dot_sizes import asks_for_float32, leaves_small_result
-from ..analysis.ranges import UNKNOWN, Numbers, Range, divides_by_terms, filled_with, numbers_through, range_of
+from ..analysis.ranges import UNKNOWN_NUMBERS, Numbers, Range, divides_by_terms, filled_with, numbers_through, range_of
 from ..analysis.updates import GRADIENT, STEP, UPDATE
 from ..analysis.uses import Flags, axes_of
 from ..analysis.wide_product import WideProduct
@@ -162,7 +162,7 @@ class _Walk:
             numbers=_numbers_of(equation.node, operands, precision, self.low),
         )
         flags = self.uses[number]
-        exceeds = fact.numbers is not UNKNOWN and fact.numbers.exceed(self.low)
+        exceeds = fact.numbers is not UNKNOWN_NUMBERS and fact.numbers.exceed(self.low)
         fact.sensitive = flags.sensitive or exceeds
         if fact.precision is Precision.FULL and fact.computed and self.saves_low:
             fact.has_low_copy = flags.to_dot and not fact.sensitive
@@ -339,4 +339,4 @@ def _numbers_of(node: Node, operands: Sequence[Fact], precision: Precision, low:
     overflows = precision is Precision.OVERFLOWS or (precision is not Precision.RECORDED and found.overflows)
     summed = node.name == "reduce_window_sum" and operands[0].precision is Precision.LOW
     terms = math.prod(node.params["window_dimensions"]) if summed else None
-    return Numbers(found.range, overflows, terms) if found.range or overflows or summed else UNKNOWN
+    return Numbers(found.range, overflows, terms) if found.range or overflows or summed else UNKNOWN_NUMBERS

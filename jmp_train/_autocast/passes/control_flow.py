@@ -30,7 +30,7 @@ from ..ir import (
     Precision,
     Program,
     equation_of,
-    joined,
+    joined_precision,
     precision_of,
     recorded_dtypes,
     recorded_reads,
@@ -92,7 +92,7 @@ def _branches(call: _Entered) -> Decided:
     """`cond`, and calls such as `jit` with shardings of its own: everything but the bodies stays as recorded."""
     skip, recorded = branches_of(call.node.eqn)
     branches = [call.plan(branch, call.seen[skip:], call.outs) for branch in recorded]
-    made = [joined(each) for each in zip(*(branch.result_precisions for branch in branches), strict=True)]
+    made = [joined_precision(each) for each in zip(*(branch.result_precisions for branch in branches), strict=True)]
     dtypes = branches[0].dtypes_of(made)
     bodies = [_returning(branch, dtypes) for branch in branches]
     return call.equation([None] * skip + bodies[0].input_dtypes, *bodies), made
@@ -131,7 +131,7 @@ def _plan_loop(call: _Entered, loop: Loop) -> tuple[Program, list[Precision]]:
         to_low = [Flags(precision is Precision.LOW, precision is Precision.LOW, False) for precision in carried]
         arguments = [*seen[:consts], *carried, *seen[first:]]
         program = call.plan(body, arguments, [*to_low, *call.outs[carry:]], roundable=range(consts, first))
-        wider = [joined(pair) for pair in zip(carried, program.result_precisions, strict=False)]
+        wider = [joined_precision(pair) for pair in zip(carried, program.result_precisions, strict=False)]
         if wider == carried:
             return program, carried
         carried = wider

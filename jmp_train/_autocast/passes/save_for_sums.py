@@ -35,7 +35,7 @@ from ..primitives import Rule, Trait, having
 if TYPE_CHECKING:
     from ..planner import Context
 
-_ELEMENTWISE = having(Trait.FUSES | Trait.EXPENSIVE)
+_FUSED = having(Trait.FUSES | Trait.EXPENSIVE)
 _KEEPS_DTYPE = frozenset({Rule.WIDEST, Rule.FOLLOW, Rule.SHAPE})
 
 
@@ -85,7 +85,7 @@ def _read_around_sums(program: Program) -> list[tuple[Equation, int, bool]]:
     """
     after_sum, beside = ([False] * len(program.facts) for _ in range(2))
     for equation in program.equations:
-        elementwise, is_sum = equation.node.name in _ELEMENTWISE, equation.entry.has_own_kernel
+        elementwise, is_sum = equation.node.name in _FUSED, equation.entry.has_own_kernel
         waits = is_sum
         if elementwise or equation.entry.rule is Rule.SHAPE:
             for number, _, residual in equation.uses:
@@ -100,7 +100,7 @@ def _read_around_sums(program: Program) -> list[tuple[Equation, int, bool]]:
     readers, summed, read_by_sum = [0] * len(beside), [False] * len(beside), [False] * len(beside)
     found: list[tuple[Equation, int, bool]] = []
     for equation in reversed(program.equations):
-        elementwise, is_sum = equation.node.name in _ELEMENTWISE, equation.entry.has_own_kernel
+        elementwise, is_sum = equation.node.name in _FUSED, equation.entry.has_own_kernel
         is_before, is_summed, last = False, is_sum, -1
         for number in equation.results:
             if summed[number] and (elementwise or equation.entry.rule is Rule.SHAPE):

@@ -34,21 +34,21 @@ def shared_roundings(program: Program, context: Context) -> Program:
     """The program whose residuals say which values are rounded for all readers."""
     del context
     residuals = program.residuals
-    squared = _low(program, sources(program, _squared(program), _moves_or_scales))
+    squared = _low(program, leading_to(program, _squared(program), _moves_or_scales))
     exponentials = [
         number for equation in program.equations if equation.node.name in EXPONENTIALS for number in equation.results
     ]
     if program.place.is_scan:  # another scan may rematerialize whatever is elementwise
-        exponents = _low(program, sources(program, exponentials, fuses))
+        exponents = _low(program, leading_to(program, exponentials, fuses))
     else:
-        read = sources(program, exponentials, lambda equation: not residuals.remat.isdisjoint(equation.results))
+        read = leading_to(program, exponentials, lambda equation: not residuals.remat.isdisjoint(equation.results))
         exponents = _low(program, read & (residuals.saved | residuals.remat))
     return dataclasses.replace(
         program, residuals=dataclasses.replace(residuals, rounded=exponents | squared, squared=squared)
     )
 
 
-def sources(program: Program, numbers: Iterable[int], through: Callable[[Equation], bool]) -> set[int]:
+def leading_to(program: Program, numbers: Iterable[int], through: Callable[[Equation], bool]) -> set[int]:
     """All that some values are computed from by equations that may be followed, and these."""
     found = set(numbers)
     for equation in reversed(program.equations) if found else ():
