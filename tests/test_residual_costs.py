@@ -62,7 +62,7 @@ def test_what_is_computed_from_a_rematerialized_value_has_its_sources():
 def test_what_is_saved_after_all_is_its_own_source():
     costs = costs_of()
     assert again(costs, VALUE, [DOT])
-    costs.save(VALUE)
+    costs.state(VALUE, in_memory=True)
     assert costs.sources_of([VALUE]) == {VALUE} and again(costs, NEXT, [VALUE])
 
 

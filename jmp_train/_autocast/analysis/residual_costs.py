@@ -86,13 +86,10 @@ class ResidualCosts:
         self._sources: dict[int, Sources] = {}
 
     def state(self, number: int, in_memory: bool = False) -> None:
-        """States whether a value is only read if it is saved. It is its own source, unless `rematerialize` says not."""
+        """States whether a value is only read if it is saved. It is its own source, until `rematerialize` says not."""
         self._in_memory[number] = in_memory
-
-    def save(self, number: int) -> None:
-        """States that a value is saved, whatever it is computed from."""
-        self._in_memory[number] = True
-        self._sources.pop(number, None)
+        if number in self._sources:
+            del self._sources[number]
 
     def sources_of(self, operands: Iterable[int]) -> Sources:
         """What operands are computed from at least cost; nothing for free ones."""

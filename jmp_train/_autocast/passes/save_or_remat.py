@@ -139,7 +139,7 @@ class _Decisions:
         if not self._saves_low:  # float32 values and masks are left to the compiler, and nothing is rematerialized
             value.saved, value.remat = fact.precision is Precision.LOW and (value.saved or value.remat), False
         if value.saved:
-            self._costs.save(number)
+            self._costs.state(number, in_memory=True)
         value.dot_reads_relu = dot_reads_it and relu_operand(node, self._program.recorded) is not None
 
     def is_residual(self, equation: Equation, use: Use, access: Access) -> bool:
