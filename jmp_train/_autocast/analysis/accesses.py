@@ -67,17 +67,17 @@ class Accesses:
         return accesses
 
     def _is_bias_of_head(self, node: Node, facts: Sequence[Fact]) -> bool:
-        """Whether the sum of a gradient that the program returns is one over a large cotangent of a softmax.
+        """Whether a sum is the gradient of the bias of a network's head: over a large cotangent of the loss's softmax.
 
-        Where a norm stands between the head and the loss, the kernel that could do that adds up the gradient of the
-        norm's scale already, and XLA would store the cotangent in float32 for another sum.
+        Only the first sum at its depth. Where a norm stands between the head and the loss, the kernel of the cotangent
+        adds up the gradient of the norm's scale already, and XLA would store float32 for another sum.
         """
         (logits,) = node.ins
         first = facts[logits].depth not in self._summed
         return first and logits in self._after_sum and self._size(logits) >= _MANY_LOGITS
 
     def _is_bias_before_norm(self, node: Node, facts: Sequence[Fact]) -> bool:
-        """Whether the sum of a gradient that the program returns is one over a large cotangent that a norm hands back.
+        """Whether a sum is the gradient of a bias before a norm: over a large cotangent that the norm hands back.
 
         The kernel of that cotangent adds up the gradients of the norm's parameters already, unless the norm's
         statistics, which come first, are over some of the same axes, as those of a BatchNorm are.
@@ -91,7 +91,7 @@ class Accesses:
         return not any([gradient * statistic >= size for gradient in gradients])
 
     def _note(self, sums: dict[int, int], node: Node, entry: Entry, facts: Sequence[Fact], is_one: bool) -> None:
-        """Notes among the values computed from `sums` what a node computes from them, or if it is one.
+        """Adds the results of a node to `sums` if it computes them from values there, or is itself such a sum.
 
         As `Values.add`, this runs for every equation, and calls no function that need not be.
         """

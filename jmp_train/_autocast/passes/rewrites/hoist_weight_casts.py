@@ -8,10 +8,10 @@ step, and text generation those of all layers for every token, which is four tim
 outside, though, a weight would have its gradient accumulated over the iterations in 16 bits, if someone differentiates
 the loop. So the loop is given both, and the copy's derivative is that of a cast inside.
 
-The weight may be moved first, as that of `x @ w.T` and one layer's part of a stack are. It may be read in a function
-that the loop rematerializes, or be rows of a loop inside, as those of a stack of layers are: the stack is cast before
-the loop around, unless that has a backward pass inside. Who accumulates gradients of a stack wants the memory instead,
-and a backward pass reads far more than weights.
+The weight may be moved first, as in `x @ w.T`, or picked from a stack: then the copy is of the moved one. A function
+that the loop rematerializes may read it. Or a loop inside reads a stack of weights row by row: then the stack is cast
+before the outer loop, unless that holds a backward pass. A program that accumulates gradients of a stack needs the
+memory of such a copy, and its backward pass reads far more bytes than the weights have.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _moves(body: Program, constant: Container[int]) -> list[Equation]:
 
 
 def _casts(body: Program, numbers: Container[int]) -> list[Equation]:
-    """The casts of some values to the compute dtype that dots of a body read, and copies for loops inside."""
+    """The casts of some values to the compute dtype whose results dots of a body read, or loops inside as copies."""
     read = {number for each in body.equations if each.node.name in DOTS for number in each.operands}
     return [
         each
