@@ -3,7 +3,8 @@
     q = sub p (mul 0.01 g)        p: a parameter, or updated before; g: a gradient
 
 Such loops (Finn et al., "Model-agnostic meta-learning", 2017) are mostly unrolled. A step smaller than the last bit of
-16 bits would be none: the updated parameters are float32 as the others are, and narrow to what they meet.
+16 bits would be none: the updated parameters are float32 as the others are, and narrow to what they meet. So is what
+starts as a network's result, as the weights that a hypernetwork makes, but it is no parameter to a product.
 
 Decides which sums these are. Does not decide about those of a `scan`, whose carries are float32 anyway.
 """
@@ -42,13 +43,13 @@ class Updates:
             self._ends.add(id(node))
         if entry.rule is not Rule.WIDEST:  # a region, scope or edit says otherwise
             return None
-        if old is not None and values.provenances[old] is not Provenance.PARAMETER:
+        axes = axes_of(values.program.avals[node.outs[0]]) if self._axes or old is not None else None
+        if old is None:
+            return GRADIENT if node.name == "add_any" and axes in self._axes else None
+        if values.provenances[old] is not Provenance.PARAMETER:
             return STEP
-        axes = axes_of(values.program.avals[node.outs[0]]) if old is not None or self._axes else None
-        if old is not None:
-            self._axes.add(axes)
-            return UPDATE
-        return GRADIENT if node.name == "add_any" and axes in self._axes else None
+        self._axes.add(axes)
+        return UPDATE
 
     def _updated(self, node: Node, values: Values, place: Place) -> int | None:
         """The term of a sum that the other term, which a backward pass computed, updates."""

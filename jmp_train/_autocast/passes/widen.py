@@ -34,7 +34,9 @@ _ROUNDS = having(Trait.ROUNDS)
 _ADDS = having(Trait.ADDS)
 _COMPARES = having(Trait.COMPARES) | {"eq", "ne"}
 # What hands on numbers as they are within a kernel: no buffer of its own and no other device is between.
-_EXACT = having(Trait.JOINS | Trait.BOUNDS | Trait.FLIPS | Trait.PICKS) | (having(Trait.MOVES) & having(Trait.FUSES))
+_EXACT = having(Trait.JOINS | Trait.BOUNDS | Trait.FLIPS | Trait.PICKS | Trait.EXTREMES) | (
+    having(Trait.MOVES) & having(Trait.FUSES)
+)
 _EXACT -= {"scatter", "dynamic_update_slice"}
 
 
