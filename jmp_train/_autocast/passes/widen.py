@@ -34,9 +34,8 @@ _ROUNDS = having(Trait.ROUNDS)
 _ADDS = having(Trait.ADDS)
 _COMPARES = having(Trait.COMPARES) | {"eq", "ne"}
 # What hands on numbers as they are within a kernel: no buffer of its own and no other device is between.
-_EXACT = having(Trait.JOINS | Trait.BOUNDS | Trait.FLIPS | Trait.PICKS | Trait.EXTREMES) | (
-    having(Trait.MOVES) & having(Trait.FUSES)
-)
+_EXACT = having(Trait.JOINS | Trait.BOUNDS | Trait.FLIPS | Trait.PICKS | Trait.EXTREMES) | {"stop_gradient"}
+_EXACT |= having(Trait.MOVES) & having(Trait.FUSES)
 _EXACT -= {"scatter", "dynamic_update_slice"}
 
 
@@ -64,9 +63,11 @@ def _wide(program: Program) -> set[int]:
     narrow_readers, wide = set(program.outputs), set()
     for equation in program.equations:
         # What runs again across a dot does so on the values that are saved. That includes what nothing reads there: for
-        # an H200, Transformers would move 1 % more bytes with such a relu in float32.
+        # an H200, Transformers would move 1 % more bytes with such a relu in float32. Statistics of rows cost none.
         if not remat.isdisjoint(equation.results):
-            narrow_readers.update([number for number in equation.operands if number not in remat])
+            least = size_of(program.avals[equation.results[0]])
+            read = [number for number in equation.operands if number not in remat]
+            narrow_readers.update([number for number in read if _SMALL * size_of(program.avals[number]) > least])
     for equation in reversed(program.equations):
         widens = narrow_readers.isdisjoint(equation.results) and not rounded.isdisjoint(equation.results)
         if widens and equation.node.name in _ADDS:
