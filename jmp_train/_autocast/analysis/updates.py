@@ -43,12 +43,13 @@ class Updates:
             self._ends.add(id(node))
         if entry.rule is not Rule.WIDEST:  # a region, scope or edit says otherwise
             return None
-        axes = axes_of(values.program.avals[node.outs[0]]) if self._axes or old is not None else None
+        aval = values.program.avals[node.outs[0]]
         if old is None:
-            return GRADIENT if node.name == "add_any" and axes in self._axes else None
+            sums = bool(self._axes) and node.name == "add_any" and axes_of(aval) in self._axes
+            return GRADIENT if sums else None
         if values.provenances[old] is not Provenance.PARAMETER:
             return STEP
-        self._axes.add(axes)
+        self._axes.add(axes_of(aval))
         return UPDATE
 
     def _updated(self, node: Node, values: Values, place: Place) -> int | None:

@@ -17,8 +17,8 @@ stacked for the backward pass, and the gate computed again from it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Set
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from ..._dtypes import FLOAT32
 from ..analysis.dot_sizes import size_of
@@ -28,7 +28,7 @@ from ..primitives import DOTS, Rule, Trait, having
 if TYPE_CHECKING:
     from ..planner import Context
 
-# A result that is that many times smaller than an operand costs nothing in float32.
+# A value that is that many times smaller than another one costs nothing in float32.
 _SMALL = 8
 _ROUNDS = having(Trait.ROUNDS)
 _ADDS = having(Trait.ADDS)
@@ -58,22 +58,27 @@ def widen(program: Program, context: Context) -> Program:
 
 def _wide(program: Program) -> set[int]:
     """The results that run in float32. A comparison decides nothing: it reads what the other readers do."""
-    remat, facts, (small, large) = program.residuals.remat, program.facts, _dots(program)
-    rounded, sums = _rounded(program, small)
+    remat, facts, avals, (rounded, sums) = program.residuals.remat, program.facts, program.avals, _rounded(program)
     narrow_readers, wide = set(program.outputs), set()
+    dots: dict[int, Equation] = {}
     for equation in program.equations:
         # What runs again across a dot does so on the values that are saved. That includes what nothing reads there: for
         # an H200, Transformers would move 1 % more bytes with such a relu in float32. Statistics of rows cost none.
         if not remat.isdisjoint(equation.results):
-            least = size_of(program.avals[equation.results[0]])
-            read = [number for number in equation.operands if number not in remat]
-            narrow_readers.update([number for number in read if _SMALL * size_of(program.avals[number]) > least])
+            result = avals[equation.results[0]]
+            for number in equation.operands:
+                if number not in remat and (
+                    avals[number].shape == result.shape or not _is_small(avals[number], result)
+                ):
+                    narrow_readers.add(number)
+        if equation.node.name in DOTS:
+            dots.update(dict.fromkeys(equation.results, equation))
     for equation in reversed(program.equations):
         widens = narrow_readers.isdisjoint(equation.results) and not rounded.isdisjoint(equation.results)
         if widens and equation.node.name in _ADDS:
             biased = any([facts[number].parameter for number in equation.operands])
             stacked = program.place.is_scan and not sums.isdisjoint(equation.results)
-            widens = not (stacked or (biased and not large.isdisjoint(equation.operands)))
+            widens = not stacked and not (biased and _has_large_dot(program, equation, dots))
         if widens:
             wide.update(equation.results)
         depth, reads_any = equation.depth, widens or equation.node.name in _COMPARES
@@ -87,13 +92,27 @@ def _wide(program: Program) -> set[int]:
     return wide
 
 
-def _rounded(program: Program, small: Set[int]) -> tuple[set[int], set[int]]:
+def _has_large_dot(program: Program, total: Equation, dots: Mapping[int, Equation]) -> bool:
+    """Whether a term is a dot's result, and not small beside what the network computed for it, as a head's is."""
+    found = [(number, dots[number]) for number in total.operands if number in dots]
+    facts, avals = program.facts, program.avals
+    return not all(
+        any([not facts[each].parameter and _is_small(avals[number], avals[each]) for each in dot.operands])
+        for number, dot in found
+    )
+
+
+def _is_small(aval: Any, other: Any) -> bool:
+    return _SMALL * size_of(aval) <= size_of(other)
+
+
+def _rounded(program: Program) -> tuple[set[int], set[int]]:
     """The results in the compute dtype that are rounded in their equation, or hand on such numbers; and sums of them.
 
     Not those that an edit of the table or a region asks for. Sums of values in the compute dtype and of biases hand
-    nothing on, unless they join parts beside zeros or are small: a residual stream is stored.
+    nothing on, unless they join parts beside zeros: a residual stream is stored.
     """
-    rounded, sums, parts = set(), set(), set(small)
+    rounded, sums, parts = set(), set(), set()
     for equation in program.equations:
         name, operands = equation.node.name, equation.operands
         rounds = name in _ROUNDS or (name in _EXACT and not rounded.isdisjoint(operands) and sums.isdisjoint(operands))
@@ -104,18 +123,6 @@ def _rounded(program: Program, small: Set[int]) -> tuple[set[int], set[int]]:
             if name == "pad":
                 parts.update(equation.results)
     return rounded, sums
-
-
-def _dots(program: Program) -> tuple[set[int], set[int]]:
-    """The results of dots that are small beside what the network computed for them, as a head's are; and the others."""
-    small, large = set(), set()
-    for equation in program.equations:
-        if equation.node.name in DOTS:
-            computed = [number for number in equation.operands if not program.facts[number].parameter]
-            most = max([size_of(program.avals[number]) for number in computed], default=0)
-            for number in equation.results:
-                (small if _SMALL * size_of(program.avals[number]) <= most else large).add(number)
-    return small, large
 
 
 def _widens(program: Program, sum_: Equation, number: int) -> bool:

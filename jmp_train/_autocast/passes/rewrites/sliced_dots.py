@@ -32,20 +32,28 @@ class SlicedDots(Rewrite):
         """The program, if a scan's body, with saved copies of the dots in the compute dtype that it reads in parts."""
         if not program.place.is_scan:
             return program
+        before = program.equations
         whole = set(program.outputs)  # what something reads whole
-        for equation in reversed(program.equations):
+        for equation in reversed(before):
             in_parts = equation.name in _PICKS or (equation.name in _SUMS and whole.isdisjoint(equation.results))
             if not in_parts:
                 whole.update(equation.operands)
-        program = dataclasses.replace(program, avals=[*program.avals])
-        equations, saved = list[Equation](), dict[int, int]()
-        for equation in program.equations:
+        dots = [
+            number
+            for equation in before
+            if equation.name in _DOTS and equation.rewrite is None
+            for number in equation.results
+            if number not in whole and program.avals[number].dtype == program.low
+        ]
+        if not dots:
+            return program
+        program = dataclasses.replace(program, avals=[*program.avals], equations=[])
+        saved = {number: program.new(program.avals[number]) for number in dots}
+        for equation in before:
             uses = [Use(saved.get(number, number)) for number in equation.operands]
-            equations.append(equation.replace(uses=uses))
-            if equation.name in _DOTS and equation.rewrite is None and whole.isdisjoint(equation.results):
-                (result,) = equation.results
-                if program.avals[result].dtype == program.low:
-                    saved[result] = program.new(program.avals[result])
-                    copy = Equation(equation.node, _ADDED, [Use(result)], (saved[result],), Op.SAVED, at=equation.node)
-                    equations.append(copy)
-        return dataclasses.replace(program, equations=equations) if saved else program
+            program.equations.append(equation.replace(uses=uses))
+            for number in equation.results:
+                if number in saved:
+                    node = equation.node
+                    program.equations.append(Equation(node, _ADDED, [Use(number)], (saved[number],), Op.SAVED, at=node))
+        return program
