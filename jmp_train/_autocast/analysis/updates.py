@@ -38,24 +38,22 @@ class Updates:
 
     def of(self, node: Node, entry: Entry, values: Values, place: Place) -> Entry | None:
         """The entry of a sum that had `entry`, if it is one of these; `values` are those before it."""
+        if node.name == "add_any":  # JAX's own sum of gradients
+            sums = bool(self._axes) and axes_of(values.program.avals[node.outs[0]]) in self._axes
+            return GRADIENT if sums and entry.rule is Rule.WIDEST else None
         old = self._updated(node, values, place)
-        if old is not None:
-            self._ends.add(id(node))
+        if old is None:
+            return None
+        self._ends.add(id(node))
         if entry.rule is not Rule.WIDEST:  # a region, scope or edit says otherwise
             return None
-        aval = values.program.avals[node.outs[0]]
-        if old is None:
-            sums = bool(self._axes) and node.name == "add_any" and axes_of(aval) in self._axes
-            return GRADIENT if sums else None
         if values.provenances[old] is not Provenance.PARAMETER:
             return STEP
-        self._axes.add(axes_of(aval))
+        self._axes.add(axes_of(values.program.avals[node.outs[0]]))
         return UPDATE
 
     def _updated(self, node: Node, values: Values, place: Place) -> int | None:
         """The term of a sum that the other term, which a backward pass computed, updates."""
-        if place.is_backward(node):  # there the gradient of a penalty, say, is added to another
-            return None
         provenances = values.provenances
         for old, step in (node.ins, node.ins[::-1]):
             # A parameter that is a gradient is that of a penalty, and updates a parameter.
@@ -63,7 +61,7 @@ class Updates:
             if provenances[old] is Provenance.SCALAR or bias:
                 continue
             if self._is_gradient(step, values, place) and not self._is_gradient(old, values, place):
-                return old
+                return None if place.is_backward(node) else old  # there a gradient is added to that of a penalty, say
         return None
 
     def _is_gradient(self, number: int, values: Values, place: Place) -> bool:

@@ -158,7 +158,9 @@ class _Walk:
             Precision.FULL if precision is Precision.OVERFLOWS else precision,
             depth,
             computed=not moves or any([operand.computed for operand in operands]),
-            parameter=(moves and any([operand.parameter for operand in operands])) or equation.entry in (UPDATE, STEP),
+            parameter=(moves and any([operand.parameter for operand in operands]))
+            or equation.entry is UPDATE
+            or equation.entry is STEP,
             numbers=_numbers_of(equation.node, operands, precision, self.low),
         )
         flags = self.uses[number]
@@ -208,7 +210,8 @@ class _Walk:
 
     def _high(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         equation, made = self._in_dtype(node, entry, FLOAT32)
-        return equation, [Precision.WEAK] if entry in (UPDATE, STEP, GRADIENT) else made
+        weak = entry is UPDATE or entry is STEP or entry is GRADIENT
+        return equation, [Precision.WEAK] if weak else made
 
     def _follow(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         floating = [precision for precision in seen if precision is not Precision.RECORDED]

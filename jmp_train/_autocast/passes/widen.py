@@ -59,17 +59,15 @@ def widen(program: Program, context: Context) -> Program:
 def _wide(program: Program) -> set[int]:
     """The results that run in float32. A comparison decides nothing: it reads what the other readers do."""
     remat, facts, avals, (rounded, sums) = program.residuals.remat, program.facts, program.avals, _rounded(program)
-    narrow_readers, wide = set(program.outputs), set()
+    narrow_readers, wide, saved = set(program.outputs), set(), rounded - remat
     dots: dict[int, Equation] = {}
     for equation in program.equations:
         # What runs again across a dot does so on the values that are saved. That includes what nothing reads there: for
         # an H200, Transformers would move 1 % more bytes with such a relu in float32. Statistics of rows cost none.
         if not remat.isdisjoint(equation.results):
             result = avals[equation.results[0]]
-            for number in equation.operands:
-                if number not in remat and (
-                    avals[number].shape == result.shape or not _is_small(avals[number], result)
-                ):
+            for number in saved.intersection(equation.operands):
+                if avals[number].shape == result.shape or not _is_small(avals[number], result):
                     narrow_readers.add(number)
         if equation.node.name in DOTS:
             dots.update(dict.fromkeys(equation.results, equation))
