@@ -35,7 +35,20 @@ def long_memory(h, y):
     return jnp.mean((lax.scan(step, jnp.ones_like(h[0]), (h, jnp.tanh(y)))[0] - 0.5) ** 2)
 
 
+def of_either(q, y):
+    """The cross entropy of one of two outcomes, chosen before the logarithm is taken."""
+    return -jnp.mean(jnp.log(jnp.where(y > 0, q, 1 - q) + 1e-7))
+
+
+def mixture(h):
+    gate, one, other = (jax.nn.sigmoid(4 * part) for part in (h, jnp.roll(h, 1), -h))
+    return gate * one + (1 - gate) * other
+
+
 LOSSES = {
+    "the most probable of a bag": lambda h, y: of_either(jnp.max(jax.nn.sigmoid(4 * h), 1), y[:, 0]),
+    "a mixture": lambda h, y: of_either(mixture(h), y),
+    "straight through": lambda h, y: of_either((q := jax.nn.sigmoid(4 * h)) + lax.stop_gradient(2 * q - 2 * q), y),
     "probit": lambda h, y: cross_entropy(norm.cdf(2 * h), y),
     "probit, bounded": lambda h, y: cross_entropy(jnp.clip(norm.cdf(2 * h), 1e-6, 1 - 1e-6), y, eps=0.0),
     "a Gaussian copula": lambda h, y: jnp.mean((ndtri(jnp.clip(norm.cdf(2 * h), 1e-4, 1 - 1e-4)) - y) ** 2),
@@ -54,4 +67,13 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_of_probabilities_are_as_exact_as_by_hand(name, dtype, scale):
     hand, got = errors(LOSSES[name], dtype, scale)
+    assert got < 1.5 * hand
+
+
+@pytest.mark.parametrize("scaled", [lambda h: h * 2e4, lambda h: h / 1e-4], ids=["multiplied", "divided"])
+def test_logits_of_a_softmax_may_be_larger_than_float16_holds(scaled):
+    def loss(h, y):
+        return -jnp.mean(jnp.sum(jax.nn.softmax(y) * jax.nn.log_softmax(scaled(9 * h)), -1)) / 1e4
+
+    hand, got = errors(loss, "float16", scale=256)
     assert got < 1.5 * hand

@@ -34,6 +34,8 @@ CASES = {
         "mul select_n",
         ["full"] * 3,
     ),
+    "a softmax's logits": (lambda a, b, p, x: jax.nn.softmax(30 * a), "mul reduce_max stop_gradient", ["full"] * 3),
+    "a sum of products": (lambda a, b, p, x: (a * b + 2 * b)[:, ::2] * x[:, ::2], "mul add slice", ["full"] * 6),
     "parts of a product": (lambda a, b, p, x: (a * b)[:, ::2] + x[:, ::2], "mul slice", ["full"] * 3),
     "a row of a sum": (lambda a, b, p, x: (a + b).reshape(32) * x.reshape(32), "add reshape", ["low", "low", "full"]),
     "a row of a sum with a number": (lambda a, b, p, x: (1 - a).reshape(32) * x.reshape(32), "sub", ["full"]),

@@ -117,7 +117,8 @@ def _rounded(program: Program) -> tuple[set[int], set[int]]:
         if rounds and program.low in equation.reads and equation.entry.rule is not Rule.LOW:
             rounded.update(equation.results)
             if name in _ADDS and not any([_widens(program, equation, number) for number in operands]):
-                sums.update(equation.results if parts.isdisjoint(operands) else ())
+                computed = all([number in rounded and number not in sums for number in operands])
+                sums.update(equation.results if parts.isdisjoint(operands) and not computed else ())
             if name == "pad":
                 parts.update(equation.results)
     return rounded, sums
