@@ -243,6 +243,15 @@ def test_bad_regions():
             mark(3)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float8_e4m3fn"])
+def test_low_precision_takes_16_bit_dtypes(dtype):
+    message = (
+        f"`dtype` must be 'float16' or 'bfloat16', got {dtype}. `full_precision` marks what has to run in float32."
+    )
+    with pytest.raises(ValueError, match=sentence(message)):
+        low_precision(jnp.tanh, dtype=dtype)
+
+
 def test_a_pallas_kernel_is_given_16_bits_by_low_precision_and_float32_without():
     def kernel(x, out):
         out[...] = 2 * x[...]

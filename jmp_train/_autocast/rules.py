@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._dtypes import FLOAT32, cast_floating, did_you_mean, facts, to_dtype
+from .._dtypes import BFLOAT16, FLOAT16, FLOAT32, cast_floating, did_you_mean, facts, to_dtype
 from .._jaxpr import FULL_PRECISION_MARK, LOW_PRECISION_MARK
 from .._paths import check_glob, glob_matches
 from .._text import short_repr
@@ -222,6 +222,10 @@ def low_precision(fn: Callable[P, R], *, dtype: DTypeLike | None = None) -> Call
     Returns:
       A function with the same arguments and results.
 
+    Raises:
+      TypeError: `fn` is not callable, or `dtype` no dtype.
+      ValueError: a dtype that has not 16 bits.
+
     >>> scores = low_precision(jax.numpy.exp)
     >>> attend = low_precision(lambda x: x.dtype.name, dtype="bfloat16")
     >>> attend(np.ones(3, np.float32))
@@ -230,6 +234,11 @@ def low_precision(fn: Callable[P, R], *, dtype: DTypeLike | None = None) -> Call
     if dtype is None:
         return _marked(fn, LOW_PRECISION_MARK)
     narrow = to_dtype(dtype, "dtype")
+    if narrow not in (FLOAT16, BFLOAT16):
+        raise ValueError(
+            f"`dtype` must be 'float16' or 'bfloat16', got {narrow.name}. "
+            "`full_precision` marks what has to run in float32."
+        )
     check_callable("fn", fn, "pass the function whose operations are to be marked")
 
     @functools.wraps(fn)
