@@ -520,6 +520,9 @@ SUMS_IN_16_BITS = {
     "scatter": lambda x: lax.scan(lambda c, row: (c.at[INDICES].add(row), None), ZERO, x)[0],
     "rearranged": lambda x: lax.scan(lambda c, row: ((c[::1].reshape(2, 2) + row[0]).ravel(), None), ZERO, x)[0],
     "counted": lambda x: lax.fori_loop(0, x.shape[0] + jnp.int32(x[0, 0]) - 1, lambda i, c: c + x[i], ZERO),
+    "added in float32": lambda x: lax.scan(
+        lambda c, row: ((c.astype(np.float32) + row).astype(np.float16), None), ZERO, x.astype(np.float32)
+    )[0],
     "nested": lambda x: lax.scan(
         lambda c, block: lax.scan(lambda c, row: (c + row, None), c, block), ZERO, x.reshape(4096, 1, 4)
     )[0],

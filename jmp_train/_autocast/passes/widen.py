@@ -5,8 +5,8 @@
 
 Rounding the sum saves nothing here: it fuses with its reader, which widens it again. Only the whole program shows
 that: the readers have to be near, or rematerialize it, since across a dot a value in 16 bits is what is saved. Between
-may be what picks, joins or bounds numbers: a normal distribution's `cdf` chooses among `erf` and `erfc`, and the
-derivative of a `cumprod` slices and pads products, of which a logarithm is taken.
+may be what picks, joins or bounds numbers: a normal distribution's `cdf` chooses among `erf` and `erfc`, the derivative
+of a `cumprod` slices and pads products, of which a logarithm is taken, and a softmax subtracts the largest logit.
 
 The sum of a dot's result and a bias stays rounded, unless it is small. Two kernels may read it, and XLA then stores one
 value of the chain that they share, in the dtype that it has there: on an H200 the loss of a dense network moves a third
@@ -108,7 +108,7 @@ def _rounded(program: Program) -> tuple[set[int], set[int]]:
     """The results in the compute dtype that are rounded in their equation, or hand on such numbers; and sums of them.
 
     Not those that an edit of the table or a region asks for. Sums of values in the compute dtype and of biases hand
-    nothing on, unless they join parts beside zeros: a residual stream is stored.
+    nothing on, since a residual stream is stored, unless they join parts beside zeros, or all terms are rounded here.
     """
     rounded, sums, parts = set(), set(), set()
     for equation in program.equations:
@@ -117,14 +117,14 @@ def _rounded(program: Program) -> tuple[set[int], set[int]]:
         if rounds and program.low in equation.reads and equation.entry.rule is not Rule.LOW:
             rounded.update(equation.results)
             if name in _ADDS and not any([_widens(program, equation, number) for number in operands]):
-                computed = all([number in rounded and number not in sums for number in operands])
-                sums.update(equation.results if parts.isdisjoint(operands) and not computed else ())
+                here = all([number in rounded and number not in sums for number in operands])
+                sums.update(equation.results if parts.isdisjoint(operands) and not here else ())
             if name == "pad":
                 parts.update(equation.results)
     return rounded, sums
 
 
-def _widens(program: Program, sum_: Equation, number: int) -> bool:
+def _widens(program: Program, total: Equation, number: int) -> bool:
     """Whether a term is a literal, float32 that widens what it meets, or a parameter for each number of the sum.
 
     Such a parameter is no bias but what a network adds to, as the corners of a mesh.
@@ -132,4 +132,4 @@ def _widens(program: Program, sum_: Equation, number: int) -> bool:
     fact = program.facts[number]
     widens = fact.precision is Precision.FULL or fact.numbers.range is not None
     own = fact.parameter and number in program.inputs and not program.place.is_scan
-    return widens or (own and program.avals[number].shape == program.avals[sum_.results[0]].shape)
+    return widens or (own and program.avals[number].shape == program.avals[total.results[0]].shape)
