@@ -11,7 +11,7 @@ import pytest
 
 import jmp_train as jmp
 from jmp_train import autocast
-from jmp_train._autocast.analysis.updates import GRADIENT, UPDATE
+from jmp_train._autocast.analysis.updates import GRADIENT, STEP, UPDATE
 
 RNG = np.random.default_rng(0)
 PARAMS = {"in": (32, 48), "hidden": (48, 48), "bias": (48,), "out": (48, 4)}
@@ -165,4 +165,4 @@ def test_sums_that_are_no_updates_stay_as_they_are():
 
     for fn, *args in [(program, X @ np.ones((32, 48), np.float32)), (jax.grad(penalised), X, Y)]:
         operations = jmp.explain(fn, "mixed_float16")(PARAMS, *args).operations
-        assert not {UPDATE.reason, GRADIENT.reason} & {operation.reason for operation in operations}
+        assert not {UPDATE.reason, STEP.reason, GRADIENT.reason} & {operation.reason for operation in operations}

@@ -47,6 +47,11 @@ CASES = {
     ),
     "a bias of a small product": (lambda a, b, p, x: (a @ p["w"][:, :2] + p["b"][:2]) * x[:, :2], "add", ["full"]),
     "corners of a mesh": (lambda a, b, p, x: (p["m"] + 2 * a)[:, ::2] * x[:, ::2], "add mul", ["full"] * 3),
+    "a bias of each row": (
+        lambda a, b, p, x: (jnp.broadcast_to(p["b"], (2, 16)) + 2 * a)[:, ::2] * x[:, ::2],
+        "add slice",
+        ["low", "low", "full"],
+    ),
     "a bias": (lambda a, b, p, x: (a + p["b"]) * x, "add", ["low"]),
     "a scale": (lambda a, b, p, x: (a * p["b"]) * x, "mul", ["full", "full"]),
     "a bias of a sum": (lambda a, b, p, x: (a + b + p["b"]) * x, "add", ["full", "full"]),

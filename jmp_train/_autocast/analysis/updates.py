@@ -61,7 +61,7 @@ class Updates:
             if provenances[old] is Provenance.SCALAR or bias:
                 continue
             if self._is_gradient(step, values, place) and not self._is_gradient(old, values, place):
-                return None if place.is_backward(node) else old  # there a gradient is added to that of a penalty, say
+                return old
         return None
 
     def _is_gradient(self, number: int, values: Values, place: Place) -> bool:
