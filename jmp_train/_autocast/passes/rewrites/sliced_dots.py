@@ -41,7 +41,7 @@ class SlicedDots(Rewrite):
         dots = [
             number
             for equation in before
-            if equation.name in _DOTS and equation.rewrite is None
+            if equation.name in _DOTS
             for number in equation.results
             if number not in whole and program.avals[number].dtype == program.low
         ]
