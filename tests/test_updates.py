@@ -142,8 +142,12 @@ def test_what_a_network_starts_is_trained_as_exactly(start, dtype):
 
 @pytest.mark.parametrize(
     ("start", "entry", "dtype"),
-    [(lambda p, x: x, STEP, "float32"), (lambda p, x: p["in"][:, :12], UPDATE, "float16")],
-    ids=["data", "a parameter"],
+    [
+        (lambda p, x: x, None, "float32"),
+        (lambda p, x: jnp.tanh(jnp.tile(x, (1, 2)) @ p["in"][:24, :12]), STEP, "float16"),
+        (lambda p, x: p["in"][:, :12], UPDATE, "float16"),
+    ],
+    ids=["data", "an activation", "a parameter"],
 )
 def test_a_step_makes_no_parameter_of_what_it_starts_from(start, entry, dtype):
     """Coordinates stay data, of which a product over 12 numbers with data is float32; with a weight it is not."""
@@ -154,8 +158,23 @@ def test_a_step_makes_no_parameter_of_what_it_starts_from(start, entry, dtype):
 
     args = PARAMS, X[:, :12], RNG.normal(size=(12, 64)).astype(np.float32)
     operations = jmp.explain(product, "mixed_float16")(*args).operations
-    assert entry.reason in {operation.reason for operation in operations}
+    found = {operation.reason for operation in operations} & {STEP.reason, UPDATE.reason}
+    assert found == ({entry.reason} if entry else set())
     assert [operation.dtype for operation in operations if operation.primitive == "dot_general"][-1] == dtype
+
+
+def test_data_that_is_moved_along_a_gradient_widens_what_it_meets():
+    def moved(p, x):
+        for _ in range(3):
+            x = (
+                x
+                - 0.1 * jax.grad(lambda x: jnp.sum(jnp.tanh(x / 1e5 @ p["in"]) @ p["out"]))(x)
+                + x[:, :1] @ p["out"][:1, :1]
+            )
+        return x
+
+    x = X + np.float32(1e5)
+    assert relative_error(autocast(moved, "mixed_float16")(PARAMS, x), jax.jit(moved)(PARAMS, x)) < 1e-3
 
 
 def test_sums_that_are_no_updates_stay_as_they_are():
@@ -170,6 +189,19 @@ def test_sums_that_are_no_updates_stay_as_they_are():
         """The gradient of a penalty is `add_any`, of a parameter and of the gradient of the loss."""
         return loss(p, x, y) + sum(1e-3 * jnp.sum(p[name] * p[name]) for name in p)
 
-    for fn, *args in [(program, X @ np.ones((32, 48), np.float32)), (jax.grad(penalised), X, Y)]:
+    @jax.custom_vjp
+    def squares(y, target):
+        return jnp.sum((y - target) ** 2)
+
+    squares.defvjp(
+        lambda y, target: (squares(y, target), (y, target)), lambda kept, g: (2 * g * (kept[0] - kept[1]), None)
+    )
+
+    def by_rule(p, x, y):
+        """Its derivative rule computes the differences again."""
+        return squares(jnp.tanh(x @ p["in"]) @ p["out"], y)
+
+    programs = [(program, X @ np.ones((32, 48), np.float32)), (jax.grad(penalised), X, Y), (jax.grad(by_rule), X, Y)]
+    for fn, *args in programs:
         operations = jmp.explain(fn, "mixed_float16")(PARAMS, *args).operations
         assert not {UPDATE.reason, STEP.reason, GRADIENT.reason} & {operation.reason for operation in operations}

@@ -224,7 +224,7 @@ def low_precision(fn: Callable[P, R], *, dtype: DTypeLike | None = None) -> Call
 
     Raises:
       TypeError: `fn` is not callable, or `dtype` no dtype.
-      ValueError: a dtype that has not 16 bits.
+      ValueError: `dtype` is neither float16 nor bfloat16.
 
     >>> scores = low_precision(jax.numpy.exp)
     >>> attend = low_precision(lambda x: x.dtype.name, dtype="bfloat16")

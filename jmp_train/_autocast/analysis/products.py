@@ -45,7 +45,7 @@ from .provenance import (
     row_provenance,
 )
 from .recurrences import carry_kinds
-from .updates import UPDATE, Updates
+from .updates import STEP, UPDATE, Updates
 from .wide_product import Cause, WideProduct, wide_product
 
 if TYPE_CHECKING:
@@ -109,8 +109,9 @@ class Products:
                     found.append((entries, position, node, update))
                     entry = update
             visit.values.add(node, entry)
-            if entry is UPDATE:
-                visit.values.give(node.outs[0], Known(Provenance.PARAMETER))
+            if entry is UPDATE or entry is STEP:
+                provenance = Provenance.PARAMETER if entry is UPDATE else Provenance.NARROW
+                visit.values.give(node.outs[0], Known(provenance))
         return [visit.values.result(number) for number in program.outputs]
 
 

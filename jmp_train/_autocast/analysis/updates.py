@@ -4,7 +4,7 @@
 
 Such loops (Finn et al., "Model-agnostic meta-learning", 2017) are mostly unrolled. A step smaller than the last bit of
 16 bits would be none: the updated parameters are float32 as the others are, and narrow to what they meet. So is what
-starts as a network's result, as the weights that a hypernetwork makes, but it is no parameter to a product.
+starts as a network's result, as the weights that a hypernetwork makes; to a product it stays an activation.
 
 Decides which sums these are. Does not decide about those of a `scan`, whose carries are float32 anyway.
 """
@@ -47,8 +47,10 @@ class Updates:
         self._ends.add(id(node))
         if entry.rule is not Rule.WIDEST:  # a region, scope or edit says otherwise
             return None
-        if values.provenances[old] is not Provenance.PARAMETER:
+        if values.provenances[old] is Provenance.NARROW:
             return STEP
+        if values.provenances[old] is not Provenance.PARAMETER:  # data, which is float32 and widens what it meets
+            return None
         self._axes.add(axes_of(values.program.avals[node.outs[0]]))
         return UPDATE
 
@@ -57,11 +59,11 @@ class Updates:
         provenances = values.provenances
         for old, step in (node.ins, node.ins[::-1]):
             # A parameter that is a gradient is that of a penalty, and updates a parameter.
-            bias = provenances[step] is Provenance.PARAMETER and provenances[old] is not Provenance.PARAMETER
-            if provenances[old] is Provenance.SCALAR or bias:
+            is_bias = provenances[step] is Provenance.PARAMETER and provenances[old] is not Provenance.PARAMETER
+            if provenances[old] is Provenance.SCALAR or is_bias:
                 continue
             if self._is_gradient(step, values, place) and not self._is_gradient(old, values, place):
-                return old
+                return None if place.is_backward(node) else old  # a derivative rule computes residuals again, say
         return None
 
     def _is_gradient(self, number: int, values: Values, place: Place) -> bool:

@@ -158,9 +158,7 @@ class _Walk:
             Precision.FULL if precision is Precision.OVERFLOWS else precision,
             depth,
             computed=not moves or any([operand.computed for operand in operands]),
-            parameter=(moves and any([operand.parameter for operand in operands]))
-            or equation.entry is UPDATE
-            or equation.entry is STEP,
+            parameter=(moves and any([operand.parameter for operand in operands])) or equation.entry is UPDATE,
             numbers=_numbers_of(equation.node, operands, precision, self.low),
         )
         flags = self.uses[number]

@@ -219,8 +219,9 @@ class _Link:
 
     def _clone(self, equation: Equation, names: dict[int, int]) -> Equation:
         uses = [Use(names[number]) for number in equation.operands]
-        names.update({number: self.reader.body.new(self.body.avals[number]) for number in equation.results})
-        results = tuple(names[number] for number in equation.results)
+        results = tuple([self.reader.body.new(self.body.avals[number]) for number in equation.results])
+        for number, result in zip(equation.results, results, strict=True):
+            names.setdefault(number, result)  # another part of a `split` may be stacked
         return equation.replace(uses=uses, results=results, at=equation.at or equation.node, remat=True)
 
     def _substitute(self, first: list[Equation], names: Mapping[int, int]) -> None:

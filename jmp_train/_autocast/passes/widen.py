@@ -91,24 +91,26 @@ def _wide(program: Program) -> set[int]:
 
 
 def _has_large_dot(program: Program, total: Equation, dots: Mapping[int, Equation]) -> bool:
-    """Whether a term is a dot's result, and not small beside what the network computed for it, as a head's is."""
-    found = [(number, dots[number]) for number in total.operands if number in dots]
+    """Whether a term is the result of a dot, and not much smaller than the activations that the dot reads."""
     facts, avals = program.facts, program.avals
-    return not all(
-        any([not facts[each].parameter and _is_small(avals[number], avals[each]) for each in dot.operands])
-        for number, dot in found
+    return any(
+        not any([not facts[each].parameter and _is_small(avals[number], avals[each]) for each in dots[number].operands])
+        for number in total.operands
+        if number in dots
     )
 
 
 def _is_small(aval: Any, other: Any) -> bool:
+    """Whether one array has at most an eighth of the other's numbers."""
     return _SMALL * size_of(aval) <= size_of(other)
 
 
 def _rounded(program: Program) -> tuple[set[int], set[int]]:
-    """The results in the compute dtype that are rounded in their equation, or hand on such numbers; and sums of them.
+    """The results in the compute dtype that are rounded in their equation, or hand on such numbers; and stored sums.
 
-    Not those that an edit of the table or a region asks for. Sums of values in the compute dtype and of biases hand
-    nothing on, since a residual stream is stored, unless they join parts beside zeros, or all terms are rounded here.
+    Not those that an edit of the table or a region asks for. Sums of values in the compute dtype and of biases are
+    stored, as a residual stream is, unless they join parts beside zeros, or all terms are computed by the same kernel.
+    What is stored hands nothing on.
     """
     rounded, sums, parts = set(), set(), set()
     for equation in program.equations:

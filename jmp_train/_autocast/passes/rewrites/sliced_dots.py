@@ -10,6 +10,9 @@ dimension, and XLA fuses the sum of the partial results with what reads it. A sc
 each array in a kernel of its own, and each of them would sum up all partial results: on an H200 an iteration of Flax's
 `OptimizedLSTMCell` would read them in five kernels.
 
+Of many rows, which XLA does not split, a dot writes its result to memory in any case: scanned layers with joined
+kernels, of 4,096 rows, move the same bytes with this and without.
+
 Decides which dots those are: read in parts only, as they are or in a sum with another value, such as a bias.
 """
 
