@@ -166,15 +166,12 @@ def test_a_step_makes_no_parameter_of_what_it_starts_from(start, entry, dtype):
 def test_data_that_is_moved_along_a_gradient_widens_what_it_meets():
     def moved(p, x):
         for _ in range(3):
-            x = (
-                x
-                - 0.1 * jax.grad(lambda x: jnp.sum(jnp.tanh(x / 1e5 @ p["in"]) @ p["out"]))(x)
-                + x[:, :1] @ p["out"][:1, :1]
-            )
+            gradient = jax.grad(lambda x: jnp.sum(jnp.tanh(x / 1e5 @ p["in"]) @ p["out"]))(x)
+            x = x - 0.1 * gradient + jnp.tanh(x / 1e5 @ p["in"])[:, :32]
         return x
 
     x = X + np.float32(1e5)
-    assert relative_error(autocast(moved, "mixed_float16")(PARAMS, x), jax.jit(moved)(PARAMS, x)) < 1e-3
+    assert relative_error(autocast(moved, "mixed_float16")(PARAMS, x), jax.jit(moved)(PARAMS, x)) < 1e-6
 
 
 def test_sums_that_are_no_updates_stay_as_they_are():
@@ -190,16 +187,20 @@ def test_sums_that_are_no_updates_stay_as_they_are():
         return loss(p, x, y) + sum(1e-3 * jnp.sum(p[name] * p[name]) for name in p)
 
     @jax.custom_vjp
-    def squares(y, target):
-        return jnp.sum((y - target) ** 2)
+    def squares(h, w, y):
+        return jnp.sum((h @ w - y) ** 2)
 
-    squares.defvjp(
-        lambda y, target: (squares(y, target), (y, target)), lambda kept, g: (2 * g * (kept[0] - kept[1]), None)
-    )
+    def differences(kept, g):
+        h, w, y = kept
+        difference = 2 * g * (h @ w - y)
+        return difference @ w.T, h.T @ difference, None
+
+    squares.defvjp(lambda *args: (squares(*args), args), differences)
 
     def by_rule(p, x, y):
-        """Its derivative rule computes the differences again."""
-        return squares(jnp.tanh(x @ p["in"]) @ p["out"], y)
+        """Its derivative rule computes what it needs again."""
+        h = jnp.tanh(x @ p["in"])
+        return squares(h, p["out"], h[:, :4])
 
     programs = [(program, X @ np.ones((32, 48), np.float32)), (jax.grad(penalised), X, Y), (jax.grad(by_rule), X, Y)]
     for fn, *args in programs:
