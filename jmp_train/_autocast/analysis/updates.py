@@ -11,7 +11,6 @@ Decides which sums these are. Does not decide about those of a `scan`, whose car
 
 from __future__ import annotations
 
-import collections
 from typing import Any
 
 from ..._jaxpr import Node
@@ -68,17 +67,18 @@ class Updates:
 
     def _is_gradient(self, number: int, values: Values, place: Place) -> bool:
         """Whether a value is elementwise in what a backward pass computed, and was not updated by it."""
-        pending, seen, visited = collections.deque([number]), {number}, list[int]()
-        while pending and len(seen) < _MOST_STEPS:
-            node = values.producers.node(pending.popleft())  # the nearest first: others are of earlier steps
+        reached, seen, visited = [number], {number}, []
+        for each in reached:  # grows; the nearest first, since others are of earlier steps
+            if len(seen) >= _MOST_STEPS:
+                return False
+            node = values.producers.node(each)
             if node is None or id(node) in self._ends:
                 continue
             if place.is_backward(node):
                 return True
             visited.append(id(node))
             if node.name in _STEPS:
-                pending += [each for each in node.ins if each not in seen]
+                reached += [each for each in node.ins if each not in seen]
                 seen.update(node.ins)
-        if not pending:
-            self._ends.update(visited)
+        self._ends.update(visited)
         return False
