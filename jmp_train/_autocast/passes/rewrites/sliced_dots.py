@@ -33,9 +33,9 @@ _SUMS = having(Trait.ADDS) | {Op.CAST.value}
 class SlicedDots(Rewrite):
     def of_lowered(self, program: Program) -> Program:
         """The program, if a scan's body, with saved copies of the dots in the compute dtype that it reads in parts."""
-        if not program.place.is_scan:
-            return program
         before = program.equations
+        if not program.place.is_scan or _PICKS.isdisjoint([equation.node.name for equation in before]):
+            return program
         whole = set(program.outputs)  # what something reads whole
         for equation in reversed(before):
             in_parts = equation.name in _PICKS or (equation.name in _SUMS and whole.isdisjoint(equation.results))
