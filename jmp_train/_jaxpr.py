@@ -289,7 +289,8 @@ def bind_with_bodies(eqn: JaxprEqn, args: Sequence[Any], bodies: Sequence[Closed
     if eqn.primitive.name == "cond":
         return bind(eqn, args, branches=tuple(bodies))
     if eqn.primitive.name == "remat2":  # takes a jaxpr without constants: they become operands
-        (body,), jaxpr = bodies, open_jaxpr(bodies[0])
+        (body,) = bodies
+        jaxpr = open_jaxpr(body)
         jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
         return bind(eqn, [*consts_of(body), *args], jaxpr=jaxpr)
     keys = [key for key, value in eqn.params.items() if isinstance(value, ClosedJaxpr)]

@@ -248,6 +248,7 @@ TABLE: dict[str, Entry] = {
     **_entries(Rule.ENTER, _ENTER),
     **_entries(Rule.RECORDED, OPAQUE_DOTS | OPAQUE),
 }
+ADDED = Entry(Rule.RECORDED, "added by autocast")
 UNKNOWN = Entry(Rule.RECORDED, "not in the table: a primitive that this version does not know")
 
 

@@ -23,12 +23,10 @@ import numpy as np
 from ..._dtypes import FLOAT32
 from ..._jaxpr import Node
 from ..ir import Equation, Op, Precision, Program, Residuals, Use, with_dtype
-from ..primitives import Entry, Rule
+from ..primitives import ADDED
 
 if TYPE_CHECKING:
     from ..planner import Planner
-
-_ADDED = Entry(Rule.RECORDED, "added by autocast")
 
 
 def insert_casts(program: Program, planner: Planner) -> Program:
@@ -149,7 +147,7 @@ class _Writer:
         node: Any = at  # a program without equations casts nothing
         dtype = self.source.low if op is Op.ROUND else self.avals[result].dtype
         params = {} if op is Op.SAVED else {"dtype": dtype}
-        self.equations.append(Equation(node, _ADDED, [Use(operand)], (result,), op, params, at=at))
+        self.equations.append(Equation(node, ADDED, [Use(operand)], (result,), op, params, at=at))
         return result
 
     def _new(self, value: int, dtype: np.dtype | None = None) -> int:

@@ -21,10 +21,9 @@ from __future__ import annotations
 import dataclasses
 
 from ...ir import Equation, Op, Program, Use
-from ...primitives import Entry, Rule, Trait, having
+from ...primitives import ADDED, Trait, having
 from .rewrite import Rewrite
 
-_ADDED = Entry(Rule.RECORDED, "added by autocast")
 _DOTS = having(Trait.DOT)
 _PICKS = having(Trait.PICKS)
 _SUMS = having(Trait.ADDS) | {Op.CAST.value}
@@ -58,5 +57,5 @@ class SlicedDots(Rewrite):
             for number in equation.results:
                 if number in saved:
                     node = equation.node
-                    program.equations.append(Equation(node, _ADDED, [Use(number)], (saved[number],), Op.SAVED, at=node))
+                    program.equations.append(Equation(node, ADDED, [Use(number)], (saved[number],), Op.SAVED, at=node))
         return program
