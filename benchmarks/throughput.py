@@ -77,9 +77,9 @@ def jax_step(workload: models.Workload, case: str) -> _peers.Step:
     return _peers.selected(loss_of(workload, jnp.dtype(dtype)), _peers.flax_scaling(), tx)
 
 
-def jax_stepper(workload: models.Workload, case: str) -> Stepper:
+def jax_stepper(workload: models.Workload, case: str, variables: tuple[Tree, Tree]) -> Stepper:
     step = jax_step(workload, case)
-    params, model_state = jax.jit(workload.init)(jax.random.key(0))
+    params, model_state = jax.device_put(variables)
     batch = {"data": jax.device_put(workload.batch()), "key": jax.random.key(1)}
     return Stepper(step.step, step.init(params, model_state), batch)
 
@@ -110,12 +110,12 @@ def step_flops(workload: models.Workload) -> int:
     return diagnostics.tensor_core_report(gradient)(params, model_state, workload.batch(), jax.random.key(0)).flops
 
 
-def measure(workload: models.Workload, case: str, small: bool, seconds: float) -> Row:
-    """One row: times, memory, losses."""
+def measure(workload: models.Workload, case: str, variables: tuple[Tree, Tree], small: bool, seconds: float) -> Row:
+    """One row: times, memory, losses. `variables` are what `workload.init` gave, on the host."""
     if case.startswith("torch"):
         stepper = torch_stepper(workload, case, small)
     else:
-        stepper = jax_stepper(workload, case)
+        stepper = jax_stepper(workload, case, variables)
     timing = time_steps(stepper, seconds)
     return {
         "samples_per_second": workload.batch_size / timing.seconds,
@@ -160,6 +160,7 @@ def run_model(results: Results, name: str, options: Any, deadline: float, peak: 
     sizes = {} if options.batch_size is None else {"batch_size": options.batch_size}
     workload = models.make(name, tiny=options.small, **sizes)
     flops = step_flops(workload)
+    variables = jax.device_get(jax.jit(workload.init)(jax.random.key(0)))
     longest = 0.0
     for case in CASES:
         if not any(fnmatch.fnmatch(case, pattern) for pattern in options.cases):
@@ -172,7 +173,7 @@ def run_model(results: Results, name: str, options: Any, deadline: float, peak: 
             results.add("throughput", about | {"left_out": "no time is left"})
         else:
             try:
-                row = measure(workload, case, options.small, options.seconds)
+                row = measure(workload, case, variables, options.small, options.seconds)
             except Exception as error:  # of memory, say: the other cases can still be measured
                 row = {"left_out": f"{type(error).__name__}: {str(error)[:300]}"}
             results.add("throughput", about | row)

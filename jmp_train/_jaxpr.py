@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -130,6 +131,30 @@ def sub_jaxprs(params: dict[str, Any]) -> Iterator[ClosedJaxpr | Jaxpr]:
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(item, (ClosedJaxpr, Jaxpr)):
                 yield item
+
+
+def with_programs(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Those of an equation's parameters of whose programs `change` makes others."""
+    found = {}
+    for name, value in params.items():
+        items = value if isinstance(value, tuple) else (value,)
+        new = [change(item) if isinstance(item, (ClosedJaxpr, Jaxpr)) else item for item in items]
+        if not all(map(operator.is_, new, items)):
+            of_names = hasattr(value, "_fields")  # a named tuple
+            found[name] = type(value)(*new) if of_names else tuple(new) if isinstance(value, tuple) else new[0]
+    return found
+
+
+def with_params(jaxpr: Any, changed: Callable[[JaxprEqn], dict[str, Any]]) -> Any:
+    """A program with some parameters of its equations changed; the program itself if none are."""
+    body, equations = open_jaxpr(jaxpr), []
+    for eqn in body.eqns:
+        params = changed(eqn)
+        equations.append(eqn.replace(params={**eqn.params, **params}) if params else eqn)
+    if all(map(operator.is_, equations, body.eqns)):
+        return jaxpr
+    body = body.replace(eqns=equations)
+    return body if open_jaxpr(jaxpr) is jaxpr else jaxpr.replace(jaxpr=body)
 
 
 def branches_of(eqn: JaxprEqn) -> tuple[int, Sequence[ClosedJaxpr | Jaxpr]]:

@@ -33,7 +33,7 @@ class Policy:
       reduce_dtype: what gradients are summed in, within a device and between devices.
       matmul_precision: how float32 products are computed, as in `jax.default_matmul_precision`: `"highest"` is true
         float32, `"tensorfloat32"` allows TF32, a `jax.lax.DotAlgorithmPreset` may be named. `None`: JAX's default,
-        which on GPUs since Ampere allows TF32.
+        which on GPUs since Ampere allows TF32; under `autocast` in 16 bits, `"highest"` for what stays in float32.
       overrides: other dtypes for some parameters; each is `(glob, dtype)` or a function `(path, leaf) -> dtype | None`,
         and the last that speaks wins. `"BatchNorm*"` finds `params/Block_1/BatchNorm_0/scale`; a glob matches whole
         segments at any depth. An override is what its leaves compute in; they are also stored in it unless it is

@@ -30,7 +30,7 @@ hypothesis.settings.load_profile("same")
 
 def pytest_configure(config):
     gc.set_threshold(100_000, 20, 20)  # the caches of JAX are a million objects, not to be looked through every second
-    if config.getoption("markexpr") != "slow":
+    if config.getoption("markexpr") != "slow" and os.environ["JAX_PLATFORMS"] == "cpu":
         compile_quickly(config)
 
 

@@ -28,6 +28,7 @@ PUBLISHED = {
     "bert_base": ({"vocabulary": 30522}, 109_514_298),
     "lstm": ({"width": 1500}, 66_022_000),
     "gpt2": ({"vocabulary": 50257}, 124_439_808),
+    "gpt2_fused": ({"vocabulary": 50257}, 124_439_808),
 }
 
 

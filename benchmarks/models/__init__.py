@@ -5,6 +5,7 @@ params, model_state = workload.init(jax.random.key(0))
 loss, model_state = workload.loss_fn()(params, model_state, workload.batch(), jax.random.key(1))
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,9 @@ MAKERS: dict[str, Callable[..., Workload]] = {
     "bert_base": bert_base,
     "lstm": lstm,
     "gpt2": gpt2,
+    "gpt2_fused": functools.partial(gpt2, fused=True),
 }
+"""By name; `gpt2_fused` has this library's attention, the others are as Flax has them."""
 
 _IMAGES = {"classes": 16, "image": 32, "batch_size": 4}
 _TEXT = {"vocabulary": 64, "layers": 1, "width": 32, "length": 16, "batch_size": 4}
@@ -34,6 +37,7 @@ TINY: dict[str, dict[str, Any]] = {
     "bert_base": _TEXT | {"heads": 2},
     "lstm": _TEXT,
     "gpt2": _TEXT | {"heads": 2},
+    "gpt2_fused": _TEXT | {"heads": 2},
 }
 """Sizes that train on a CPU in a moment."""
 

@@ -27,6 +27,7 @@ from .passes.save_or_remat import save_or_remat
 from .passes.scan_residuals import scan_residuals
 from .passes.shared_roundings import shared_roundings
 from .passes.widen import widen
+from .passes.without_tf32 import without_tf32
 from .primitives import DOTS, Entry, Rule
 from .rules import Rules
 
@@ -66,6 +67,7 @@ Pass = Callable[[Program, Context], Program]
 # From a recorded program to one whose every use names a dtype; each body before the equation that it belongs to.
 PLANNING: tuple[Pass, ...] = (
     assign_dtypes,  # all that follows asks what a value is
+    without_tf32,  # the products that are in float32 now are those that stay there
     save_or_remat,  # by dtype: a float32 value is another candidate than a 16-bit one
     save_for_sums,  # only what readers on the same side of a dot find is still open
     widen,  # undoes narrowing that saves nothing, which all saved copies have to be known for

@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jax import lax
 
 from ..._attention import ATTENTION, DROPOUT, generation, names_of_operands, why_not_fused
 from ..._dtypes import FLOAT32
@@ -188,9 +187,7 @@ class _Walk:
             # the product in float32 would drop the rounding that other readers see.
             uses = [Use(number, self.low, residual=True) for number in node.ins]
             return Equation(node, entry, uses, node.outs, params={"preferred_element_type": FLOAT32}), full
-        # Without a precision of its own a float32 dot runs in TF32 on GPUs that have it: 10 bits of mantissa.
-        params = {"precision": (lax.Precision.HIGHEST,) * 2} if node.params["precision"] is None else {}
-        return equation_of(node, entry, recorded_reads(seen), params=params), full
+        return equation_of(node, entry, recorded_reads(seen)), full
 
     def _as_recorded(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         if isinstance(entry, WideProduct):
