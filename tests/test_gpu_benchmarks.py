@@ -1,5 +1,6 @@
 """The benchmarks that need a GPU: their models are the published ones, and the scripts run, here at tiny sizes."""
 
+import importlib
 import json
 import math
 import os
@@ -114,6 +115,34 @@ def test_loss_scaling_runs(tmp_path):
     assert {"bare", "ours", "flax DynamicScale", "by hand, lax.cond"} <= set(here)
     assert all(row["skipped_seconds"] > 0 for case, row in here.items() if not case.endswith("bare"))
     assert (tmp_path / "loss_scaling-small-loss-scaling.png").exists()
+
+
+@pytest.mark.slow
+def test_attention_runs(tmp_path):
+    tables, _ = run("attention", tmp_path)
+    assert all(0 < row["ours"] < 1e-2 for row in tables["errors"]) and len(tables["errors"]) == 24
+    assert all(row["ours seconds"] > 0 for row in tables["times"]) and len(tables["times"]) == 14
+
+
+@pytest.mark.parametrize(
+    "name, table, shown",
+    [
+        ("throughput-resnet50", "throughput", "throughput.COLUMNS"),
+        ("throughput-vgg19", "throughput", "throughput.COLUMNS"),
+        ("attention", "errors", "attention.ERRORS"),
+    ],
+)
+def test_the_readme_holds_what_a_gpu_measured(name, table, shown, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module, columns = shown.split(".")
+    results = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
+    assert results["device"]["platform"] == "gpu" and not results["small"]
+    importlib.import_module("_results").show(
+        name, getattr(importlib.import_module(module), columns), results["tables"][table]
+    )
+    readme = (BENCHMARKS / "README.md").read_text().splitlines()
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(printed) > 2 and not [line for line in printed if line not in readme]
 
 
 @pytest.mark.slow
