@@ -88,10 +88,15 @@ def operands_of(size: Size, kind: Mapping[str, Any], seed: int = 0) -> tuple[tup
         drawn = jax.random.bernoulli(keys[5], 0.7, (batch, 1, length, length))
         rest["mask"] = drawn | jnp.eye(length, dtype=bool)
     if kind.get("lengths"):
-        rest["query_seq_lengths"] = rest["key_value_seq_lengths"] = length - jnp.arange(batch) * length // (2 * batch)
+        rest["query_seq_lengths"] = rest["key_value_seq_lengths"] = jnp.array(lengths_of(size), jnp.int32)
     if window := kind.get("window"):
         rest["local_window_size"] = (min(window, length // 2), 0)
     return (query, key, value, bias, cotangent), rest
+
+
+def lengths_of(size: Size) -> list[int]:
+    """Of each example, from all of the length down to about half."""
+    return [size.length - i * size.length // (2 * size.batch) for i in range(size.batch)]
 
 
 def program(attend: Callable[..., jax.Array], has_bias: bool) -> Callable[..., Any]:
@@ -213,9 +218,12 @@ def torch_seconds(size: Size, kind: Mapping[str, Any], dtype: str, seconds: floa
 
 
 def flops(size: Size, kind: Mapping[str, Any]) -> int:
-    """Of the two products forward and the five backward; half of them where attention is causal."""
-    whole = 7 * 2 * size.batch * size.heads * size.length**2 * size.width
-    return whole // 2 if kind.get("is_causal") else whole
+    """Of the two products forward and the five backward, of the pairs that attend to each other."""
+    lengths = lengths_of(size) if kind.get("lengths") else [size.length] * size.batch
+    window = min(kind.get("window", size.length), size.length // 2 if "window" in kind else size.length)
+    causal = kind.get("is_causal")
+    pairs = sum(sum(min(i, window) + 1 for i in range(n)) if causal else n * n for n in lengths)
+    return 7 * 2 * pairs * size.heads * size.width
 
 
 def times(results: Results, models: Mapping[str, tuple[Size, Mapping[str, Any]]], seconds: float) -> None:

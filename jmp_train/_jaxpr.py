@@ -134,15 +134,16 @@ def sub_jaxprs(params: dict[str, Any]) -> Iterator[ClosedJaxpr | Jaxpr]:
 
 
 def with_programs(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Those of an equation's parameters of whose programs `change` makes others."""
-    found = {}
-    for name, value in params.items():
-        items = value if isinstance(value, tuple) else (value,)
-        new = [change(item) if isinstance(item, (ClosedJaxpr, Jaxpr)) else item for item in items]
-        if not all(map(operator.is_, new, items)):
-            of_names = hasattr(value, "_fields")  # a named tuple
-            found[name] = type(value)(*new) if of_names else tuple(new) if isinstance(value, tuple) else new[0]
-    return found
+    """The parameters of an equation that hold programs which `change` replaces, with the new ones."""
+
+    def new(item: Any) -> Any:
+        return change(item) if isinstance(item, (ClosedJaxpr, Jaxpr)) else item
+
+    return {
+        name: jax.tree.map(new, value)  # a program, or a tuple, named or not, of programs
+        for name, value in params.items()
+        if any(new(item) is not item for item in sub_jaxprs({name: value}))
+    }
 
 
 def with_params(jaxpr: Any, changed: Callable[[JaxprEqn], dict[str, Any]]) -> Any:

@@ -6,19 +6,23 @@ import numpy as np
 import pytest
 from battery_tools import quick_jit
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.scheduling_groups import scheduling_group
 from jax.scipy.sparse.linalg import cg
 from pass_tools import after, stages
 
 import jmp_train as jmp
 from jmp_train import DEFAULT_RULES, autocast, dot_product_attention, full_precision, get_policy
-from jmp_train._jaxpr import sub_jaxprs
+from jmp_train._attention import ATTENTION_TANGENT
+from jmp_train._autocast.primitives import DOTS
+from jmp_train._jaxpr import open_jaxpr, sub_jaxprs
 from jmp_train.diagnostics import gpu_report
 
 RNG = np.random.default_rng(0)
 W = (RNG.normal(size=(32, 32)) / 8).astype(np.float32)
 X = RNG.normal(size=(64, 32)).astype(np.float32)
 HIGHEST = (lax.Precision.HIGHEST,) * 2
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "jmp_attention", "jmp_attention_backward")
+PRODUCTS = DOTS | {ATTENTION_TANGENT}
 
 
 def layers(w, x):
@@ -60,6 +64,11 @@ def attention(w, x):
     return jnp.sum(full_precision(dot_product_attention)(query, query, query))
 
 
+def tangent(w, x):
+    query = (x @ w).reshape(2, 32, 4, 8)
+    return jax.jvp(dot_product_attention, (query, query, query), (query, query, query))[1].sum()
+
+
 def solver(w, x):
     matrix = w @ w.T + 4 * jnp.eye(32)
     return jnp.sum(cg(lambda v: matrix @ v, x[0], tol=1e-5)[0] ** 2)
@@ -84,20 +93,23 @@ CASES = {
     "convolution": (convolution, {"rules": edit({"conv_general_dilated": "high"})}),
     "ragged": (ragged, {"rules": edit({"ragged_dot_general": "recorded"})}),
     "attention": (attention, {}),
+    "attention's tangent": (tangent, {}),
+    "attention's tangent in a region": (full_precision(tangent), {}),
     "solver": (solver, {}),
+    "call with metadata": (full_precision(scheduling_group(name="1")(layers)), {}),
     "loop that products decide": (until_small, {}),
 }
-FORWARD_ONLY = {"loop that products decide", "region in a loop"}
+FORWARD_ONLY = {"loop that products decide", "attention's tangent"}
 
 
-def products(jaxpr, found):
-    """The products of a program and those inside it, kernels left out: primitive, dtype of the operands, precision."""
+def products(jaxpr, found, also_kernels=False):
+    """The products of a program and those inside it: primitive, dtype of the operands, precision."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in PRODUCTS:
             precision = eqn.params["settings"].precision if "settings" in eqn.params else eqn.params["precision"]
             found.append((eqn.primitive.name, eqn.invars[0].aval.dtype, precision))
-        for inner in sub_jaxprs(eqn.params) if eqn.primitive.name != "pallas_call" else ():
-            products(getattr(inner, "jaxpr", inner), found)
+        for inner in sub_jaxprs(eqn.params) if also_kernels or eqn.primitive.name != "pallas_call" else ():
+            products(open_jaxpr(inner), found, also_kernels)
     return found
 
 
@@ -132,7 +144,7 @@ def test_a_precision_of_its_own_holds():
     assert wide_products(fn, "mixed_float16", (W, X)) == [("dot_general", (lax.Precision.DEFAULT,) * 2)]
 
 
-def test_float32_policies_kernels_and_other_dtypes_are_left_alone():
+def test_float32_policies_and_other_dtypes_are_left_alone():
     plain = jmp.Policy("float32", "float32", "float32")
     assert wide_products(full_precision(layers), plain, (W, X)) == [("dot_general", None)] * 2
     found = products(jax.make_jaxpr(autocast(full_precision(jnp.matmul), "mixed_float16"))(X, W + 0j).jaxpr, [])
@@ -161,7 +173,34 @@ def test_only_products_of_float32_operands_are_given_a_precision():
 
 def test_planned_twice_it_is_planned_once():
     once = autocast(jax.grad(full_precision(layers)), "mixed_float16")
-    assert wide_products(once, "mixed_float16", (W, X)) == wide_products(lambda *args: once(*args), "float32", (W, X))
+    assert wide_products(once, "mixed_float16", (W, X)) == [("dot_general", HIGHEST)] * 5
+
+
+def test_rules_that_jax_calls_after_autocast_are_left_alone():
+    jaxpr = jax.make_jaxpr(jax.grad(autocast(full_precision(with_rule), "mixed_float16")))(W, X)
+    assert {precision for *_, precision in products(jaxpr.jaxpr, [])} == {None}
+
+
+def test_kernels_are_left_alone():
+    def kernel(x, w, out):
+        out[...] = x[...] @ w[...]
+
+    shape = jax.ShapeDtypeStruct(X.shape, np.float32)
+    call = full_precision(lambda w, x: pl.pallas_call(kernel, shape, interpret=True)(x, w))
+    jaxpr = jax.make_jaxpr(autocast(call, "mixed_float16"))(W, X)
+    assert [precision for *_, precision in products(jaxpr.jaxpr, [], also_kernels=True)] == [None]
+
+
+def test_a_program_that_calls_share_stays_one():
+    layer = jax.jit(lambda w, x: jnp.tanh(x @ w))
+
+    def net(w, x):
+        for _ in range(8):
+            x = layer(w, x)
+        return jnp.sum(x)
+
+    text = jax.jit(autocast(full_precision(net), "mixed_float16")).lower(W, X).as_text()
+    assert text.count("func.func") == jax.jit(full_precision(net)).lower(W, X).as_text().count("func.func")
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from ._cudnn import generation as generation
 from ._cudnn import why_not_fused as why_not_fused
 from ._function import dot_product_attention as dot_product_attention
 from ._primitives import ATTENTION as ATTENTION
+from ._primitives import ATTENTION_TANGENT as ATTENTION_TANGENT
 from ._primitives import names_of_operands as names_of_operands
 from ._settings import DROPOUT as DROPOUT
 

@@ -190,7 +190,9 @@ def _marked(fn: Callable[P, R], mark: str) -> Callable[P, R]:
 
 
 def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
-    """Marks a function: inside it autocast runs everything as recorded, with nothing narrowed, and no product in TF32.
+    """Marks a function: inside it autocast runs everything as recorded, with nothing narrowed.
+
+    Products of float32 numbers are not computed in TF32 either, unless their precision or the policy's is set.
 
     A float32 trace erases `x.astype(jnp.float32)`, the usual guard of hand-written mixed precision: autocast cannot see
     it. This mark can be seen, and it survives `grad`, `jit`, `vmap` and loops. Without autocast it changes nothing.
