@@ -124,25 +124,41 @@ def test_attention_runs(tmp_path):
     assert all(row["ours seconds"] > 0 for row in tables["times"]) and len(tables["times"]) == 14
 
 
+def milliseconds(digits):
+    return lambda value: f"{value * 1e3:.{digits}f}"
+
+
+STEPS = {
+    "model": "", "case": "", "batch_size as batch": "d", "samples_per_second as samples/s": ",.1f", "spread": ".1%",
+    "step_seconds as step ms": milliseconds(2), "kernel_seconds as kernels ms": milliseconds(2),
+    "peak_bytes as peak GB": lambda value: f"{value / 1e9:.1f}",
+}  # fmt: skip
+KERNELS = {"case": "", "kernels": "", "seconds as ms": milliseconds(1), "launches": "d"}
+
+
 @pytest.mark.parametrize(
-    "name, table, shown",
+    "name, table, columns",
     [
-        ("throughput-resnet50", "throughput", "throughput.COLUMNS"),
-        ("throughput-vgg19", "throughput", "throughput.COLUMNS"),
-        ("attention", "errors", "attention.ERRORS"),
+        ("throughput-vgg19", "throughput", lambda: importlib.import_module("throughput").COLUMNS),
+        ("throughput-profile", "steps", lambda: STEPS),
+        ("throughput-profile", "kernels", lambda: KERNELS),
+        ("attention", "errors", lambda: importlib.import_module("attention").ERRORS),
     ],
 )
-def test_the_readme_holds_what_a_gpu_measured(name, table, shown, monkeypatch, capsys):
+def test_the_readme_holds_what_a_gpu_measured(name, table, columns, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    module, columns = shown.split(".")
     results = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
     assert results["device"]["platform"] == "gpu" and not results["small"]
-    importlib.import_module("_results").show(
-        name, getattr(importlib.import_module(module), columns), results["tables"][table]
-    )
+    importlib.import_module("_results").show(name, columns(), results["tables"][table])
     readme = (BENCHMARKS / "README.md").read_text().splitlines()
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(printed) > 2 and not [line for line in printed if line not in readme]
+
+
+def test_the_module_that_ran_is_the_one_that_gpu_report_compiles():
+    rows = json.loads((BENCHMARKS / "results" / "throughput-profile.json").read_text())["tables"]["modules"]
+    ran, compiled = (row for row in rows if (row["model"], row["case"]) == ("resnet50", "mixed_float16"))
+    assert (ran["bytes"], ran["launches"]) == (compiled["bytes"], compiled["launches"])
 
 
 @pytest.mark.slow
