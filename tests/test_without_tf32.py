@@ -171,6 +171,13 @@ def test_only_products_of_float32_operands_are_given_a_precision():
     assert narrow == {"preferred_element_type": np.float16} and square == {"precision": HIGHEST}
 
 
+def test_the_printed_program_shows_it():
+    text = jmp.explain(lambda w, x: (x @ w, x @ x.T), "mixed_float16")(W, X).program()
+    assert [line.split(" = ")[1].split()[0] for line in text.splitlines() if "dot_general" in line] == [
+        "dot_general", "dot_general[highest]"
+    ]  # fmt: skip
+
+
 def test_planned_twice_it_is_planned_once():
     once = autocast(jax.grad(full_precision(layers)), "mixed_float16")
     assert wide_products(once, "mixed_float16", (W, X)) == [("dot_general", HIGHEST)] * 5

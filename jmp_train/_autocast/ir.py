@@ -328,8 +328,8 @@ def format_program(program: Program) -> str:
     """The program as text, in the manner of `jax.make_jaxpr`: a line for each equation, with the dtypes of its results.
 
     `cast`, `saved` and the others of `Op` are what autocast adds, `remat` marks equations that run again for the
-    backward pass. Before `insert_casts` an operand's dtype stands behind it, `*` marks a residual, and `dead` what does
-    not run where it stands.
+    backward pass, `[highest]` products that are given float32's precision. Before `insert_casts` an operand's dtype
+    stands behind it, `*` marks a residual, and `dead` what does not run where it stands.
     """
     names: dict[int, str] = {}
 
@@ -354,10 +354,11 @@ def format_program(program: Program) -> str:
     lines = [f"{{ lambda {' '.join(typed(n) for n in sorted(program.captured & read))} ;"]
     lines[0] += f" {' '.join(map(typed, program.inputs))} . let"
     for equation in program.equations:
-        rewritten = f"[{equation.rewrite.__name__}]" if equation.rewrite is not None else ""
+        strict = "[highest]" if equation.params.get("precision") else ""
+        changed = strict if equation.rewrite is None else f"[{equation.rewrite.__name__}]"
         words = ["dead"] * equation.dead + ["remat"] * equation.remat + [equation.name]
         results = " ".join(map(typed, equation.results)) or "_"
-        lines.append(f"    {results} = {' '.join(words)}{rewritten} {' '.join(map(operand, equation.uses))}")
+        lines.append(f"    {results} = {' '.join(words)}{changed} {' '.join(map(operand, equation.uses))}")
         lines += [textwrap.indent(format_program(body), " " * 8) for body in equation.bodies]
     return "\n".join([*lines, f"  in ({', '.join(map(name, program.outputs))}) }}"])
 

@@ -1,6 +1,6 @@
 """Products of float32 numbers that are computed in float32, not in TF32.
 
-    a:f32 = dot_general x:f32 w:f32      ->      a:f32 = dot_general[precision=HIGHEST] x:f32 w:f32
+    a:f32 = dot_general x:f32 w:f32      ->      a:f32 = dot_general[highest] x:f32 w:f32
 
 Without a precision of its own a product of float32 numbers runs in TF32 on GPUs since Ampere: with 10 bits of mantissa,
 as float16 has. A product that is kept out of 16 bits, by the plan, by rules or in a `full_precision` region, is there
