@@ -350,7 +350,8 @@ def test_a_check_of_ones_own():
         (lambda: no_wide_dots(except_scopes="Layer"),
          "`except_scopes` must be a sequence of globs, got 'Layer'; write ('Layer',)."),
         (lambda: assert_policy(loss, POLICY, rules=3),  # pyright: ignore[reportArgumentType]
-         "`rules` must be a Rules, got 3; edit the default: DEFAULT_RULES.replace({...})."),
+         "`rules` must be a Rules, got 3; edit the default: DEFAULT_RULES.replace({...}). "
+         "Arguments of the function belong to the one that is returned: explain(fn, policy)(*args)."),
     ],
 )  # fmt: skip
 def test_bad_input(call, message):

@@ -201,9 +201,11 @@ def test_a_difference_as_text_and_as_dict():
         (lambda: explain(3, POLICY), TypeError,  # pyright: ignore[reportArgumentType]
          "`fn` must be callable, got 3; pass the function whose precision is to be explained."),
         (lambda: explain(layer, POLICY, {"exp": "low"}), TypeError,  # pyright: ignore[reportArgumentType]
-         "`rules` must be a Rules, got {'exp': 'low'}; edit the default: DEFAULT_RULES.replace({...})."),
+         "`rules` must be a Rules, got {'exp': 'low'}; edit the default: DEFAULT_RULES.replace({...}). "
+         "Arguments of the function belong to the one that is returned: explain(fn, policy)(*args)."),
         (lambda: explain(layer, "float32", 3), TypeError,  # pyright: ignore[reportArgumentType]
-         "`rules` must be a Rules, got 3; edit the default: DEFAULT_RULES.replace({...})."),
+         "`rules` must be a Rules, got 3; edit the default: DEFAULT_RULES.replace({...}). "
+         "Arguments of the function belong to the one that is returned: explain(fn, policy)(*args)."),
         (lambda: explain(layer, POLICY, argnums="a"), TypeError,  # pyright: ignore[reportArgumentType]
          "`argnums` must be an integer or a sequence of integers, got 'a'."),
         (lambda: report(layer, W, X).diff(3), TypeError,  # pyright: ignore[reportArgumentType]

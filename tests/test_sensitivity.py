@@ -411,7 +411,8 @@ def test_arguments_are_those_of_value_and_grad():
         (lambda: sensitivity(3, "float32"), TypeError,  # pyright: ignore[reportArgumentType]
          "`loss_fn` must be callable, got 3; pass the function that is given to value_and_grad."),
         (lambda: sensitivity(offset_loss, "float32", rules={"exp": "low"}), TypeError,  # pyright: ignore[reportArgumentType]
-         "`rules` must be a Rules, got {'exp': 'low'}; edit the default: DEFAULT_RULES.replace({...})."),
+         "`rules` must be a Rules, got {'exp': 'low'}; edit the default: DEFAULT_RULES.replace({...}). "
+         "Arguments of the function belong to the one that is returned: explain(fn, policy)(*args)."),
         (lambda: sensitivity(offset_loss, "float32", by="layer"), ValueError,
          "`by` must be 'scope', 'primitive' or None, got 'layer'."),
         (lambda: sensitivity(offset_loss, "float32", tolerance=0), ValueError,

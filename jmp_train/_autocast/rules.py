@@ -126,7 +126,10 @@ class Rules:
 def check_rules(rules: Any) -> None:
     if not isinstance(rules, Rules):
         got = short_repr(rules)
-        raise TypeError(f"`rules` must be a Rules, got {got}; edit the default: DEFAULT_RULES.replace({{...}}).")
+        raise TypeError(
+            f"`rules` must be a Rules, got {got}; edit the default: DEFAULT_RULES.replace({{...}}). Arguments of the "
+            f"function belong to the one that is returned: explain(fn, policy)(*args)."
+        )
 
 
 def _pairs(argument: str, value: Any, example: str) -> list[tuple[str, Any]]:
