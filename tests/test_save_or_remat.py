@@ -152,6 +152,34 @@ def test_what_a_relu_passes_on_to_a_dot_is_in_memory():
     assert decided("custom_jvp_call", loss, W, np.ones((64, 16), np.float32)) == ["saved"]
 
 
+CONVOLVED = {
+    "relu of a convolution": (lambda h, x: jax.nn.relu(h), True),
+    "relu of a biased one": (lambda h, x: jax.nn.relu(h + 1), True),
+    "relu of a residual sum": (lambda h, x: jax.nn.relu(h + 1 + x), True),
+    "relu of a scaled one": (lambda h, x: jax.nn.relu(2 * h), False),
+    "leaky relu": (lambda h, x: jax.nn.leaky_relu(h), False),
+}
+
+
+@pytest.mark.parametrize("case", CONVOLVED)
+def test_the_mask_of_a_relu_in_a_convolutions_kernel_reads_what_the_relu_made(case):
+    """From `max(a, 0) > 0` XLA would make `a > 0`, and store `a`."""
+    activation, reads_saved = CONVOLVED[case]
+
+    def loss(w, x):
+        conv = functools.partial(lax.conv_general_dilated, window_strides=(1,), padding="SAME")
+        x = conv(x, w)
+        return jnp.sum(conv(activation(conv(x, w), x), w) ** 2)
+
+    program = after("insert_casts", jax.grad(loss), W[None].T[:, :16], np.ones((4, 16, 8), np.float32))
+    producers = {number: equation for equation in program.equations for number in equation.results}
+    masks = [e for e in program.equations if e.name in ("gt", "ge")]
+    assert [producers[e.operands[0]].name == "saved" for e in masks] == [reads_saved]
+    if reads_saved:
+        (relu,) = (producers[e.operands[0]].operands[0] for e in masks)
+        assert producers[relu].name in ("custom_jvp_call", "max")
+
+
 def test_what_read_a_low_copy_across_a_dot_finds_that_again():
     def loss(w, x):
         h = jnp.exp(x @ w)

@@ -16,7 +16,9 @@ A value that is read across a dot is, in this order:
 1. *saved in the compute dtype*, if a dot reads it in that dtype anyway and no reader minds the rounding
    (`Fact.has_low_copy`; dots of both sides read the same copy), or if it is in the compute dtype and a dot's result, or
    computed from one: then 2 bytes a number are written once, behind an `optimization_barrier`, and read by all. Of a
-   convolution it is the sum with the bias: cuDNN adds that in the same kernel, if nothing else reads the convolution;
+   convolution it is the sum with the bias, and a relu of that, or of a residual sum, which another convolution reads:
+   cuDNN computes them in the same kernel, if nothing else reads the convolution. The mask of the relu's derivative
+   reads the copy, too: XLA takes `max(a, 0) > 0` for `a > 0`, for which it would store `a`;
 2. *rematerialized*, if it is elementwise in values of which the reader finds the very numbers that the equation read,
    and to read those costs fewer bytes than to write and read it (`analysis/residual_costs.py`). Where the equation
    read a value before it was rounded to its low copy, that is computed again too: `exp(x - softplus(x))` from `x`;
@@ -81,6 +83,8 @@ class _Value:
       expensive: rematerialized for kernels of their own too, since XLA would store it for them in float32.
       dot_reads_relu: a relu's result that a dot reads in the compute dtype, so that it is in memory, whatever else
         reads it.
+      epilogue: a convolution's result, perhaps with a bias or another value added: cuDNN computes a relu of it, too.
+      is_mask: the relu's result, if a dot reads it: the mask of its derivative reads the saved copy.
     """
 
     saved: bool = False
@@ -90,6 +94,8 @@ class _Value:
     biased: bool = False
     expensive: bool = False
     dot_reads_relu: bool = False
+    epilogue: bool = False
+    is_mask: bool = False
 
 
 class _Decisions:
@@ -116,6 +122,8 @@ class _Decisions:
             value.from_dot = _is_from_dot(equation, operands)
             value.convolution = node.name == "conv_general_dilated"
             value.biased = node.name == "add" and self._is_biased(node)
+            added = node.name == "add" and any([o.convolution or o.biased for o in operands])
+            value.epilogue = value.convolution or added
         self._costs.state(number, in_memory=value.biased or dot_reads_it)
         if fact.precision is Precision.RECORDED:
             value.saved = self._is_saved_mask(number, node)
@@ -136,15 +144,19 @@ class _Decisions:
         elif fact.has_low_copy:
             value.saved = True
         value.expensive = value.remat and is_expensive(equation)
+        value.dot_reads_relu = dot_reads_it and relu_operand(node, self._program.recorded) is not None
+        if value.dot_reads_relu and any([operand.epilogue for operand in operands]):
+            value.saved, value.remat, value.is_mask = True, False, True
         if not self._saves_low:  # float32 values and masks are left to the compiler, and nothing is rematerialized
             value.saved, value.remat = fact.precision is Precision.LOW and (value.saved or value.remat), False
         if value.saved:
             self._costs.state(number, in_memory=True)
-        value.dot_reads_relu = dot_reads_it and relu_operand(node, self._program.recorded) is not None
 
     def is_residual(self, equation: Equation, use: Use, access: Access) -> bool:
         """Whether an operand is read as saved or rematerialized; kernels of their own read so on the near side too."""
         fact, value = self._program.facts[use.value], self.values[use.value]
+        if value.is_mask and is_positive(equation.node, self._program.recorded):
+            return True
         if not (value.saved or value.remat) or (fact.has_low_copy and access is Access.CARRIED):
             return False
         # Dots of both sides read the same numbers in the same memory. Behind a barrier XLA would pad them once more for
