@@ -17,8 +17,8 @@ A value that is read across a dot is, in this order:
    (`Fact.has_low_copy`; dots of both sides read the same copy), or if it is in the compute dtype and a dot's result, or
    computed from one: then 2 bytes a number are written once, behind an `optimization_barrier`, and read by all. Of a
    convolution it is the sum with the bias, and a relu of that, or of a residual sum, which another convolution reads:
-   cuDNN computes them in the same kernel, if nothing else reads the convolution. The mask of the relu's derivative
-   reads the copy, too: XLA takes `max(a, 0) > 0` for `a > 0`, for which it would store `a`;
+   cuDNN computes them in the same kernel, if nothing else reads the convolution. All read that copy, the mask of the
+   relu's derivative too: XLA takes `max(a, 0) > 0` for `a > 0`, for which it would store `a`;
 2. *rematerialized*, if it is elementwise in values of which the reader finds the very numbers that the equation read,
    and to read those costs fewer bytes than to write and read it (`analysis/residual_costs.py`). Where the equation
    read a value before it was rounded to its low copy, that is computed again too: `exp(x - softplus(x))` from `x`;
@@ -84,7 +84,7 @@ class _Value:
       dot_reads_relu: a relu's result that a dot reads in the compute dtype, so that it is in memory, whatever else
         reads it.
       epilogue: a convolution's result, perhaps with a bias or another value added: cuDNN computes a relu of it, too.
-      is_mask: the relu's result, if a dot reads it: the mask of its derivative reads the saved copy.
+      fused_relu: the result of such a relu that a dot reads: the saved copy is what everything reads.
     """
 
     saved: bool = False
@@ -95,7 +95,7 @@ class _Value:
     expensive: bool = False
     dot_reads_relu: bool = False
     epilogue: bool = False
-    is_mask: bool = False
+    fused_relu: bool = False
 
 
 class _Decisions:
@@ -146,7 +146,7 @@ class _Decisions:
         value.expensive = value.remat and is_expensive(equation)
         value.dot_reads_relu = dot_reads_it and relu_operand(node, self._program.recorded) is not None
         if value.dot_reads_relu and any([operand.epilogue for operand in operands]):
-            value.saved, value.remat, value.is_mask = True, False, True
+            value.saved = value.fused_relu = True
         if not self._saves_low:  # float32 values and masks are left to the compiler, and nothing is rematerialized
             value.saved, value.remat = fact.precision is Precision.LOW and (value.saved or value.remat), False
         if value.saved:
@@ -155,7 +155,7 @@ class _Decisions:
     def is_residual(self, equation: Equation, use: Use, access: Access) -> bool:
         """Whether an operand is read as saved or rematerialized; kernels of their own read so on the near side too."""
         fact, value = self._program.facts[use.value], self.values[use.value]
-        if value.is_mask and is_positive(equation.node, self._program.recorded):
+        if value.fused_relu:
             return True
         if not (value.saved or value.remat) or (fact.has_low_copy and access is Access.CARRIED):
             return False
