@@ -93,7 +93,11 @@ def peak_bytes(compiled: jax.stages.Compiled) -> int:
 
 def caller(fn: Callable[..., Any], *args: Any) -> Callable[[int], None]:
     """`run` of `time_steps` for a function of arrays: `fn` jitted and called again and again."""
-    compiled = jax.jit(fn).lower(*args).compile()
+    return repeated(jax.jit(fn).lower(*args).compile(), *args)
+
+
+def repeated(compiled: jax.stages.Compiled, *args: Any) -> Callable[[int], None]:
+    """The same for a compiled program."""
 
     def run(steps: int) -> None:
         for _ in range(steps):

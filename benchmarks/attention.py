@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _results import Results, Row, arguments, show
-from _timing import peak_bytes, time_steps
+from _timing import peak_bytes, repeated, time_steps
 
 import jmp_train
 
@@ -176,13 +176,7 @@ def errors_of(name: str, dtype: str, size: Size) -> Row:
 def jax_seconds(fn: Callable[..., Any], operands: Sequence[jax.Array], seconds: float) -> tuple[float, float, int]:
     """Seconds, spread and bytes held by the compiled program."""
     compiled = jax.jit(fn).lower(*operands).compile()
-
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            out = compiled(*operands)
-        jax.block_until_ready(out)
-
-    timing = time_steps(run, seconds)
+    timing = time_steps(repeated(compiled, *operands), seconds)
     return timing.seconds, timing.spread, peak_bytes(compiled)
 
 
@@ -193,7 +187,7 @@ def torch_seconds(size: Size, kind: Mapping[str, Any], dtype: str, seconds: floa
     from _torch_steps import AMP, allow_tf32, device, wait
 
     if kind.get("lengths") or kind.get("window"):
-        raise NotImplementedError("torch needs a mask in memory")
+        raise ValueError("scaled_dot_product_attention takes lengths and windows as a mask in memory only")
     allow_tf32(True)
     operands, _ = operands_of(size, kind)
     moved = [torch.from_numpy(np.array(x)).to(device()) for x in operands]

@@ -83,7 +83,7 @@ class _Value:
       expensive: rematerialized for kernels of their own too, since XLA would store it for them in float32.
       dot_reads_relu: a relu's result that a dot reads in the compute dtype, so that it is in memory, whatever else
         reads it.
-      epilogue: a convolution's result, perhaps with a bias or another value added: cuDNN computes a relu of it, too.
+      epilogue: a convolution's result, perhaps with a bias or other values added: cuDNN computes a relu of it, too.
       fused_relu: the result of such a relu that a dot reads: the saved copy is what everything reads.
     """
 
@@ -122,8 +122,7 @@ class _Decisions:
             value.from_dot = _is_from_dot(equation, operands)
             value.convolution = node.name == "conv_general_dilated"
             value.biased = node.name == "add" and self._is_biased(node)
-            added = node.name == "add" and any([o.convolution or o.biased for o in operands])
-            value.epilogue = value.convolution or added
+            value.epilogue = value.convolution or (node.name == "add" and any([o.epilogue for o in operands]))
         self._costs.state(number, in_memory=value.biased or dot_reads_it)
         if fact.precision is Precision.RECORDED:
             value.saved = self._is_saved_mask(number, node)
