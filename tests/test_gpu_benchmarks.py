@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from benchmarks import models
+from jmp_train import diagnostics
 
 pytestmark = pytest.mark.integration
 
@@ -139,10 +140,14 @@ KERNELS = {"case": "", "kernels": "", "seconds as ms": milliseconds(1), "launche
 @pytest.mark.parametrize(
     "name, table, columns",
     [
-        ("throughput-vgg19", "throughput", lambda: importlib.import_module("throughput").COLUMNS),
+        *(
+            (f"throughput-{name}", "throughput", lambda: importlib.import_module("throughput").COLUMNS)
+            for name in ("resnet50", "resnet50-float32", "vgg19", "gpt2_fused")
+        ),
         ("throughput-profile", "steps", lambda: STEPS),
         ("throughput-profile", "kernels", lambda: KERNELS),
         ("attention", "errors", lambda: importlib.import_module("attention").ERRORS),
+        ("attention-times", "times", lambda: importlib.import_module("attention").TIMES),
     ],
 )
 def test_the_readme_holds_what_a_gpu_measured(name, table, columns, monkeypatch, capsys):
@@ -167,3 +172,18 @@ def test_matmul_runs(tmp_path):
     assert not left_out(tables["programs"]) and all(row["bytes"] > 0 for row in tables["programs"])
     assert all("ours" in row for row in tables["dots"])
     assert [row["predicted"] for row in tables["predictions"]] == [True, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["bare", "ours", "optax.apply_if_finite"])
+def test_many_steps_of_the_optimizer_in_one_program_do_all_of_each(case, monkeypatch):
+    """What a step checks or unscales of the gradients, which are the same in all, stays in the loop."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    loss_scaling = importlib.import_module("loss_scaling")
+    shapes, step = loss_scaling.parameters("resnet50", small=True), loss_scaling.CASES[case]()
+    state = jax.eval_shape(lambda: step.init(loss_scaling.random_like(shapes, 0), {}))
+    one, many = (
+        diagnostics.gpu_report(jax.jit(fn, donate_argnums=0))(state, shapes)
+        for fn in (step.step, loss_scaling.many(step.step))
+    )
+    assert one.bytes < many.bytes / loss_scaling.STEPS < 1.001 * one.bytes

@@ -41,6 +41,10 @@ BODIES = {
         lambda c, d: lax.cond(c[0, 0] > 0, lambda c: c + d, lambda c: c, c), set()
     ),
     "terms added in a rematerialized call": (jax.checkpoint(lambda c, d: c + d), {ACCUMULATES}),
+    "terms added that pass a barrier beside it": (
+        lambda c, d: sum(lax.optimization_barrier((d, c))), {ACCUMULATES}),
+    "a function of itself that passes a barrier beside it": (
+        lambda c, d: sum(lax.optimization_barrier((c, jnp.sin(c)))), {STREAM}),
     "terms scaled in a loop": (lambda c, d: lax.scan(lambda c, row: (c * row, None), c, jnp.stack([d, d]))[0], set()),
     "a function of itself added": (lambda c, d: c + jnp.sin(c @ d), {STREAM}),
     "a function of itself added, masked": (lambda c, d: jnp.where(d > 0, c + jnp.sin(c), 0), {STREAM}),

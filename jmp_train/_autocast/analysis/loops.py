@@ -108,6 +108,8 @@ def relations(program: FlatJaxpr, start: int) -> dict[int, Relation]:
 
 def _results(program: FlatJaxpr, node: Node, operands: list[Relation]) -> list[Relation]:
     """What the results of a node are, given its operands, of which one at least is related to the carry."""
+    if node.name == "optimization_barrier":  # each result is the operand of its place
+        return operands
     related = [relation for relation in operands if relation]
     other = [Relation.OTHER] * len(node.outs)
     if Relation.OTHER in related:
