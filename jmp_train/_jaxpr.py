@@ -15,8 +15,9 @@ import functools
 import operator
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +36,7 @@ LOW_PRECISION_MARK = "jmp_train_low_precision"
 _INLINED = frozenset({"jit", "closed_call", "call", "eval_jaxpr"})
 # Calls that change when their body runs or how it is differentiated, but not what it computes.
 CALLS = frozenset({"remat2", "custom_jvp_call", "custom_vjp_call"})
+LOOPS = frozenset({"scan", "while"})
 _RUN_ONCE = CALLS | {"jit", "shard_map"}
 _COMBINE = {
     "scatter": lambda old, new: new,
@@ -174,9 +176,7 @@ def region_mark(eqn: JaxprEqn) -> str | None:
     return name if name in (FULL_PRECISION_MARK, LOW_PRECISION_MARK) else None
 
 
-def _inlined_body(eqn: JaxprEqn, also: Collection[str]) -> ClosedJaxpr | Jaxpr | None:
-    if eqn.primitive.name not in _INLINED and eqn.primitive.name not in also:
-        return None
+def _inlined_body(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
     if region_mark(eqn) == FULL_PRECISION_MARK:
         return None
     if any(_specified(s) for key in ("in_shardings", "out_shardings") for s in eqn.params.get(key, ())):
@@ -191,15 +191,16 @@ def _specified(sharding: Any) -> bool:
 def flatten(
     jaxpr: ClosedJaxpr | Jaxpr,
     also: Collection[str] = (),
-    replaced: Callable[[JaxprEqn], ClosedJaxpr | Jaxpr | None] = lambda eqn: None,
+    replaced: Mapping[str, Callable[[JaxprEqn], ClosedJaxpr | Jaxpr | None]] = MappingProxyType({}),
 ) -> FlatJaxpr:
     """Inline every plain call of `jaxpr`; time and size linear in the equations made.
 
     Args:
       jaxpr: the program.
       also: further primitives whose bodies are inlined.
-      replaced: gives the program that stands for an equation, if another one does.
+      replaced: by primitive, what gives the program that stands for an equation, if another one does.
     """
+    inlined = _INLINED.union(also)
     avals: list[Any] = []
     known: dict[int, Any] = {}
     captured: set[int] = set()
@@ -209,12 +210,13 @@ def flatten(
         avals.append(aval)
         return len(avals) - 1
 
-    def atom(env: dict, var: Any) -> int:
-        if not isinstance(var, Literal):
-            return env[var]
+    def literal(var: Literal) -> int:
         number = new(var.aval)
         known[number] = var.val
         return number
+
+    def numbers(env: dict, atoms: Sequence[Any]) -> list[int]:
+        return [literal(atom) if isinstance(atom, Literal) else env[atom] for atom in atoms]
 
     def inline(
         closed: ClosedJaxpr | Jaxpr,
@@ -234,8 +236,12 @@ def flatten(
             captured.add(env[var])
         scopes: dict[int, Scope] = {}  # of the equations' name stacks, which JAX shares among those of one scope
         for eqn in body.eqns:
-            ins = tuple([atom(env, var) for var in eqn.invars])
-            inner = replaced(eqn) or _inlined_body(eqn, also)
+            ins = tuple(numbers(env, eqn.invars))
+            inner = None
+            if eqn.primitive.name in inlined:
+                inner = _inlined_body(eqn)
+            elif eqn.primitive.name in replaced:
+                inner = replaced[eqn.primitive.name](eqn)
             inner_stack = eqn.source_info.name_stack
             if (key := id(inner_stack)) not in scopes:
                 scopes[key] = Scope(stack + inner_stack, called_at)
@@ -249,7 +255,7 @@ def flatten(
             outs = tuple([new(var.aval) for var in eqn.outvars])
             env.update(zip(eqn.outvars, outs, strict=True))
             nodes.append(Node(eqn, ins, outs, scope, low_region, calls))
-        return [atom(env, var) for var in body.outvars]
+        return numbers(env, body.outvars)
 
     inputs = tuple(new(var.aval) for var in open_jaxpr(jaxpr).invars)
     outputs = tuple(inline(jaxpr, inputs, source_info_util.new_name_stack(), False))

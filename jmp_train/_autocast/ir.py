@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import operator
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -148,9 +149,29 @@ class Op(enum.Enum):
     CHAINED = "chained"  # a cast of the first operand, which is NaN where the second is: written as a selection of both
     HOISTED = "hoisted"  # a cast of the first operand, which was made before the loop and is the second
 
+    __hash__ = object.__hash__
+
+
+class _Copied:
+    """A dataclass of which every pass makes copies: `dataclasses.replace` reads each field by name, in a call."""
+
+    __slots__ = ()
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed."""
+        copy = type(self)(*_fields(type(self))(self))
+        for name in changes:
+            setattr(copy, name, changes[name])
+        return copy
+
+
+@functools.cache
+def _fields(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
+    return operator.attrgetter(*(field.name for field in dataclasses.fields(kind)))
+
 
 @dataclasses.dataclass(slots=True)
-class Equation:
+class Equation(_Copied):
     """One equation of a `Program`.
 
     Attributes:
@@ -215,20 +236,10 @@ class Equation:
     def reads(self) -> list[np.dtype | None]:
         return list(map(_DTYPE, self.uses))
 
-    def replace(self, **changes: Any) -> Equation:
-        """A copy with some fields changed. All equations are copied: `dataclasses.replace` reads each field by name."""
-        copy = Equation(*_FIELDS(self))
-        for name in changes:
-            setattr(copy, name, changes[name])
-        return copy
-
 
 def equation_of(node: Node, entry: Entry, reads: Sequence[np.dtype | None], **fields: Any) -> Equation:
     """The equation of a recorded node that reads its operands in some dtypes."""
     return Equation(node, entry, list(map(Use, node.ins, reads)), node.outs, **fields)
-
-
-_FIELDS = operator.attrgetter(*(field.name for field in dataclasses.fields(Equation)))
 
 
 Decided = tuple[Equation, list[Precision]]  # an equation, and what its results are
@@ -254,7 +265,7 @@ class Residuals:
 
 
 @dataclasses.dataclass(slots=True)
-class Program:
+class Program(_Copied):
     """Equations over numbered values.
 
     Attributes:

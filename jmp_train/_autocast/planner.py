@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .._jaxpr import CALLS, ClosedJaxpr, FlatJaxpr, Jaxpr, flatten
+from .._jaxpr import CALLS, LOOPS, ClosedJaxpr, FlatJaxpr, Jaxpr, flatten
 from .._policy import Policy
 from .analysis.entries import entries_of
 from .analysis.products import Products
@@ -117,7 +117,7 @@ class Planner:
         # Lowering asks for none of these, and they would keep the jaxpr alive, by which `autocast` knows the plan.
         for cache in (self._recorded, self._inlined, self._uses):
             cache.clear()
-        return dataclasses.replace(program, result_dtypes=recorded_dtypes(program.recorded))
+        return program.replace(result_dtypes=recorded_dtypes(program.recorded))
 
     def find_products(self, jaxpr: ClosedJaxpr | Jaxpr, precisions: Sequence[Precision], place: Place = TOP) -> None:
         """Finds the products of a whole program that have to run in float32; before any of it is planned."""
@@ -168,7 +168,7 @@ class Planner:
         for i, equation in enumerate(equations):
             if equation.bodies:
                 equations[i] = equation.replace(bodies=tuple(map(self.lower, equation.bodies)))
-        program = dataclasses.replace(program, equations=equations)
+        program = program.replace(equations=equations)
         for run in LOWERING:
             program = run(program, self)
             yield run.__name__, program
@@ -177,7 +177,7 @@ class Planner:
         """The flattened program, the rewrites of recorded programs applied, and the rule of each of its equations."""
         key = (id(jaxpr), place)
         if key not in self._recorded:
-            program = flatten(jaxpr, replaced=f32_accumulators)
+            program = flatten(jaxpr, replaced=dict.fromkeys(LOOPS, f32_accumulators))
             for rewrite in self.rewrites:
                 program = rewrite.of_recorded(program)
             entries = entries_of(program, self.rules, place, self.rewrites)

@@ -25,6 +25,8 @@ class Rule(enum.Enum):
     ENTER = "enter"  # has a program inside, which is planned too
     RECORDED = "recorded"  # exactly as written
 
+    __hash__ = object.__hash__  # `Enum`'s own is a function in Python, and tables of rules are read at every equation
+
 
 class Trait(enum.Flag):
     """What a primitive does to numbers, as far as passes ask. A primitive has any number of traits."""

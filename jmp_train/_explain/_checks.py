@@ -16,9 +16,10 @@ from jax.typing import DTypeLike
 
 from .._dtypes import to_dtype
 from .._flops import PRODUCTS
+from .._jaxpr import LOOPS
 from .._paths import glob_matches
 from .._text import count
-from ._emitted import COLLECTIVE_SUMS, LOOPS, Emitted
+from ._emitted import COLLECTIVE_SUMS, Emitted
 from ._report import Explanation, Output
 
 Check: TypeAlias = Callable[[Explanation], Iterable[str]]

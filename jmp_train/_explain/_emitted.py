@@ -13,7 +13,7 @@ from .._autocast.analysis.loops import accumulates
 from .._autocast.emit import emit
 from .._autocast.ir import TOP, Program
 from .._autocast.primitives import TABLE, Rule
-from .._jaxpr import ClosedJaxpr, Jaxpr, Node, flatten, loop_of, source_line, sub_jaxprs, trace
+from .._jaxpr import LOOPS, ClosedJaxpr, Jaxpr, Node, flatten, loop_of, source_line, sub_jaxprs, trace
 from ._operations import Visit, dtype_name, is_floating_dtype, visits, widest_dtype
 
 _EXACT = frozenset({"pmax", "pmin", "unreduced_pmax", "unreduced_pmin"})
@@ -22,7 +22,6 @@ SUMS = frozenset(
     for name, entry in TABLE.items()
     if entry.never_low and entry.rule in (Rule.HIGH, Rule.COLLECTIVE) and name not in _EXACT
 )
-LOOPS = frozenset({"scan", "while"})
 COLLECTIVE_SUMS = frozenset(name for name in SUMS if TABLE[name].rule is Rule.COLLECTIVE)
 
 

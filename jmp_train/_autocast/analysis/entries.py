@@ -41,7 +41,7 @@ def _entry(
     program: FlatJaxpr, node: Node, rules: Rules, place: Place, producers: Producers, rewrites: Sequence[Rewrite]
 ) -> Entry:
     entry = rules.entry(node.name)
-    if region_mark(node.eqn) == FULL_PRECISION_MARK:
+    if node.name == "jit" and region_mark(node.eqn) == FULL_PRECISION_MARK:
         return Entry(Rule.RECORDED, "full_precision region")
     scoped = rules.scope_dtype(place.scope_of(node)) if rules.scopes else None
     low_region = place.low_region or node.low_region

@@ -59,8 +59,6 @@ _UNREAD = Flags()
 
 def merged(flags: Sequence[Flags]) -> Flags:
     """What becomes of several values together."""
-    if len(flags) == 1:
-        return flags[0]
     reaches, to_dot, only_wide, *others = zip(*flags, strict=True) if flags else [()] * len(_UNREAD)
     return Flags(any(reaches), any(to_dot), all(only_wide), *map(any, others))
 
@@ -105,7 +103,8 @@ class Uses:
 
     def step(self, node: Node, entry: Entry) -> None:
         """Passes the flags of a node's results on to its operands, for every rule but ENTER."""
-        name, rule, out = node.name, entry.rule, merged([self._flags[number] or _UNREAD for number in node.outs])
+        name, rule, outs = node.name, entry.rule, [self._flags[number] or _UNREAD for number in node.outs]
+        out = outs[0] if len(outs) == 1 else merged(outs)
         # Of an equation without results `out` is only_wide: nothing narrow reads them.
         reaches, to_dot, only_wide = out.reaches_dot, False, rule is Rule.HIGH
         if rule is Rule.LOW:
@@ -130,10 +129,11 @@ class Uses:
         delicate = delicate or name == "min" or (name == "integer_pow" and node.params["y"] < 0)
         exponent = name in EXPONENTIALS or (out.in_exponent and (passes or name in _AFFINE))
         position = name in _PERIODIC or (out.is_position and (passes or name in _AFFINE or name == "div"))
+        flags = Flags(reaches, to_dot, only_wide, delicate, exponent, position)
         one = DELICATE_OPERAND.get(name)
-        for i, number in enumerate(node.ins):
-            is_one = one is not None and i == one % len(node.ins)
-            self.add(number, Flags(reaches, to_dot, only_wide, delicate or is_one, exponent, position))
+        one = None if one is None else node.ins[one]
+        for number in node.ins:
+            self.add(number, flags._replace(delicate=True) if number == one else flags)
 
     def _measures_from_constant(self, node: Node) -> bool:
         """Whether a node is a step of `1 - x**2` and its like, which is nothing where rounding makes `x` one."""

@@ -99,8 +99,7 @@ class _Walk:
         carried = {self.program.inputs[position] for position in self.context.roundable if self.context.saves_low}
         outputs = zip(self.program.outputs, self.context.out_flags, strict=True)
         results = [self._for_readers_outside(number, flags, number in carried) for number, flags in outputs]
-        return dataclasses.replace(
-            self.program,
+        return self.program.replace(
             facts=self.facts,
             equations=self.equations,
             result_precisions=results,
@@ -136,7 +135,7 @@ class _Walk:
             has_dot = equation.has_narrow_dot
         else:
             equation, made = self._DECIDE[entry.rule](self, node, entry, seen)
-            has_dot = equation.is_narrow_dot
+            has_dot = entry.rule is Rule.LOW and equation.is_narrow_dot
         equation.depth, equation.accesses = depth, accesses
         if Access.NARROW in accesses:
             equation.accesses = [

@@ -85,7 +85,7 @@ def _as_recorded(node: Node, entry: Entry, seen: Sequence[Precision], bodies: Se
 
 
 def _returning(program: Program, dtypes: list[np.dtype | None]) -> Program:
-    return dataclasses.replace(program, result_dtypes=dtypes)
+    return program.replace(result_dtypes=dtypes)
 
 
 def _branches(call: _Entered) -> Decided:

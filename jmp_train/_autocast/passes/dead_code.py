@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -35,12 +34,12 @@ def mark_dead(program: Program, context: Context) -> Program:
             for number in equation.operands:
                 (again if number in remat else needed).add(number)
         equations.append(equation.replace(dead=True) if dead else equation)
-    return dataclasses.replace(program, equations=equations[::-1])
+    return program.replace(equations=equations[::-1])
 
 
 def remove_dead_code(program: Program) -> Program:
     """The program without equations whose results are neither read nor returned."""
-    return dataclasses.replace(program, equations=computing(program.equations, program.outputs, also=has_effects))
+    return program.replace(equations=computing(program.equations, program.outputs, also=has_effects))
 
 
 def computing(

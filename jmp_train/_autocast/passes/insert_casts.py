@@ -15,7 +15,6 @@ Does not decide which there are; see `assign_dtypes.py` and `save_or_remat.py`.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,7 +47,7 @@ class _Writer:
         self.constants = dict(program.constants)
         self.equations: list[Equation] = []
         self.producers = program.producers()
-        self.copies: dict[tuple[int, np.dtype | None, bool], int] = {}
+        self.copies: dict[Use, Use] = {}
         self.rematerialized: dict[int, int] = {}
 
     def written(self) -> Program:
@@ -57,9 +56,8 @@ class _Writer:
                 self.write(equation)
         last = self.source.recorded.nodes[-1] if self.source.recorded.nodes else None
         results = zip(self.source.outputs, self.source.result_dtypes, strict=True)
-        outputs = tuple(self.read(Use(number, dtype), last) for number, dtype in results)
-        return dataclasses.replace(
-            self.source,
+        outputs = tuple(self.read(Use(number, dtype), last).value for number, dtype in results)
+        return self.source.replace(
             avals=self.avals,
             constants=self.constants,
             equations=self.equations,
@@ -69,7 +67,7 @@ class _Writer:
 
     def write(self, equation: Equation) -> None:
         node = equation.node
-        uses = [Use(self.read(use, node)) for use in equation.uses]
+        uses = [self.read(use, node) for use in equation.uses]
         stored = equation.results
         computed = stored
         if equation.computes:
@@ -82,12 +80,11 @@ class _Writer:
             if number != result:
                 self._add(Op.CAST, result, number, node)
 
-    def read(self, use: Use, at: Node | None) -> int:
-        """The value that a use in the equation `at` is."""
-        key = (use.value, use.dtype, use.residual)
-        if key not in self.copies:
-            self.copies[key] = self._residual(use, at) if use.residual else self._plain(use, at)
-        return self.copies[key]
+    def read(self, use: Use, at: Node | None) -> Use:
+        """The value that a use in the equation `at` is, as it is."""
+        if use not in self.copies:
+            self.copies[use] = Use(self._residual(use, at) if use.residual else self._plain(use, at))
+        return self.copies[use]
 
     def _plain(self, use: Use, at: Node | None) -> int:
         value, dtype = use.value, use.dtype
@@ -105,9 +102,9 @@ class _Writer:
             again = self._rematerialized(value, at)
             return self._cast(value, again, dtype, at) if dtype not in (None, self.avals[again].dtype) else again
         if dtype not in (None, low):
-            return self._add(Op.CAST, self.read(Use(value, low, True), at), self._new(value, dtype), at)
+            return self._add(Op.CAST, self.read(Use(value, low, True), at).value, self._new(value, dtype), at)
         # Behind a barrier XLA cannot compute the value again in each reader, in float32 and from more than it is.
-        copy = self.read(Use(value, dtype), at)
+        copy = self.read(Use(value, dtype), at).value
         return self._add(Op.SAVED, copy, self._new(copy), at)
 
     def _cast(self, value: int, source: int, dtype: np.dtype | None, at: Node | None) -> int:
@@ -127,7 +124,7 @@ class _Writer:
             pending = again - self.rematerialized.keys() - needed
         for each in sorted(needed):  # values are numbered in the order in which they are computed
             equation = self.producers[each]
-            operands = [Use(self._again(use, at)) for use in equation.uses]
+            operands = [self._again(use, at) for use in equation.uses]
             self.rematerialized[each] = result = self._new(each)
             again = equation.replace(uses=operands, results=(result,), at=at, remat=True, dead=False)
             self.equations.append(again)
@@ -137,9 +134,9 @@ class _Writer:
         """Whether what is rematerialized finds an operand in float32, rather than the low copy that it read."""
         return use.value in self.residuals.in_full and not use.residual
 
-    def _again(self, use: Use, at: Node | None) -> int:
+    def _again(self, use: Use, at: Node | None) -> Use:
         if self._is_in_full(use):
-            return self.rematerialized[use.value]
+            return Use(self.rematerialized[use.value])
         residual = use.value in self.residuals.saved or use.value in self.residuals.remat
         return self.read(use._replace(residual=residual), at)
 

@@ -56,7 +56,7 @@ def save_for_sums(program: Program, context: Context) -> Program:
         equations.append(equation if uses is equation.uses else equation.replace(uses=uses))
     residuals = program.residuals
     residuals = dataclasses.replace(residuals, saved=residuals.saved | found, remat=residuals.remat - found)
-    return dataclasses.replace(program, facts=facts, equations=equations, residuals=residuals)
+    return program.replace(facts=facts, equations=equations, residuals=residuals)
 
 
 def _shared_with_sums(program: Program, context: Context) -> set[int]:

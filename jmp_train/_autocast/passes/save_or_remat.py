@@ -68,7 +68,7 @@ def save_or_remat(program: Program, context: Context) -> Program:
     saved = frozenset(number for number, value in values.items() if value.saved)
     remat = frozenset(number for number, value in values.items() if value.remat)
     in_full = frozenset(decisions.computed_again(equations, remat) - remat)
-    return dataclasses.replace(program, equations=equations, residuals=Residuals(saved, remat, in_full))
+    return program.replace(equations=equations, residuals=Residuals(saved, remat, in_full))
 
 
 @dataclasses.dataclass(slots=True)

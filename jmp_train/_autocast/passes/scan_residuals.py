@@ -37,7 +37,7 @@ def scan_residuals(program: Program, planner: Planner) -> Program:
     scans = {i: _Scan.of(e) for i, e in enumerate(program.equations) if e.bodies and e.name == "scan"}
     if len(scans) < 2 or not planner.rules.low_residuals:
         return program
-    program = dataclasses.replace(program, avals=[*program.avals])
+    program = program.replace(avals=[*program.avals])
     readers = program.only_readers()
     for scan in scans.values():
         pairs: dict[int, list[tuple[int, int]]] = {}
@@ -50,7 +50,7 @@ def scan_residuals(program: Program, planner: Planner) -> Program:
             movable = {number: row for number, row in candidates if number not in used}
             used |= _Link(program, scan, scans[at], movable).make()
     equations = [scans[i].finished() if i in scans else equation for i, equation in enumerate(program.equations)]
-    return remove_dead_code(dataclasses.replace(program, equations=equations))
+    return remove_dead_code(program.replace(equations=equations))
 
 
 def _reading_scan(program: Program, readers: Mapping[int, int | None], number: int) -> tuple[int, int]:
@@ -83,7 +83,7 @@ class _Scan:
         consts, carry = scan_counts(equation.node.eqn)  # `hoist_weight_casts`, which changes them, runs later
         parts = [_CONST] * consts + [_CARRY] * carry + [_ROW] * (len(equation.uses) - consts - carry)
         operands = list(zip(parts, equation.operands, strict=True))
-        body = dataclasses.replace(equation.bodies[0], avals=[*equation.bodies[0].avals])
+        body = equation.bodies[0].replace(avals=[*equation.bodies[0].avals])
         results = list(zip(equation.results, body.outputs, strict=True))
         return _Scan(equation, body, carry, operands, results)
 
@@ -98,21 +98,20 @@ class _Scan:
             self.operands.append((part, number))
             value = self.body.new(aval)
             body = self.body
-            self.body = dataclasses.replace(
-                body, inputs=(*body.inputs, value), input_dtypes=[*body.input_dtypes, getattr(aval, "dtype", None)]
+            self.body = body.replace(
+                inputs=(*body.inputs, value), input_dtypes=[*body.input_dtypes, getattr(aval, "dtype", None)]
             )
         return self.body.inputs[self.operands.index((part, number))]
 
     def finished(self) -> Equation:
         """The equation, its body without inputs and equations that nobody reads."""
-        body = dataclasses.replace(self.body, outputs=tuple(inner for _, inner in self.results))
+        body = self.body.replace(outputs=tuple(inner for _, inner in self.results))
         body.result_dtypes = [body.avals[number].dtype for number in body.outputs]
         body = remove_dead_code(body)
         read = {*body.outputs}.union(*(equation.operands for equation in body.equations))
         slots = [i for i, (part, _) in enumerate(self.operands) if part == _CARRY or body.inputs[i] in read]
         slots.sort(key=lambda i: self.operands[i][0])
-        body = dataclasses.replace(
-            body,
+        body = body.replace(
             inputs=tuple(body.inputs[i] for i in slots),
             input_dtypes=[body.input_dtypes[i] for i in slots],
         )
@@ -204,7 +203,7 @@ class _Link:
         if number in body.constants:
             value = reader.body.new(body.avals[number])
             constants = {**reader.body.constants, value: body.constants[number]}
-            reader.body = dataclasses.replace(reader.body, constants=constants)
+            reader.body = reader.body.replace(constants=constants)
             return value
         if number in self.passed:
             return reader.given(*self.passed[number], body.avals[number])
@@ -231,5 +230,5 @@ class _Link:
             equation.replace(uses=[Use(names.get(number, number)) for number in equation.operands])
             for equation in reader.body.equations
         ]
-        reader.body = dataclasses.replace(reader.body, equations=[*first, *rest])
+        reader.body = reader.body.replace(equations=[*first, *rest])
         reader.results = [(number, names.get(inner, inner)) for number, inner in reader.results]

@@ -43,9 +43,7 @@ def shared_roundings(program: Program, context: Context) -> Program:
     else:
         read = leading_to(program, exponentials, lambda equation: not residuals.remat.isdisjoint(equation.results))
         exponents = _low(program, read & (residuals.saved | residuals.remat))
-    return dataclasses.replace(
-        program, residuals=dataclasses.replace(residuals, rounded=exponents | squared, squared=squared)
-    )
+    return program.replace(residuals=dataclasses.replace(residuals, rounded=exponents | squared, squared=squared))
 
 
 def leading_to(program: Program, numbers: Iterable[int], through: Callable[[Equation], bool]) -> set[int]:

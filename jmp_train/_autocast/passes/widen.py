@@ -53,7 +53,7 @@ def widen(program: Program, context: Context) -> Program:
         if compares or not wide.isdisjoint(equation.results):
             uses = [use._replace(dtype=FLOAT32) if use.dtype == program.low else use for use in equation.uses]
             equations[i] = equation.replace(uses=uses)
-    return dataclasses.replace(program, facts=facts, equations=equations)
+    return program.replace(facts=facts, equations=equations)
 
 
 def _wide(program: Program) -> set[int]:

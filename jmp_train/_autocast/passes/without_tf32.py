@@ -51,7 +51,7 @@ def without_tf32(program: Program, context: Context) -> Program:
             params = _programs_of(equation.node.params, known)
         if params:
             equations[i] = equation.replace(params={**params, **equation.params})
-    return dataclasses.replace(program, equations=equations)
+    return program.replace(equations=equations)
 
 
 def _programs_of(params: dict[str, Any], known: dict[Any, Any]) -> dict[str, Any]:

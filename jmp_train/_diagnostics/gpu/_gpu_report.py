@@ -14,8 +14,9 @@ from typing import Any
 import jax
 
 from ..._autocast import autocast
-from ..._explain._emitted import LOOPS, Emitted, emitted_of
+from ..._explain._emitted import Emitted, emitted_of
 from ..._flops import PRODUCTS
+from ..._jaxpr import LOOPS
 from ..._policy import Policy, get_policy
 from ..._values import check_callable
 from ._compile import compile_lowered, gpu_mesh, is_jitted, lower_for_gpu, mesh_axes, module_text, traced_program

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 from ...ir import Program
@@ -46,7 +45,7 @@ def rewrite_planned(program: Program, context: Context) -> Program:
         for i, equation in enumerate(equations):
             if equation.node.name in rewrite.primitives and (found := rewrite.of_equation(program, equation)):
                 equations[i] = equation.replace(rewrite=found)
-    program = dataclasses.replace(program, equations=equations)
+    program = program.replace(equations=equations)
     for rewrite in context.planner.rewrites:
         program = rewrite.of_planned(program)
     return program

@@ -17,7 +17,6 @@ Decides which casts those are.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -58,7 +57,7 @@ class ChainedCasts(Rewrite):
                     last[result] = found
             elif found is not None and equation.name in _KEEP_NAN:
                 last[result] = found
-        return dataclasses.replace(program, equations=equations)
+        return program.replace(equations=equations)
 
 
 def _may_be_linked(saved: Any, result: Any) -> bool:

@@ -9,8 +9,6 @@ this keeps bfloat16 running on CPUs: XLA rejects there, at run time, a transpose
 
 from __future__ import annotations
 
-import dataclasses
-
 from ...ir import Equation, Program
 from ...primitives import Rule
 from .rewrite import Rewrite
@@ -36,7 +34,7 @@ class FoldTransposes(Rewrite):
                 changed[id(dot)] = folded if unchanged else _swapped(folded, order)
                 changed.update((id(transpose), transpose.replace(dead=True)) for transpose in chain[1:])
         equations = [changed.get(id(equation), equation) for equation in program.equations]
-        return dataclasses.replace(program, equations=equations) if changed else program
+        return program.replace(equations=equations) if changed else program
 
 
 def _only_transpose(program: Program, readers: dict[int, int | None], equation: Equation) -> Equation | None:

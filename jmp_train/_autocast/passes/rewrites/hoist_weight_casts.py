@@ -16,7 +16,6 @@ memory of such a copy, and its backward pass reads far more bytes than the weigh
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
@@ -35,8 +34,8 @@ class HoistWeightCasts(Rewrite):
         """The program whose loops are given copies of the constants that their dots read in the compute dtype."""
         if not any([equation.bodies for equation in program.equations]):
             return program
-        equations = [_with_copies_inside(equation) for equation in program.equations]
-        return _with_copies(dataclasses.replace(program, equations=equations), _constants)
+        equations = [_with_copies_inside(each) if each.bodies else each for each in program.equations]
+        return _with_copies(program.replace(equations=equations), _constants)
 
 
 class _Inputs(NamedTuple):
@@ -79,12 +78,12 @@ def _with_copies_inside(equation: Equation) -> Equation:
 
 def _with_copies(program: Program, inputs: Callable[[Equation], _Inputs | None]) -> Program:
     """The program in which casts of some inputs of equations' bodies stand before the equations."""
-    program = dataclasses.replace(program, avals=[*program.avals])
+    program = program.replace(avals=[*program.avals])
     equations: list[Equation] = []
     for equation in program.equations:
-        chosen = inputs(equation)
+        chosen = inputs(equation) if equation.bodies else None
         equations += [equation] if chosen is None else _hoisted(program, equation, chosen)
-    return dataclasses.replace(program, equations=equations)
+    return program.replace(equations=equations)
 
 
 def _hoisted(program: Program, equation: Equation, inputs: _Inputs) -> list[Equation]:
@@ -145,8 +144,7 @@ def _reading(equation: Equation, casts: Sequence[Equation], copies: Sequence[int
             inputs.append(len(avals))
             avals.append(avals[cast.results[0]])
             hoisted[id(cast)] = [cast.replace(op=Op.HOISTED, uses=[*cast.uses, Use(inputs[-1])], params={})]
-    body = dataclasses.replace(
-        body,
+    body = body.replace(
         avals=avals,
         inputs=(*body.inputs[:at], *inputs, *body.inputs[at:]),
         input_dtypes=[*body.input_dtypes[:at], *[body.low] * len(inputs), *body.input_dtypes[at:]],

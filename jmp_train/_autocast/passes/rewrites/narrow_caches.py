@@ -17,7 +17,6 @@ Decides which carries these are.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Container, Mapping, Sequence
 
 import numpy as np
@@ -35,13 +34,13 @@ _ADDED = Entry(Rule.RECORDED, "a cache of which only copies in the compute dtype
 class NarrowCaches(Rewrite):
     def of_lowered(self, program: Program) -> Program:
         """The program whose loops carry caches in the compute dtype."""
-        if not any([loop_counts(equation) for equation in program.equations]):
+        if not any([loop_counts(equation) for equation in program.equations if equation.bodies]):
             return program
-        program = dataclasses.replace(program, avals=[*program.avals])
+        program = program.replace(avals=[*program.avals])
         producers = program.producers()
         read = {*program.outputs}.union(*(equation.operands for equation in program.equations))
         equations = [each for e in program.equations for each in _with_narrow_caches(program, e, read, producers)]
-        return dataclasses.replace(program, equations=equations)
+        return program.replace(equations=equations)
 
 
 def _with_narrow_caches(
@@ -87,7 +86,7 @@ def _given_narrow(condition: Program, carry: int, narrow: Container[int]) -> Pro
         if i in narrow:
             avals[number] = with_dtype(avals[number], condition.low)
             dtypes[len(dtypes) - carry + i] = condition.low
-    return dataclasses.replace(condition, avals=avals, input_dtypes=dtypes)
+    return condition.replace(avals=avals, input_dtypes=dtypes)
 
 
 def _candidates(body: Program, consts: int, carry: int) -> set[int]:
@@ -152,7 +151,7 @@ class _Writer:
     def __init__(self, body: Program, given: Mapping[int, frozenset[int]]):
         self.caches, self._source, self._producers = dict(given), body, body.producers()
         self.failed, self.rounded, self.read = set[int](), set[int](), set[int]()
-        self._body = dataclasses.replace(body, avals=[*body.avals], constants=dict(body.constants), equations=[])
+        self._body = body.replace(avals=[*body.avals], constants=dict(body.constants), equations=[])
         self._narrow = {number: self._new(number) for number in given}  # what stands for such a value, or for a copy
         self._widened: dict[int, int] = {}  # by cast to float32 what it casts
         self._moved = set[int]()  # copies, and what is moved from them

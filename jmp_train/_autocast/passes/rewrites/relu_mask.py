@@ -23,6 +23,8 @@ from ...._jaxpr import FlatJaxpr, Node, flatten
 from ...analysis.constants import is_zero
 from .rewrite import Rewrite
 
+_RELUS = frozenset({"max", "custom_jvp_call"})
+
 
 class ReluMask(Rewrite):
     def of_recorded(self, program: FlatJaxpr) -> FlatJaxpr:
@@ -30,9 +32,9 @@ class ReluMask(Rewrite):
         results: dict[int, int] = {}
         nodes: list[Node] = []
         for node in program.nodes:
-            if (operand := relu_operand(node, program)) is not None:
+            if node.name in _RELUS and (operand := relu_operand(node, program)) is not None:
                 results[operand] = node.outs[0]
-            elif is_positive(node, program) and node.ins[0] in results:
+            elif node.name == "gt" and node.ins[0] in results and is_positive(node, program):
                 node = dataclasses.replace(node, ins=(results[node.ins[0]], node.ins[1]))
             nodes.append(node)
         return dataclasses.replace(program, nodes=tuple(nodes)) if results else program

@@ -18,8 +18,6 @@ Decides which dots those are: read in parts only, as they are or in a sum with a
 
 from __future__ import annotations
 
-import dataclasses
-
 from ...ir import Equation, Op, Program, Use
 from ...primitives import ADDED, Trait, having
 from .rewrite import Rewrite
@@ -49,7 +47,7 @@ class SlicedDots(Rewrite):
         ]
         if not dots:
             return program
-        program = dataclasses.replace(program, avals=[*program.avals], equations=[])
+        program = program.replace(avals=[*program.avals], equations=[])
         saved = {number: program.new(program.avals[number]) for number in dots}
         for equation in before:
             uses = [Use(saved.get(number, number)) for number in equation.operands]

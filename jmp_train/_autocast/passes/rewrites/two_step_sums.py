@@ -12,7 +12,6 @@ bytes. A sum over one axis has more threads. The barrier keeps XLA from joining 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -44,7 +43,7 @@ class TwoStepSums(Rewrite):
             if i in slow and lengths.longest(equation.uses) > 1:
                 equations[i] = equation.replace(rewrite=sum_in_two_steps)
             lengths.add(equation)
-        return dataclasses.replace(program, equations=equations)
+        return program.replace(equations=equations)
 
 
 def _is_slow(equation: Equation) -> bool:
