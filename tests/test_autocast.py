@@ -311,6 +311,26 @@ def test_the_gradient_of_a_max_pool_chooses_as_jax_does(window, stride):
 
 
 @pytest.mark.parametrize("extreme", [jax.lax.max, jax.lax.min])
+def test_a_pool_whose_gradient_is_in_the_program_compares_in_float32_the_numbers_that_are_stored(extreme):
+    start, name = (-np.inf, "reduce_window_max") if extreme is jax.lax.max else (np.inf, "reduce_window_min")
+
+    def loss(w, x):
+        pooled = jax.lax.reduce_window(x @ w, start, extreme, (1, 3), (1, 2), "SAME")
+        return jnp.sum(pooled @ w[:4]), pooled
+
+    def compares(fn):
+        return [dtypes for found, dtypes, _ in equations(fn, w, x) if found == name]
+
+    w, x = np.random.default_rng(0).standard_normal((2, 8, 8)).astype(np.float32)
+    x[1], x[2] = np.nan, np.inf
+    gradient, alone = (autocast(fn, "mixed_float16") for fn in (jax.grad(loss, has_aux=True), loss))
+    assert compares(gradient) == [[np.float32]]
+    assert compares(alone) == compares(jax.grad(alone, has_aux=True)) == [[np.float16]]
+    with jax.disable_jit():
+        np.testing.assert_array_equal(gradient(w, x)[1], alone(w, x)[1])
+
+
+@pytest.mark.parametrize("extreme", [jax.lax.max, jax.lax.min])
 def test_the_gradient_of_a_pool_sums_overlapping_windows_in_float32(extreme):
     """One element is the extreme of nine windows: 2048 + 8 ones is 2048 where a 16-bit buffer adds."""
     sign = 1.0 if extreme is jax.lax.max else -1.0

@@ -57,6 +57,20 @@ class Pooled(nn.Module):
         return nn.Conv(128, (1, 1), dtype=self.dtype)(x)
 
 
+class MaxPooled(nn.Module):
+    """Convolutions with BatchNorm and ReLU, each before a max-pool of overlapping windows, as where a ResNet starts."""
+
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: Any):
+        for _ in range(2):
+            x = nn.Conv(128, (3, 3), use_bias=False, dtype=self.dtype)(x)
+            x = nn.relu(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x))
+            x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
+        return nn.Conv(128, (1, 1), dtype=self.dtype)(x)
+
+
 class BehindBias(nn.Module):
     """Convolutions with a bias, each followed by a norm and an activation."""
 
@@ -240,6 +254,7 @@ TOKENS = (16, 196, 512)  # of a Vision Transformer, of patches of 16 x 16
 ROWS_OF_TABLE = {
     "batch norm": (Normed, IMAGES, mean_square, 1.03),
     "dense block": (Joined, IMAGES, mean_square, 1.0),
+    "max pool": (MaxPooled, FEWER_IMAGES, mean_square, 0.6),
     "average pool": (Pooled, IMAGES, mean_square, 0.93),
     "relu": (lambda dtype: Dense(nn.relu, dtype), ROWS, mean_square, 1.03),
     "exact gelu": (lambda dtype: Dense(exact_gelu, dtype), ROWS, mean_square, 1.03),

@@ -260,7 +260,7 @@ def joined_gates(w, x):
 REWRITTEN = {
     "SumsOfOne": (jax.grad(lambda w, x: jnp.sum(jnp.tanh(x + w[None]) @ LAYERS[0])), W[:, 0], X[:1]),
     "ReluMask": (jax.grad(lambda w, x: jnp.sum(jax.nn.relu(x @ w) @ w.T)), W, X),
-    "MaxPoolGradient": (
+    "MaxPools": (
         jax.grad(lambda w, x: jnp.sum(x * lax.reduce_window(x * w, -np.inf, lax.max, (1, 2), (1, 1), "SAME"))),
         RNG.normal(size=(2, 8)).astype(np.float32),
         X,

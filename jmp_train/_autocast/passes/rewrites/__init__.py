@@ -9,7 +9,7 @@ from .chained_casts import ChainedCasts
 from .dot_as_sums import DotAsSums
 from .fold_transposes import FoldTransposes
 from .hoist_weight_casts import HoistWeightCasts
-from .max_pool_gradient import MaxPoolGradient
+from .max_pools import MaxPools
 from .narrow_caches import NarrowCaches
 from .one_hot_scatter import OneHotScatter
 from .relu_mask import ReluMask
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 REWRITES: tuple[Rewrite, ...] = (
     SumsOfOne(),
     ReluMask(),
-    MaxPoolGradient(),
+    MaxPools(),
     OneHotScatter(),
     DotAsSums(),
     FoldTransposes(),
