@@ -25,7 +25,6 @@ BOOKKEEPING = "which leaf overflowed is kept for `overflow_report`: a few kernel
 FLOAT32_GRADIENTS = "weights' gradients leave their products in float32 (`reduce_dtype`); with float16 it is less"
 SOFTMAX = "autocast computes the softmax again in the backward pass; XLA makes one kernel only of one that is kept"
 OVER_STEPS = "a weight's gradient is summed over the steps in float32, by hand in float16"
-POOL = "XLA stores what the first max-pool reads; in bfloat16, of the same program, it computes that again"
 WHY = {
     ("mlp optimizer", "kernels"): BOOKKEEPING,
     ("mlp", "kernels"): BOOKKEEPING,
@@ -35,7 +34,6 @@ WHY = {
     ("transformer", "kernels"): SOFTMAX,
     ("transformer", "copies"): "one layer norm's scale, 6 kB, which is updated in place while it is still to be read",
     ("lstm", "bytes"): OVER_STEPS,
-    ("resnet50", "temporary"): POOL,
 }
 
 
