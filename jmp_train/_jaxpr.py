@@ -37,6 +37,7 @@ _INLINED = frozenset({"jit", "closed_call", "call", "eval_jaxpr"})
 # Calls that change when their body runs or how it is differentiated, but not what it computes.
 CALLS = frozenset({"remat2", "custom_jvp_call", "custom_vjp_call"})
 LOOPS = frozenset({"scan", "while"})
+BARRIER = "optimization_barrier"  # of any number of values: each result is the operand of the same place
 _RUN_ONCE = CALLS | {"jit", "shard_map"}
 _COMBINE = {
     "scatter": lambda old, new: new,
@@ -286,12 +287,22 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def applies_function(scatter: JaxprEqn) -> bool:
+    """Whether a `scatter` writes a function of what was there, as `x.at[i].apply(fn)` does, rather than its updates."""
+    if scatter.params["update_jaxpr"] is None:
+        return False
+    body = open_jaxpr(scatter.params["update_jaxpr"])
+    return body.outvars[0] is not body.invars[1]
+
+
 def _combiner(eqn: JaxprEqn, args: Sequence[Any]) -> dict[str, Any]:
     """The parameters of a scatter that hold its combining function, which is compiled for one dtype."""
     combine = _COMBINE.get(eqn.primitive.name)
     recorded: Any = eqn.invars[0].aval if eqn.invars else None
     if combine is None or eqn.params["update_jaxpr"] is None or args[0].dtype == recorded.dtype:
         return {}
+    if eqn.primitive.name == "scatter" and applies_function(eqn):
+        raise TypeError(f"a function that is applied to elements was recorded for {recorded.dtype.name}")
     scalar = jax.ShapeDtypeStruct((), args[0].dtype)
     return {"update_jaxpr": open_jaxpr(trace(combine, scalar, scalar)[0]), "update_consts": ()}
 

@@ -295,6 +295,15 @@ def test_every_scatter_runs_on_a_narrow_buffer(name):
     np.testing.assert_allclose(autocast(f, "mixed_float16")(W, X), jax.jit(f)(W, X), rtol=1e-3)
 
 
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_function_is_applied_to_elements_in_the_dtype_that_it_was_recorded_in(policy):
+    def f(w, x):
+        return (x @ w).at[jnp.array([0, 2])].apply(lambda y: jnp.where(y > 0, 1e5 * y, -3.0)) * 1e-5 @ w
+
+    for fn in (f, jax.checkpoint(f)):
+        np.testing.assert_allclose(autocast(fn, policy)(W, X), jax.jit(f)(W, X), rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize(
     ("window", "stride"), [((2, 2), (2, 2)), ((4, 3), (4, 3)), ((3, 3), (2, 2)), ((5, 2), (2, 1)), ((1, 2), (2, 3))]
 )

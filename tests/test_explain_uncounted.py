@@ -115,7 +115,7 @@ OPAQUE = {
     "custom_partitioning": (lambda w: partitioned(w, w), "compiled elsewhere"),
     "mystery": (
         lambda w: fake("mystery")(w),
-        "not in the table: a primitive that this version does not know",
+        "not in the table: a primitive of another library, or of a newer JAX",
     ),
 }
 

@@ -401,6 +401,25 @@ def test_arguments_that_are_no_arrays():
     assert report.primitive == "log" and report.reached == ("y",)
 
 
+def test_a_function_that_is_applied_to_elements_cannot_be_run_in_float32():
+    def fn(x):
+        return x.astype(jnp.float16).at[0].apply(lambda y: y * 1000.0) - 1
+
+    found = find_overflow(fn)(jnp.full(3, 100.0))
+    assert found.primitive == "scatter" and found.verdict is Verdict.UNKNOWN
+    assert "scatter was written for float16" in found.why
+
+
+def test_what_a_reference_holds_is_seen_when_it_is_read():
+    def fn(x):
+        ref = jax.new_ref(jnp.zeros(3))
+        ref[...] = x
+        return ref[...] / x
+
+    assert not find_overflow(fn)(jnp.ones(3))
+    assert find_overflow(fn)(jnp.zeros(3)).primitive == "div"
+
+
 def test_it_can_be_called_again():
     find = find_overflow(jnp.log)
     assert find(X - 0.5) and not find(X)

@@ -58,6 +58,8 @@ BODIES = {
     "a product with itself": (lambda c, d: c @ c, set()),
     "a product and a function": (lambda c, d: jnp.sin(c @ d), set()),
     "a product and a function beside": (lambda c, d: (c @ d, jnp.sin(c))[0], {LINEAR}),
+    "a product that passes a barrier beside a function": (
+        lambda c, d: lax.optimization_barrier((jnp.sin(c), c @ d))[1], {LINEAR}),
     "a product and a quotient of terms": (lambda c, d: (c @ d) / (1 + d * d), {LINEAR}),
     "a product and a quotient": (lambda c, d: d / (c @ d), set()),
     "a product, scaled by its sums": (lambda c, d: (c @ d) / jnp.sum(c @ d, -1, keepdims=True), {LINEAR}),

@@ -251,7 +251,7 @@ TABLE: dict[str, Entry] = {
     **_entries(Rule.RECORDED, OPAQUE_DOTS | OPAQUE),
 }
 ADDED = Entry(Rule.RECORDED, "added by autocast")
-UNKNOWN = Entry(Rule.RECORDED, "not in the table: a primitive that this version does not know")
+UNKNOWN = Entry(Rule.RECORDED, "not in the table: a primitive of another library, or of a newer JAX")
 
 
 def having(traits: Trait) -> frozenset[str]:

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
-from ..._jaxpr import FlatJaxpr, Node
+from ..._jaxpr import BARRIER, FlatJaxpr, Node
 from ..primitives import DELICATE_OPERAND, SYSTEMS, Trait, having
 from .dot_sizes import DotSizes, size_of
 from .producers import Producers, outside, row_of
@@ -135,6 +135,10 @@ class Consumers:
         sums = {number: found for number, give in self._given.items() if (found := give())}
         roots: dict[int, Sums] = {}
         for node in self._program.nodes:
+            if node.name == BARRIER:
+                for known in (squares, sums, roots):
+                    known.update({r: known[n] for n, r in zip(node.ins, node.outs, strict=True) if n in known})
+                continue
             name, result, terms = node.name, node.outs[0] if node.outs else -1, _NOTHING
             for number in node.ins:
                 if number in sums and name == "sqrt":  # a norm, to be squared again

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..._dtypes import FLOAT32, FLOAT64
-from ..._jaxpr import FULL_PRECISION_MARK, FlatJaxpr, Node, region_mark
+from ..._jaxpr import FULL_PRECISION_MARK, FlatJaxpr, Node, applies_function, region_mark
 from ..ir import Place, is_float32, is_sixteen_bit
 from ..primitives import DOTS, TABLE, Entry, Rule
 from ..rules import Rules
@@ -47,6 +47,8 @@ def _entry(
     low_region = place.low_region or node.low_region
     if scoped == FLOAT32 and not low_region and entry.rule is not Rule.ENTER:  # a narrower scope may be inside
         return Entry(Rule.RECORDED, "with_scopes: float32")
+    if node.name == "scatter" and applies_function(node.eqn):
+        return Entry(Rule.RECORDED, "carries a user's function compiled for float32")
     if entry.rule in (Rule.ENTER, Rule.RECORDED):
         if node.name == "convert_element_type" and all(is_float32(program.avals[n]) for n in (*node.ins, *node.outs)):
             return Entry(Rule.SHAPE, "no change of dtype")

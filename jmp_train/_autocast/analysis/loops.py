@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterable
 
 import jax.numpy as jnp
 
-from ..._jaxpr import FlatJaxpr, Loop, Node, branches_of, flatten, loop_of
+from ..._jaxpr import BARRIER, FlatJaxpr, Loop, Node, branches_of, flatten, loop_of
 from ..ir import Place, is_float32, is_sixteen_bit
 from ..primitives import DOTS, Trait, having
 
@@ -108,7 +108,7 @@ def relations(program: FlatJaxpr, start: int) -> dict[int, Relation]:
 
 def _results(program: FlatJaxpr, node: Node, operands: list[Relation]) -> list[Relation]:
     """What the results of a node are, given its operands, of which one at least is related to the carry."""
-    if node.name == "optimization_barrier":  # each result is the operand of its place
+    if node.name == BARRIER:
         return operands
     related = [relation for relation in operands if relation]
     other = [Relation.OTHER] * len(node.outs)

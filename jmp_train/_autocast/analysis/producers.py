@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ..._dtypes import BFLOAT16, FLOAT16, FLOAT32
-from ..._jaxpr import FlatJaxpr, Node
+from ..._jaxpr import BARRIER, FlatJaxpr, Node
 from ..._sizes import is_single, is_static
 from ..primitives import Trait, having
 from .constants import is_zero
@@ -81,6 +81,8 @@ class Producers:
         if node is None:
             return None
         if node.name in primitives:
+            if node.name == BARRIER:
+                return node.ins[node.outs.index(number)]
             return None if node.name == "pad" and not self._is_zero(node.ins[1]) else node.ins[0]
         if node.name == "convert_element_type" and self._widens(node):
             return node.ins[0]

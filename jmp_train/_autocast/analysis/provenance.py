@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..._dtypes import BFLOAT16, FLOAT16
-from ..._jaxpr import FlatJaxpr, Node
+from ..._jaxpr import BARRIER, FlatJaxpr, Node
 from ..._sizes import is_single
 from ..primitives import DATA_OPERANDS, SYSTEMS, Entry, Rule
 from .constants import Constants
@@ -160,6 +160,10 @@ class Values:
 
         This runs for every equation of a program: no function is called that need not be.
         """
+        if node.name == BARRIER:
+            for number, result in zip(node.ins, node.outs, strict=True):
+                self.give(result, Known(self.provenances[number], numbers=self._numbers(number)))
+            return
         provenances, name, rule = self.provenances, node.name, entry.rule
         constant = self.constants.add(node)
         values = node.ins[DATA_OPERANDS[name]] if name in DATA_OPERANDS else node.ins

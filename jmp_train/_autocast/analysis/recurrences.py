@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
 
-from ..._jaxpr import FlatJaxpr, Loop, Node, flatten
+from ..._jaxpr import BARRIER, FlatJaxpr, Loop, Node, flatten
 from ..primitives import SYSTEMS, Trait, having
 from .dot_sizes import size_of
 from .loops import dependents, sources
@@ -64,6 +64,10 @@ def are_linear(program: FlatJaxpr, ends: Sequence[tuple[int, int]]) -> list[bool
         depends[start] = 1 << position
     producers = Producers(program)
     for node in program.nodes:
+        if node.name == BARRIER:
+            for number, result in zip(node.ins, node.outs, strict=True):
+                depends[result], product[result], other[result] = depends[number], product[number], other[number]
+            continue
         once = twice = multiplied = nonlinear = 0
         several = node.name in ("mul", "div") and depends[node.ins[0]] and depends[node.ins[1]]
         operands = _but_for_scale(node, producers) if several else node.ins

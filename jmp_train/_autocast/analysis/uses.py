@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._jaxpr import FlatJaxpr, Node, branches_of, loop_of
+from ..._jaxpr import BARRIER, FlatJaxpr, Node, branches_of, loop_of
 from ..ir import Place
 from ..primitives import DELICATE_OPERAND, DOTS, EXPONENTIALS, Entry, Rule, Trait, having
 from .wide_product import WideProduct
@@ -103,6 +103,12 @@ class Uses:
 
     def step(self, node: Node, entry: Entry) -> None:
         """Passes the flags of a node's results on to its operands, for every rule but ENTER."""
+        if node.name == BARRIER and entry.rule is Rule.SHAPE:
+            for number, result in zip(node.ins, node.outs, strict=True):
+                if result in self.returned:
+                    self.returned.add(number)
+                self.add(number, self[result])
+            return
         name, rule, outs = node.name, entry.rule, [self._flags[number] or _UNREAD for number in node.outs]
         out = outs[0] if len(outs) == 1 else merged(outs)
         # Of an equation without results `out` is only_wide: nothing narrow reads them.

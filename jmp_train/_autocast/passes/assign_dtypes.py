@@ -28,7 +28,7 @@ import numpy as np
 
 from ..._attention import ATTENTION, DROPOUT, generation, names_of_operands, why_not_fused
 from ..._dtypes import FLOAT32
-from ..._jaxpr import Node
+from ..._jaxpr import BARRIER, Node
 from ..analysis.accesses import Accesses
 from ..analysis.dot_sizes import asks_for_float32, leaves_small_result
 from ..analysis.ranges import UNKNOWN_NUMBERS, Numbers, Range, divides_by_terms, filled_with, numbers_through, range_of
@@ -151,6 +151,8 @@ class _Walk:
     def _fact(self, equation: Equation, number: int, precision: Precision, depth: int) -> Fact:
         """What result `number` of an equation is."""
         operands = [self.facts[operand] for operand in equation.node.ins]
+        if equation.node.name in (BARRIER, "sort"):  # each result has the numbers of the operand of its place
+            operands = [operands[equation.node.outs.index(number)]]
         moves = equation.entry.rule is Rule.SHAPE
         fact = Fact(
             Precision.FULL if precision is Precision.OVERFLOWS else precision,

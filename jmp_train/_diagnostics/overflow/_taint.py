@@ -16,10 +16,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ..._autocast.primitives import Trait, having
+from ..._jaxpr import BARRIER
 from ..._tracebacks import is_asked_for
 from ..interpreter import Site, Value, Watcher, is_narrow_dtype
 from ._source_lines import is_finite_check, is_library_function
@@ -106,6 +108,8 @@ class TaintTracker(Watcher):
     def watch(self, site: Site, inputs: Sequence[Value], outputs: Sequence[Any]) -> list[Tag]:
         self.ran += 1
         tags = [value.tag or Tag(has_nonfinite(value.array), UNTAINTED, False) for value in inputs]
+        if site.primitive == BARRIER:
+            return tags
         nonfinite = list(map(has_nonfinite, outputs))
         narrow = [is_narrow_dtype(getattr(output, "dtype", None)) for output in outputs]
         by_user = any(tag.narrowed_by_user for tag in tags) or self._user_narrows(site, inputs, any(narrow))
@@ -154,7 +158,8 @@ def argument_tag(position: int, array: Any) -> Tag:
 
 
 def is_inexact(array: Any) -> bool:
-    return hasattr(array, "dtype") and bool(jnp.issubdtype(array.dtype, jnp.inexact))
+    # Not the contents of a `jax.Ref`, which are seen when they are read.
+    return not isinstance(array, jax.Ref) and hasattr(array, "dtype") and bool(jnp.issubdtype(array.dtype, jnp.inexact))
 
 
 def has_nonfinite(array: Any) -> bool:
