@@ -149,7 +149,7 @@ class Op(enum.Enum):
     CHAINED = "chained"  # a cast of the first operand, which is NaN where the second is: written as a selection of both
     HOISTED = "hoisted"  # a cast of the first operand, which was made before the loop and is the second
 
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # as `Rule`'s
 
 
 class _Copied:

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from ...._jaxpr import Node
+from ...._jaxpr import BARRIER, Node
 from ...._sizes import is_static
 from ...analysis.residual_costs import fuses, is_expensive
 from ...ir import Equation, Program, Use
@@ -104,7 +104,7 @@ class _Lengths:
 
     def add(self, equation: Equation) -> None:
         name, own, uses = equation.node.name, 0, equation.uses
-        if name == "optimization_barrier" or not (name in _MOVES or fuses(equation)):
+        if name == BARRIER or not (name in _MOVES or fuses(equation)):
             return  # its results are in memory
         # What is broadcast, as a norm's statistics are, is computed in a kernel of its own.
         if name not in _MOVES:
