@@ -54,18 +54,24 @@ def consistent_at(directory):
     return step
 
 
+def report(word, step):
+    """Writes a line at once: `print` of several words writes them one by one under PYTHONUNBUFFERED."""
+    sys.stdout.write(f"{word} {step}\n")
+    sys.stdout.flush()
+
+
 def main(directory):
     """Each step adds one of the same gradient, so that every leaf tells its step."""
     train_step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads), donate_argnums=0)
     with open_manager(directory) as manager:
         state = restored(manager)
-        print("resumed", int(state.step), flush=True)
+        report("resumed", int(state.step))
         while True:
             state = train_step(state, {"w": jnp.ones(SIZE)})
             step = int(state.step)
             # Blocks until the save before is complete, then copies and returns; this one is written meanwhile.
             manager.save(step, args=ocp.args.StandardSave(state))
-            print("saving", step, flush=True)
+            report("saving", step)
 
 
 if __name__ == "__main__":
