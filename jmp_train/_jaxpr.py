@@ -255,12 +255,24 @@ def flatten(
                 continue
             outs = tuple([new(var.aval) for var in eqn.outvars])
             env.update(zip(eqn.outvars, outs, strict=True))
-            nodes.append(Node(eqn, ins, outs, scope, low_region, calls))
+            if eqn.primitive.name == "device_put":
+                for put, operand, result in zip(_each_array(eqn), ins, outs, strict=True):
+                    nodes.append(Node(put, (operand,), (result,), scope, low_region, calls))
+            else:
+                nodes.append(Node(eqn, ins, outs, scope, low_region, calls))
         return numbers(env, body.outvars)
 
     inputs = tuple(new(var.aval) for var in open_jaxpr(jaxpr).invars)
     outputs = tuple(inline(jaxpr, inputs, source_info_util.new_name_stack(), False))
     return FlatJaxpr(avals, known, frozenset(captured), inputs, outputs, tuple(nodes))
+
+
+def _each_array(device_put: JaxprEqn) -> Iterator[JaxprEqn]:
+    """A `device_put` of several arrays as one of each: nothing ties them to each other."""
+    for i, variables in enumerate(zip(device_put.invars, device_put.outvars, strict=True)):
+        operand, result = variables
+        params = {name: value[i : i + 1] for name, value in device_put.params.items()}
+        yield device_put.replace(invars=[operand], outvars=[result], params=params)
 
 
 def last_reads(steps: Sequence[tuple[Collection[int], Collection[int]]], alive: Iterable[int]) -> list[list[int]]:

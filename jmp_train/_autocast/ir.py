@@ -15,6 +15,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
+import jax
 import numpy as np
 
 from .._dtypes import BFLOAT16, FLOAT16, FLOAT32
@@ -84,6 +85,11 @@ def is_float32(aval: Any) -> bool:
         return aval.dtype == FLOAT32
     except AttributeError:  # a token
         return False
+
+
+def is_on_host(aval: Any) -> bool:
+    """Whether a value of a device's program is in the memory of the host, where XLA computes slowly."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def is_sixteen_bit(aval: Any) -> bool:

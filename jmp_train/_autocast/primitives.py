@@ -35,6 +35,7 @@ class Trait(enum.Flag):
     PICKS = enum.auto()  # the result is some of the first operand's elements
     JOINS = enum.auto()  # every element of the result is one of an operand's
     BOUNDS = enum.auto()  # elementwise, and the result is one of the operands
+    TRANSFERS = enum.auto()  # an operand's elements, sent to other devices or to another memory by a kernel of its own
     FLIPS = enum.auto()  # the operand's magnitudes, exactly
     EXTREMES = enum.auto()  # largest or smallest elements
     ADDS = enum.auto()  # a pairwise sum or difference
@@ -118,6 +119,7 @@ _SHAPE = {
     "reshape broadcast_in_dim broadcast_to transpose squeeze rev tile": "moves values",
     "slice dynamic_slice gather split unstack": "picks values; an embedding is cast after its gather",
     "copy name optimization_barrier stop_gradient tie": "identity",
+    "device_put": "moves values to other devices or another memory",
     "sharding_constraint reshard relayout layout_constraint with_memory_space_constraint": "moves values",
     "pvary pbroadcast reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p": "a type",
     "all_gather all_gather_invariant all_gather_reduced ppermute all_to_all": "as they come",
@@ -128,6 +130,7 @@ _WIDEST = {
     "max min atan2 nextafter clamp": "one dtype",
     "eq ne lt le gt ge eq_to le_to lt_to": "a value is never narrowed to be compared with a wider one",
     "concatenate pad stack dynamic_update_slice scatter select_n": "one dtype for the joined buffer",
+    "ragged_all_to_all": "one dtype for what is sent and the buffer that receives it",
 }
 _COLLECTIVE = {
     "psum psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter preduced": "a sum across devices",
@@ -164,7 +167,7 @@ OPAQUE = {
     "complex": "complex numbers have no 16-bit form",
     "custom_linear_solve": "a solver run in 16 bits does not end",
     "global_array_to_host_local_array host_local_array_to_global_array": "moves arrays between processes",
-    "axis_index platform_index device_put dimension_size dim_as_value shape_assertion": "not arithmetic",
+    "axis_index platform_index dimension_size dim_as_value shape_assertion": "not arithmetic",
     "custom_lin dce_sink": "compiled elsewhere",
     "debug_callback debug_print check inspect_sharding": "calls the host",
     "lu_pivots_to_permutation": "integers",
@@ -177,7 +180,6 @@ OPAQUE = {
     "unreduced_psum_start unreduced_reduce_scatter_start psend precv": "asynchronous halves",
     "get swap": "memory that is read and written in place has one dtype",
     "program_order": "orders effects",
-    "ragged_all_to_all": "two buffers of one dtype",
     "pin unpin stage unreachable remat_opt": "internal to JAX's own passes",
     "xla_metadata_call xla_metadata_value": "annotations of the compiler",
 }
@@ -185,10 +187,12 @@ OPAQUE = {
 
 TRAITS = {
     Trait.MOVES: "reshape broadcast_in_dim broadcast_to transpose squeeze rev tile copy name optimization_barrier "
-    "stop_gradient sharding_constraint reshard layout_constraint pvary pbroadcast",
+    "stop_gradient sharding_constraint reshard layout_constraint pvary pbroadcast device_put",
     Trait.PICKS: "slice dynamic_slice gather split unstack",
-    Trait.JOINS: "select_n concatenate pad stack dynamic_update_slice scatter",
+    Trait.JOINS: "select_n concatenate pad stack dynamic_update_slice scatter ragged_all_to_all",
     Trait.BOUNDS: "max min clamp",
+    Trait.TRANSFERS: "device_put all_gather all_gather_invariant all_gather_reduced ppermute all_to_all "
+    "ragged_all_to_all",
     Trait.FLIPS: "neg abs",
     Trait.EXTREMES: "reduce_max reduce_min",
     Trait.ADDS: "add sub add_any",

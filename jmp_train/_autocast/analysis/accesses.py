@@ -1,8 +1,9 @@
 """How an operand gets to its equation: fused into it, or through memory, where its copy in 16 bits will do.
 
-A sum is a kernel of its own and reads what is stored. But what a loss's own softmax makes is only computed when the sum
-over its rows is known, in a kernel that can add up a bias's gradient as well: that sum is fused into it. So is that of
-a bias before a norm, whose backward pass computes the cotangent when its own sums over rows or batches are known.
+A sum is a kernel of its own and reads what is stored, and so does what sends values to other devices or to the host:
+half of the bytes. But what a loss's own softmax makes is only computed when the sum over its rows is known, in a kernel
+that can add up a bias's gradient as well: that sum is fused into it. So is that of a bias before a norm, whose backward
+pass computes the cotangent when its own sums over rows or batches are known.
 
 Above all this is about residual streams in loops. A loop's carry starts as its first value is. An embedding is a
 parameter, and the gradient of a network's head is float32, yet outside of a loop the first layer would narrow both.
@@ -22,7 +23,7 @@ from ..ir import Access, Fact, Place, Precision
 from ..primitives import Entry, Rule, Trait, having
 from .dot_sizes import size_of
 
-_POOLS = having(Trait.POOL)
+_KERNELS = having(Trait.POOL | Trait.TRANSFERS)
 _FUSED = having(Trait.FUSES | Trait.EXPENSIVE)
 # Compiled for an H200, heads with fewer logits keep the sum in a kernel of its own, and XLA stores float32 for it.
 _MANY_LOGITS = 2**20
@@ -56,7 +57,7 @@ class Accesses:
                 self._note(self._after_sum, node, entry, facts, is_sum and not backward)
             if self._after_statistic or (backward and adds):
                 self._note(self._after_statistic, node, entry, facts, backward and adds)
-            kernel = (is_sum and not fused) or node.name in _POOLS
+            kernel = (is_sum and not fused) or node.name in _KERNELS
             return [Access.STORED if kernel else Access.FUSED] * len(node.ins)
         if node.name != "scan":  # XLA keeps a rematerialized call apart, behind a barrier
             return [Access.STORED if node.name == "remat2" else Access.FUSED] * len(node.ins)

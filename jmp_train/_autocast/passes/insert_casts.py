@@ -21,7 +21,7 @@ import numpy as np
 
 from ..._dtypes import FLOAT32
 from ..._jaxpr import Node
-from ..ir import Equation, Op, Precision, Program, Residuals, Use, with_dtype
+from ..ir import Equation, Op, Precision, Program, Residuals, Use, is_on_host, with_dtype
 from ..primitives import ADDED
 
 if TYPE_CHECKING:
@@ -109,6 +109,12 @@ class _Writer:
 
     def _cast(self, value: int, source: int, dtype: np.dtype | None, at: Node | None) -> int:
         """`source`, which is `value` or equal to it, in another dtype, on the compute dtype's grid where it must be."""
+        put = self.producers.get(value)
+        if put is not None and put.node.name == "device_put" and is_on_host(self.avals[value]):
+            (operand,) = put.uses  # cast before it goes to the host, where XLA would do so slowly
+            result = self._new(value, dtype)
+            self.equations.append(put.replace(uses=[self.read(operand._replace(dtype=dtype), at)], results=(result,)))
+            return result
         cast = self._add(Op.CAST, source, self._new(value, dtype), at)
         if value not in self.residuals.rounded or dtype != FLOAT32:
             return cast

@@ -43,7 +43,7 @@ import numpy as np
 from ..._jaxpr import Node
 from ..._sizes import is_less, size_in_bytes
 from ..analysis.residual_costs import ResidualCosts, Sources, fuses, is_expensive
-from ..ir import Access, Equation, Precision, Program, Residuals, Use
+from ..ir import Access, Equation, Precision, Program, Residuals, Use, is_on_host
 from ..primitives import Rule
 from .rewrites.relu_mask import is_positive, relu_operand
 
@@ -117,6 +117,8 @@ class _Decisions:
         values = self.values
         operands = [values[operand] for operand in node.ins if operand in values]
         value = values[number] = _Value()
+        if is_on_host(self._program.avals[number]):
+            return  # it is in no device's memory
         dot_reads_it = to_dot and (fact.has_low_copy or fact.precision is Precision.LOW)
         if fact.precision is Precision.LOW:
             value.from_dot = _is_from_dot(equation, operands)

@@ -25,7 +25,8 @@ from ...primitives import DOTS, Entry, Rule, Trait, having
 from ..dead_code import computing
 from .rewrite import Rewrite, loop_counts
 
-_MOVES = having(Trait.MOVES | Trait.PICKS)
+# Not what iterations put on a device one after the other: all of it may not fit there.
+_MOVES = having(Trait.MOVES | Trait.PICKS) - having(Trait.TRANSFERS)
 _COPY = Entry(Rule.RECORDED, "a weight's copy, made before the loop that reads it")
 
 
