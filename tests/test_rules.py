@@ -120,6 +120,7 @@ SAMPLES = {
     "optimization_barrier": lambda x: lax.optimization_barrier(x),
     "stop_gradient": lambda x: lax.stop_gradient(x),
     "copy": bound("copy"),
+    "device_put": jax.device_put,
     "clamp": lambda x: lax.clamp(x, x, x),
     "concatenate": lambda x: jnp.concatenate([x, x]),
     "pad": lambda x: jnp.pad(x, 1),
@@ -140,7 +141,8 @@ SAMPLES |= {name: lambda x, name=name: getattr(lax, name)(x, x[::-1]) for name i
 
 # Rows that cannot be shown by a small program on one device and in every release, each with its reason.
 NOT_SHOWN = {
-    "needs a mesh": "all_gather all_gather_invariant all_gather_reduced ppermute all_to_all psum psum_invariant "
+    "needs a mesh": "all_gather all_gather_invariant all_gather_reduced ppermute all_to_all "
+    "ragged_all_to_all psum psum_invariant "
     "reduce_scatter unreduced_psum unreduced_reduce_scatter preduced pmax pmin unreduced_pmax unreduced_pmin pvary "
     "pbroadcast reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p sharding_constraint "
     "reshard relayout layout_constraint with_memory_space_constraint",
