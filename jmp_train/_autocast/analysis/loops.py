@@ -17,6 +17,7 @@ from ..primitives import DOTS, Trait, having
 _COMMUTES = frozenset({"add", "add_any"})
 _ADDS = having(Trait.ACCUMULATES)
 _PASSES = having(Trait.MOVES) | {"convert_element_type"}
+_HANDS_ON = having(Trait.MOVES | Trait.TRANSFERS)
 _ADDS_TO_STREAM = having(Trait.ADDS) | _PASSES | {"select_n"}
 
 
@@ -47,8 +48,9 @@ def may_be_narrow(
 ) -> bool:
     """Whether a carry in the compute dtype loses no more than the same layers do outside of a loop.
 
-    Either the body rounds all that it makes of the carry for a dot anyway, as a plain recurrent network does, or the
-    carry is the residual stream of a stack of layers, whose weights come in row by row. The state of an integrator, a
+    Either the body hands on the carry as it is, as ring attention does with keys that go from device to device; or it
+    rounds all that it makes of the carry for a dot anyway, as a plain recurrent network does; or the carry is the
+    residual stream of a stack of layers, whose weights come in row by row. The state of an integrator, a
     recursion or an average is neither: it is built up of many small terms; nor are weights that a loop updates, nor the
     gradient that comes back through such updates, which meets rows of activations only.
 
@@ -59,6 +61,8 @@ def may_be_narrow(
       start, result: the carry, as `body` is given it and as `body` returns it.
       wide: the ids of equations that are products kept in float32.
     """
+    if start in sources(body, [result], lambda node: node.name in _HANDS_ON):
+        return True
     # A 16-bit dot rounds the carry anyway; one that is kept in float32 does not.
     if result not in dependents(body, [start], lambda node: node.name not in DOTS or id(node.eqn) in wide):
         return True
