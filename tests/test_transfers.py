@@ -275,3 +275,72 @@ def test_the_cross_terms_of_distances_are_found_on_another_device():
     x = 50 + RNG.normal(size=(2, 16, 64)).astype(np.float32)
     got, want = autocast(squared_distances, "mixed_float16")(*x), squared_distances(*x)
     assert np.max(np.abs(got - want)) < 0.5  # of 128; in float16 4
+
+
+def sharded_layers(mesh, rematerialized):
+    """Layers in a scan, each of which gathers its weights (Rajbhandari et al., "ZeRO", 2020)."""
+
+    def local(weights, x):
+        def layer(x, w):
+            return jnp.tanh(x @ lax.all_gather(w, "data", tiled=True)), None
+
+        layer = jax.checkpoint(layer) if rematerialized else layer
+        return lax.pmean(jnp.mean(lax.scan(layer, x, weights)[0] ** 2), "data")
+
+    specs = {"in_specs": (jax.P(None, "data"), jax.P("data")), "out_specs": jax.P(), "check_vma": False}
+    return jax.shard_map(local, mesh=mesh, **specs)
+
+
+@pytest.mark.parametrize("rematerialized", [False, True])
+@pytest.mark.parametrize("inside", [True, False], ids=["autocast of the gradient", "gradient of autocast"])
+def test_weights_are_gathered_in_16_bits_and_their_gradients_summed_in_32(inside, rematerialized):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    fn, x = sharded_layers(mesh, rematerialized), np.tile(X, (8, 1))
+    ours = autocast(jax.grad(fn), "mixed_float16") if inside else jax.grad(autocast(fn, "mixed_float16"))
+    found = {
+        (eqn.primitive.name, str(eqn.outvars[0].aval.dtype))
+        for eqn in equations(jax.make_jaxpr(ours)(WEIGHTS, x))
+        if eqn.primitive.name in ("all_gather", "reduce_scatter")
+    }
+    assert found == {("all_gather", "float16"), ("reduce_scatter", "float32")}
+    assert_close(jax.jit(ours)(WEIGHTS, x), jax.jit(jax.grad(fn))(WEIGHTS, x))
+
+
+@pytest.mark.parametrize("place", [lax.with_sharding_constraint, jax.device_put])
+def test_weights_that_are_put_elsewhere_are_cast_before(place):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole = jax.NamedSharding(mesh, jax.P())
+    fn = jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ place(w, whole)) ** 2))
+    primitive = "sharding_constraint" if place is lax.with_sharding_constraint else "device_put"
+    traced = jax.make_jaxpr(autocast(fn, "mixed_float16"))(W, X)
+    found = [eqn.outvars[0].aval.dtype for eqn in equations(traced) if eqn.primitive.name == primitive]
+    assert found == [jnp.float16, jnp.float32]  # the weight and its gradient
+    assert_close(jax.jit(autocast(fn, "mixed_float16"))(W, X), jax.jit(fn)(W, X))
+
+
+def test_a_weight_that_float32_reads_is_sent_in_float32():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def local(w, x):
+        return x * lax.all_gather(w, "data", tiled=True), jnp.sum(lax.all_gather(w, "data", tiled=True) ** 2)
+
+    specs = {"in_specs": jax.P("data"), "out_specs": (jax.P("data"), jax.P()), "check_vma": False}
+    traced = jax.make_jaxpr(autocast(jax.shard_map(local, mesh=mesh, **specs), "mixed_float16"))(
+        W[0], np.tile(X, (8, 1))
+    )
+    found = [eqn.outvars[0].aval.dtype for eqn in equations(traced) if eqn.primitive.name == "all_gather"]
+    assert found == [jnp.float32, jnp.float32]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rematerialized", [False, True])
+def test_eight_h200s_gather_weights_in_16_bits_and_sum_gradients_in_32(rematerialized):
+    mesh = gpu_mesh(8)
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, spec))
+        for shape, spec in (((4, 1024, 1024), jax.P(None, "data")), ((8192, 1024), jax.P("data")))
+    ]
+    gradient = autocast(jax.grad(sharded_layers(mesh, rematerialized)), "mixed_float16")
+    found = collectives(module_text(jax.jit(gradient).lower(*args).compile()))
+    crossing = {(name, dtype) for name, dtype, _ in found if name != "all-reduce"}  # of the loss
+    assert crossing == {("all-gather", "f16"), ("reduce-scatter", "f32")}

@@ -36,6 +36,7 @@ class Trait(enum.Flag):
     JOINS = enum.auto()  # every element of the result is one of an operand's
     BOUNDS = enum.auto()  # elementwise, and the result is one of the operands
     TRANSFERS = enum.auto()  # an operand's elements, sent to other devices or to another memory by a kernel of its own
+    PLACES = enum.auto()  # says where its operand's elements are to be: a transfer, if they are elsewhere
     FLIPS = enum.auto()  # the operand's magnitudes, exactly
     EXTREMES = enum.auto()  # largest or smallest elements
     ADDS = enum.auto()  # a pairwise sum or difference
@@ -193,6 +194,7 @@ TRAITS = {
     Trait.BOUNDS: "max min clamp",
     Trait.TRANSFERS: "device_put all_gather all_gather_invariant all_gather_reduced ppermute all_to_all "
     "ragged_all_to_all",
+    Trait.PLACES: "sharding_constraint reshard",
     Trait.FLIPS: "neg abs",
     Trait.EXTREMES: "reduce_max reduce_min",
     Trait.ADDS: "add sub add_any",

@@ -46,6 +46,7 @@ from ..ir import (
     dtype_of,
     equation_of,
     is_float32,
+    is_on_host,
     is_sixteen_bit,
     precision_of,
     recorded_reads,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 _ADDS = having(Trait.ADDS)
 _ROUNDS = having(Trait.ROUNDS)
 _ATTENTION = having(Trait.ATTENTION)
+_TRANSFERS = having(Trait.TRANSFERS | Trait.PLACES)
 
 
 def assign_dtypes(program: Program, context: Context) -> Program:
@@ -215,6 +217,8 @@ class _Walk:
             return self._widest(node, entry, seen)  # an edit: its operands still need one dtype
         if node.name == "rev" and seen == [Precision.WEAK] and self.uses.is_for_one_dot(node.outs[0]):
             return self._pairwise(node, entry, seen, Precision.LOW)  # a cast after it hides cuDNN's data gradient
+        if node.name in _TRANSFERS and seen == [Precision.WEAK] and self._is_weight_for_dots(node):
+            return equation_of(node, entry, [FLOAT32], computes=[FLOAT32]), [Precision.LOW]
         fill = filled_with(node)
         if fill is not None and seen[0] is not Precision.RECORDED and not fill.fits(self.low):
             high = Entry(Rule.HIGH, f"{self.low.name} cannot hold its fill_value")
@@ -232,6 +236,12 @@ class _Walk:
         if node.name == "convert_element_type" and made == [Precision.LOW]:
             params = {"new_dtype": self.low}  # recorded from float32 to float32: it changes the weak type alone
         return equation_of(node, entry, [dtype_of(precision, self.low) for precision in seen], params=params), made
+
+    def _is_weight_for_dots(self, node: Node) -> bool:
+        """Whether a transfer sends a parameter from devices to devices, and dots read it there."""
+        (sent,), (received,) = node.ins, node.outs
+        flags, on_host = self.uses[received], is_on_host(self.avals[sent]) or is_on_host(self.avals[received])
+        return self.facts[sent].parameter and flags.to_dot and not flags.sensitive and not on_host
 
     def _widest(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         flags = self.uses[node.outs[0]]

@@ -11,6 +11,7 @@ from .fold_transposes import FoldTransposes
 from .hoist_weight_casts import HoistWeightCasts
 from .max_pools import MaxPools
 from .narrow_caches import NarrowCaches
+from .narrow_transfers import NarrowTransfers
 from .one_hot_scatter import OneHotScatter
 from .relu_mask import ReluMask
 from .rewrite import Rewrite as Rewrite
@@ -31,6 +32,7 @@ REWRITES: tuple[Rewrite, ...] = (
     FoldTransposes(),
     HoistWeightCasts(),
     NarrowCaches(),
+    NarrowTransfers(),
     SlicedDots(),
     ChainedCasts(),
     WindowSums(),
