@@ -310,26 +310,54 @@ def test_weights_are_gathered_in_16_bits_and_their_gradients_summed_in_32(inside
 def test_weights_that_are_put_elsewhere_are_cast_before(place):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     whole = jax.NamedSharding(mesh, jax.P())
-    fn = jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ place(w, whole)) ** 2))
+    fn = jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ place(place(w, whole), whole)) ** 2))
     primitive = "sharding_constraint" if place is lax.with_sharding_constraint else "device_put"
     traced = jax.make_jaxpr(autocast(fn, "mixed_float16"))(W, X)
-    found = [eqn.outvars[0].aval.dtype for eqn in equations(traced) if eqn.primitive.name == primitive]
-    assert found == [jnp.float16, jnp.float32]  # the weight and its gradient
+    found = [(str(eqn.invars[0].aval.dtype), eqn.primitive.name) for eqn in equations(traced)]
+    dtypes = [dtype for dtype, name in found if name == primitive]
+    assert dtypes == ["float16"] * 2 + ["float32"] * 2  # the weight and its gradient
+    assert ("float16", "convert_element_type") not in found  # the second sends what the first one did
     assert_close(jax.jit(autocast(fn, "mixed_float16"))(W, X), jax.jit(fn)(W, X))
 
 
-def test_a_weight_that_float32_reads_is_sent_in_float32():
+@pytest.mark.parametrize("read", [lambda x, w: x * w[0], lambda x, w: x @ w - jnp.log(w[0])])
+def test_a_weight_that_float32_reads_is_sent_in_float32(read):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (jax.P("data"), jax.P("data")), "out_specs": jax.P("data"), "check_vma": False}
+    fn = jax.shard_map(lambda w, x: read(x, lax.all_gather(w, "data", tiled=True)), mesh=mesh, **specs)
+    traced = jax.make_jaxpr(autocast(fn, "mixed_float16"))(W, np.tile(X, (8, 1)))
+    found = [eqn.outvars[0].aval.dtype for eqn in equations(traced) if eqn.primitive.name == "all_gather"]
+    assert found == [jnp.float32]
+
+
+def ring(mesh, update):
+    """Keys that go round eight devices in a scan (Liu et al., "Ring attention", 2023), scored against queries."""
 
     def local(w, x):
-        return x * lax.all_gather(w, "data", tiled=True), jnp.sum(lax.all_gather(w, "data", tiled=True) ** 2)
+        def step(state, _):
+            keys, total = state
+            total = total + jnp.sum(jnp.exp(x @ keys.T), -1)
+            return (update(lax.ppermute(keys, "data", RING), x), total), None
 
-    specs = {"in_specs": jax.P("data"), "out_specs": (jax.P("data"), jax.P()), "check_vma": False}
-    traced = jax.make_jaxpr(autocast(jax.shard_map(local, mesh=mesh, **specs), "mixed_float16"))(
-        W[0], np.tile(X, (8, 1))
-    )
-    found = [eqn.outvars[0].aval.dtype for eqn in equations(traced) if eqn.primitive.name == "all_gather"]
-    assert found == [jnp.float32, jnp.float32]
+        return lax.scan(step, (x @ w, jnp.zeros(x.shape[0])), None, 8)[0][1]
+
+    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P("data"), "check_vma": False}
+    return jax.shard_map(local, mesh=mesh, **specs)
+
+
+def test_keys_that_go_round_a_ring_stay_in_16_bits():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    args = W, np.tile(X, (8, 1)) / 8
+
+    def dtype_of_keys(update):
+        traced = jax.make_jaxpr(autocast(ring(mesh, update), "mixed_float16"))(*args)
+        return next(str(eqn.outvars[0].aval.dtype) for eqn in equations(traced) if eqn.primitive.name == "ppermute")
+
+    assert dtype_of_keys(lambda keys, x: keys) == "float16"
+    assert dtype_of_keys(lambda keys, x: jnp.where(keys > 0, keys, jnp.sin(x))) == "float32"
+    assert dtype_of_keys(lambda keys, x: keys + 1e-3 * x) == "float32"
+    fn = ring(mesh, lambda keys, x: keys)
+    assert_close(jax.jit(autocast(fn, "mixed_float16"))(*args), jax.jit(fn)(*args))
 
 
 @pytest.mark.slow
