@@ -372,3 +372,39 @@ def test_eight_h200s_gather_weights_in_16_bits_and_sum_gradients_in_32(remateria
     found = collectives(module_text(jax.jit(gradient).lower(*args).compile()))
     crossing = {(name, dtype) for name, dtype, _ in found if name != "all-reduce"}  # of the loss
     assert crossing == {("all-gather", "f16"), ("reduce-scatter", "f32")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inside, most", [(True, 0.75), (False, 1.45)])
+def test_bytes_of_sharded_layers_beside_those_by_hand(inside, most):
+    """Differentiated inside of the `shard_map` and outside; the README has both figures."""
+    mesh = gpu_mesh(8)
+
+    def gradient(dtype):
+        def loss(params, x):
+            def gathered(w):
+                return lax.all_gather(w.astype(dtype), "data", tiled=True)
+
+            def layer(x, w):
+                up, down = map(gathered, w)
+                return x + jax.nn.gelu(jax.nn.standardize(x) @ up) @ down, None
+
+            x, _ = lax.scan(layer, x.astype(dtype) @ gathered(params["in"]), params["layers"])
+            x = jax.nn.standardize(x) @ gathered(params["out"])
+            loss = jnp.mean(x.astype(jnp.float32) ** 2)
+            return loss if inside else lax.pmean(loss, "data")
+
+        rows, whole = jax.P("data"), jax.P()
+        specs = {"in": rows, "layers": (jax.P(None, "data"),) * 2, "out": rows}
+        mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs, rows), check_vma=False)
+        return mapped(jax.grad(loss), out_specs=specs) if inside else jax.grad(mapped(loss, out_specs=whole))
+
+    def array(spec, *shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, spec))
+
+    rows, stacked = jax.P("data"), jax.P(None, "data")
+    layers = array(stacked, 4, 1024, 4096), array(stacked, 4, 4096, 1024)
+    args = {"in": array(rows, 1024, 1024), "layers": layers, "out": array(rows, 1024, 1024)}, array(rows, 16384, 1024)
+    programs = autocast(gradient(jnp.float32), "mixed_float16"), gradient(jnp.float16)
+    ours, hand = (traffic(module_text(jax.jit(fn).lower(*args).compile())) for fn in programs)
+    assert ours <= most * hand
