@@ -25,6 +25,7 @@ import numpy as np
 from jax.extend import linear_util, source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import Primitive as Primitive
+from jax.extend.core import Var as Var
 from jax.extend.core.primitives import convert_element_type_p
 from jax.extend.random import threefry2x32_p as threefry2x32_p
 

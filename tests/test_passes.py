@@ -257,7 +257,18 @@ def joined_gates(w, x):
     return lax.scan(step, x[:, :4], jnp.stack([x, x]))[0]
 
 
+def loss_on_devices(w, x):
+    """The mean over two devices, differentiated outside of them."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def local(w, x):
+        return lax.pmean(jnp.mean(jax.nn.gelu(x @ w) ** 2), "data")
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())(w, x)
+
+
 REWRITTEN = {
+    "JoinedShardMaps": (jax.grad(loss_on_devices), W, X),
     "SumsOfOne": (jax.grad(lambda w, x: jnp.sum(jnp.tanh(x + w[None]) @ LAYERS[0])), W[:, 0], X[:1]),
     "ReluMask": (jax.grad(lambda w, x: jnp.sum(jax.nn.relu(x @ w) @ w.T)), W, X),
     "MaxPools": (

@@ -9,6 +9,7 @@ from .chained_casts import ChainedCasts
 from .dot_as_sums import DotAsSums
 from .fold_transposes import FoldTransposes
 from .hoist_weight_casts import HoistWeightCasts
+from .joined_shard_maps import JoinedShardMaps
 from .max_pools import MaxPools
 from .narrow_caches import NarrowCaches
 from .narrow_transfers import NarrowTransfers
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ...planner import Context, Planner
 
 REWRITES: tuple[Rewrite, ...] = (
+    JoinedShardMaps(),
     SumsOfOne(),
     ReluMask(),
     MaxPools(),

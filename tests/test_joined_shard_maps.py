@@ -1,0 +1,148 @@
+"""A differentiated `shard_map` is one, forward and backward, wherever the backward pass starts from what is known."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from battery_tools import primitives_of
+from jax import lax
+
+from jmp_train import autocast, low_precision
+
+P, DATA, WHOLE = jax.P, jax.P("data"), jax.P()
+RNG = np.random.default_rng(0)
+W = {name: RNG.normal(size=(16, 16)).astype(np.float32) / 4 for name in ("in", "out")}
+X = RNG.normal(size=(64, 16)).astype(np.float32)
+
+
+def mapped(fn, check, out=WHOLE, axes=("data",), weights: Any = WHOLE, **options):
+    mesh = jax.make_mesh((8,) if len(axes) == 1 else (4, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
+    return jax.shard_map(fn, mesh=mesh, in_specs=(weights, DATA), out_specs=out, check_vma=check, **options)
+
+
+def features(w, x):
+    return jax.nn.gelu(jnp.tanh(x @ w["in"]) @ w["out"])
+
+
+def local_loss(w, x):
+    return lax.pmean(jnp.mean(features(w, x) ** 2), "data")
+
+
+def local_layers(w, x):
+    y, _ = lax.scan(lambda h, _: (jax.nn.gelu(h @ w["in"]) + h @ w["out"], None), x, None, length=3)
+    return lax.pmean(jnp.mean(y**2), "data")
+
+
+def tensor_parallel(w, x):
+    h = lax.psum(jax.nn.gelu(x @ w["in"]) @ w["out"], "model")
+    return lax.pmean(jnp.mean(h**2), "data")
+
+
+def loss(check):
+    return mapped(local_loss, check)
+
+
+def layers(check):
+    return mapped(local_layers, check)
+
+
+def loss_over_one_of_two_axes(check):
+    return mapped(local_loss, check, axes=("data", "model"), axis_names={"data"})
+
+
+def split_weights(check):
+    specs = {"in": P(None, "model"), "out": P("model")}
+    return mapped(tensor_parallel, check, axes=("data", "model"), weights=specs)
+
+
+def scaled_loss(check):
+    return lambda w, x: 1024 * loss(check)(w, x)
+
+
+def named_loss(check):
+    return jax.named_scope("network")(loss(check))
+
+
+def low_precision_loss(check):
+    return low_precision(loss(check))
+
+
+def two_losses(check):
+    return lambda w, x: loss(check)(w, x) + layers(check)(w, x)
+
+
+def rematerialized_loss(check):
+    return jax.checkpoint(loss(check))
+
+
+def loss_of_features(check):
+    return lambda w, x: loss(check)(w, mapped(features, check, DATA)(w, x))
+
+
+def square_of_features(check):
+    return lambda w, x: jnp.mean(mapped(features, check, DATA)(w, x) ** 2)
+
+
+def logarithm_of_loss(check):
+    return lambda w, x: jnp.log(loss(check)(w, x))
+
+
+# How many `shard_map`s a gradient has, and how many are left.
+CASES = {
+    **dict.fromkeys([loss, layers, loss_over_one_of_two_axes, split_weights, scaled_loss, named_loss], (2, 1)),
+    low_precision_loss: (2, 1),
+    two_losses: (4, 2),
+    rematerialized_loss: (3, 2),
+    loss_of_features: (4, 2),
+    # The cotangent is computed from the result.
+    **dict.fromkeys([square_of_features, logarithm_of_loss], (2, 2)),
+}
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["check_vma", "no check"])
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+def test_gradients_of_shard_maps(make, check):
+    gradient = jax.value_and_grad(make(check))
+    ours = autocast(gradient, "mixed_float16")
+    counts = [primitives_of(jax.make_jaxpr(fn)(W, X)) for fn in (gradient, ours)]
+    found = tuple(sum(n for (name, *_), n in count.items() if name == "shard_map") for count in counts)
+    assert found == CASES[make]
+    got, want = jax.jit(ours)(W, X), jax.jit(gradient)(W, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3 * np.abs(b).max()), got, want)
+
+
+def test_a_second_derivative():
+    def norm(w, x):
+        gradient = jax.grad(loss(True))(w, x)
+        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gradient))
+
+    got, want = (jax.jit(fn)(W, X) for fn in (autocast(jax.grad(norm), "mixed_float16"), jax.grad(norm)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3 * np.abs(b).max()), got, want)
+
+
+def test_what_has_effects_stays_where_it_is(capfd):
+    def reported(w, x):
+        jax.debug.callback(lambda y: print("loss"), x[0, 0])
+        return local_loss(w, x)
+
+    gradient = jax.grad(mapped(reported, False))
+    found = primitives_of(jax.make_jaxpr(autocast(gradient, "mixed_float16"))(W, X))
+    assert sum(n for (name, *_), n in found.items() if name == "shard_map") == 2
+    jax.block_until_ready(autocast(gradient, "mixed_float16")(W, X))
+    assert capfd.readouterr().out.count("loss") == 8
+
+
+def test_other_devices_and_layouts_stay_apart():
+    """A value that the devices share in one way and are given in another is not the same inside."""
+
+    def halves(x):
+        return mapped(lambda w, x: x * jnp.sum(w), True, DATA)(jnp.ones(3), x)
+
+    def fn(x):
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        return jax.shard_map(lambda y: jnp.sum(y**2), mesh=mesh, in_specs=WHOLE, out_specs=WHOLE)(halves(x))
+
+    got, want = (jax.jit(each)(X) for each in (autocast(jax.grad(fn), "mixed_float16"), jax.grad(fn)))
+    np.testing.assert_allclose(got, want, rtol=2e-3)
