@@ -9,7 +9,7 @@ import pytest
 from battery_tools import primitives_of
 from jax import lax
 
-from jmp_train import autocast, low_precision
+from jmp_train import autocast, explain, low_precision
 
 P, DATA, WHOLE = jax.P, jax.P("data"), jax.P()
 RNG = np.random.default_rng(0)
@@ -111,6 +111,14 @@ def test_gradients_of_shard_maps(make, check):
     assert found == CASES[make]
     got, want = jax.jit(ours)(W, X), jax.jit(gradient)(W, X)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3 * np.abs(b).max()), got, want)
+
+
+def test_equations_keep_their_scopes_and_passes():
+    gradient = jax.grad(named_loss(True))
+    products = [op for op in explain(gradient, "mixed_float16")(W, X).operations if op.primitive == "dot_general"]
+    assert len(products) == 5 and {op.scope for op in products} == {"network"}
+    found = primitives_of(jax.make_jaxpr(autocast(gradient, "mixed_float16"))(W, X))
+    assert found["dot_general", "float32"] == 2  # the gradients of the weights, which are summed over the devices
 
 
 def test_a_second_derivative():

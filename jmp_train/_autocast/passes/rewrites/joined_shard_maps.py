@@ -64,7 +64,7 @@ def _results(node: Node) -> list[_Value]:
 def _with_joined(nodes: list[Node], at: int, end: int, outputs: Collection[int]) -> list[Node] | None:
     """The nodes with the `shard_map`s at two positions as one; `None` where that cannot be."""
     first, second = nodes[at], nodes[end]
-    alike = first.low_region == second.low_region and all([first.params[key] == second.params[key] for key in _SAME])
+    alike = all([first.params[key] == second.params[key] for key in _SAME])
     # The equations of a rematerialized function do not say themselves that they are its backward pass.
     halves = not is_backward(first) and (is_backward(second) or is_recomputed(first))
     if not halves or not alike or any([node.eqn.effects for node in nodes[at : end + 1]]):
