@@ -375,9 +375,9 @@ def test_eight_h200s_gather_weights_in_16_bits_and_sum_gradients_in_32(remateria
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inside, most", [(True, 0.75), (False, 1.45)])
-def test_bytes_of_sharded_layers_beside_those_by_hand(inside, most):
-    """Differentiated inside of the `shard_map` and outside; the README has both figures."""
+@pytest.mark.parametrize("inside", [True, False])
+def test_bytes_of_sharded_layers_beside_those_by_hand(inside):
+    """Differentiated inside of the `shard_map` and outside; the README has the figure."""
     mesh = gpu_mesh(8)
 
     def gradient(dtype):
@@ -407,4 +407,4 @@ def test_bytes_of_sharded_layers_beside_those_by_hand(inside, most):
     args = {"in": array(rows, 1024, 1024), "layers": layers, "out": array(rows, 1024, 1024)}, array(rows, 16384, 1024)
     programs = autocast(gradient(jnp.float32), "mixed_float16"), gradient(jnp.float16)
     ours, hand = (traffic(module_text(jax.jit(fn).lower(*args).compile())) for fn in programs)
-    assert ours <= most * hand
+    assert ours <= 0.73 * hand
