@@ -61,6 +61,11 @@ def normalized(x, axis):
 
 # A loss of the parameters (w, b, g, v) and of the inputs, how many rows and columns, how the gradient of `b` is read.
 NORMS: dict[str, tuple[Callable[..., Any], tuple[int, int], str]] = {
+    "without a norm, before sums of windows and another layer": (
+        lambda w, b, g, v, x: window_sums(jnp.tanh(x @ w + b)) @ v + g,
+        (2**14, 256),
+        "stored",
+    ),
     "over the batch": (lambda w, b, g, v, x: g * normalized(x @ w + b, 0), (2**14, 256), "fused"),
     "over the batch, of fewer numbers": (lambda w, b, g, v, x: g * normalized(x @ w + b, 0), (2**13, 256), "stored"),
     "over a smaller batch": (lambda w, b, g, v, x: g * normalized(x @ w + b, 0), (2**12, 2**11), "stored"),

@@ -27,6 +27,15 @@ def squares(x):
 BOTH, LEFT, RIGHT, NEITHER = {0, 1}, {0}, {1}, set()
 # The operands of `x @ y.T` whose squares are added to it.
 CROSS_TERMS = {
+    "squares, moved": (lambda x, y: jnp.sum((x**2).T, 0)[:, None] + jnp.sum((y**2).T, 0) - 2 * x @ y.T, BOTH),
+    "squares of magnitudes": (lambda x, y: squares(jnp.abs(x))[:, None] + squares(jnp.abs(y)) - 2 * x @ y.T, BOTH),
+    "powers": (
+        lambda x, y: (
+            jnp.sum(lax.pow(x, np.float32(2)), -1)[:, None] + jnp.sum(lax.pow(y, np.float32(2)), -1) - x @ y.T
+        ),
+        BOTH,
+    ),
+    "a matrix times itself": (lambda x, y: (lambda a: a @ y[:, :4].T + (a @ a)[:, :1])(x[:, :4]), NEITHER),
     "distances": (lambda x, y: squares(x)[:, None] + squares(y) - 2 * x @ y.T, BOTH),
     "the product scaled": (lambda x, y: squares(x)[:, None] + squares(y) - 2 * (x @ y.T), BOTH),
     "the product first": (lambda x, y: -2 * x @ y.T + squares(x)[:, None] + squares(y), BOTH),

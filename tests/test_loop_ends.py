@@ -30,6 +30,15 @@ def repeated(body, start, n):
 # Of a function of a parameter, data and an integer: the arguments that its first result is computed from, or `None` if
 # not all of that runs as recorded.
 CASES = {
+    "a counter whose end an argument says": (
+        lambda w, x, n: lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] @ w), (0, x))[0],
+        {N_},
+    ),
+    "a loop that may not run": (lambda w, x, n: repeated(lambda c: x + 1, w[:2], n), {W_, X_, N_}),
+    "a comparison across a dot": (
+        lambda w, x, n: bias_gradient(lambda h, b: jnp.where(x > 0, b, 2 * b) + 0 * h, w, x),
+        {X_},
+    ),
     "data": (lambda w, x, n: x + 1, {X_}),
     "a parameter": (lambda w, x, n: 2 * w, {W_}),
     "a constant": (lambda w, x, n: jnp.arange(3) + 1, set()),

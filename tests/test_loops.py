@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from jmp_train._autocast.analysis.loops import accumulates, is_counted, is_residual_stream
-from jmp_train._autocast.analysis.recurrences import are_linear, solves
+from jmp_train._autocast.analysis.recurrences import are_linear, carry_kinds, solves
 from jmp_train._jaxpr import flatten, loop_of
 
 RNG = np.random.default_rng(0)
@@ -23,6 +23,7 @@ def scanned(c, d):
 
 # What a body makes of its carry `c`, and of `d`, which does not depend on it.
 BODIES = {
+    "a solution, rounded": (lambda c, d: jnp.linalg.solve(c, d).astype(jnp.float16).astype(jnp.float32), {SOLVES}),
     "the carry": (lambda c, d: c, {STREAM}),
     "terms added": (lambda c, d: c + d, {ACCUMULATES}),
     "terms added from the left": (lambda c, d: jnp.sin(d) + c, {ACCUMULATES}),
@@ -131,3 +132,18 @@ def test_which_loops_are_counted(name):
     (eqn,) = traced(np.int32(0), np.float32(0), C).eqns
     loop = loop_of(eqn)
     assert loop is not None and is_counted(loop) == expected
+
+
+def test_what_a_gain_moves_is_an_estimate_if_it_is_linear():
+    """Of a filter's covariance, its mean, and the state of a network that is given the gain."""
+
+    def step(carry, row):
+        p, mean, h = carry
+        gain = jnp.linalg.solve(p + C, p)
+        return (p - gain @ p, mean @ D + (row - mean @ D) @ gain, jnp.tanh(h @ D + gain)), None
+
+    (eqn,) = jax.make_jaxpr(lambda c, rows: lax.scan(step, (c, c, c), rows))(C, np.stack([C, C])).eqns
+    loop = loop_of(eqn)
+    assert loop is not None
+    kinds = carry_kinds(flatten(loop.body, also=("jit", "custom_jvp_call")), loop, [False])
+    assert [is_estimate for _, is_estimate in kinds] == [True, True, False]

@@ -7,6 +7,7 @@ import functools
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,10 @@ import jmp_train._autocast.emit as emit_module
 from jmp_train import DEFAULT_RULES, autocast
 from jmp_train._autocast.ir import Program, Use, format_program
 from jmp_train._autocast.passes.rewrites import REWRITES
+from jmp_train._autocast.passes.rewrites.dot_as_sums import multiply_and_add
 from jmp_train._autocast.passes.rewrites.two_step_sums import first_axis, sum_in_two_steps, sum_over
 from jmp_train._autocast.planner import LOWERING, PLANNING
+from jmp_train._jaxpr import Node
 
 PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
 
@@ -566,6 +569,7 @@ def test_a_sum_that_says_how_it_is_sharded_is_left_as_it_is():
 
 
 KERNELS = {
+    "a window behind the operand": (sums_of_windows((1, 40), (1, 1), ((0, 0), (0, 1))), (3, 40)),
     "many places": (sums_of_windows((17,), (1,), ((0, 0),)), (32,)),
     "elements apart": (sums_of_windows((2,), (1,), ((0, 0),), window_dilation=(2,)), (8,)),
     "zeros between the operand's": (sums_of_windows((2,), (1,), ((0, 0),), base_dilation=(2,)), (8,)),
@@ -662,3 +666,132 @@ def test_the_architecture_page_shows_what_the_passes_print():
 def test_the_architecture_page_lists_the_passes():
     rows = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)
     assert rows == ["f32_accumulators", *(run.__name__ for run in (*PLANNING, *LOWERING))]
+
+
+# Of a batched product `[batch, rows, columns]`: how its axes are moved, and how many of the transposes are left.
+BATCHED = {
+    "rows and columns": ([(0, 2, 1)], 0),
+    "rows and columns, in two steps": ([(1, 0, 2), (1, 2, 0)], 0),
+    "back again": ([(1, 2, 0), (2, 0, 1)], 0),
+    "the batch as well": ([(2, 0, 1)], 1),
+    "the batch as well, in two steps": ([(1, 0, 2), (2, 0, 1)], 2),
+}
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_fold_transposes_of_a_batched_product(name):
+    moves, left = BATCHED[name]
+
+    def fn(w, x):
+        y = lax.dot_general(x, w, (((2,), (1,)), ((0,), (2,))))
+        for axes in moves:
+            y = y.transpose(axes)
+        return jnp.tanh(y)
+
+    w, x = (RNG.normal(size=shape).astype(np.float32) for shape in ((4, 8, 3), (3, 2, 8)))
+    names = Counter(e.name for e in after("insert_casts", fn, w, x).equations)
+    assert names["transpose"] == left
+    assert_two_programs_agree(run(fn, w, x), run(fn, w, x, rewrites=()), "float16")
+
+
+@pytest.mark.parametrize("spec", [("rows", "columns"), ("rows",)])
+def test_fold_transposes_swaps_how_the_result_is_sharded(spec):
+    mesh = jax.make_mesh((2, 2), ("rows", "columns"), axis_types=(AxisType.Explicit,) * 2)
+
+    def fn(w, x):
+        y = lax.dot_general(x, w, (((1,), (0,)), ((), ())), out_sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+        return jnp.tanh(y.T)
+
+    with jax.set_mesh(mesh):
+        expected = jax.eval_shape(fn, W, X).sharding
+        assert "transpose" not in str(jax.make_jaxpr(autocast(fn, "mixed_float16"))(W, X))
+        assert jax.eval_shape(autocast(fn, "mixed_float16"), W, X).sharding == expected
+
+
+def test_fold_transposes_leaves_a_product_that_is_written_as_sums():
+    def fn(w, x):
+        return (x[:, :2] @ w[:2]).T + 1.0
+
+    np.testing.assert_allclose(run(fn, X.T, X)[0], fn(X.T, X), rtol=1e-5)
+
+
+@pytest.mark.parametrize("pool", [lax.max, lax.min], ids=["largest", "smallest"])
+@pytest.mark.parametrize("scale", [1, -1, np.inf, -np.inf, np.nan])
+def test_the_gradient_of_a_pool_is_not_handed_to_the_padding(pool, scale):
+    """Also of windows of which no element is beyond the zeros that stand for the padding."""
+    x = (scale * RNG.uniform(1, 2, (5, 6))).astype(np.float32)
+    empty = -np.inf if pool is lax.max else np.inf
+    weights = np.arange(1.0, 13.0, dtype=np.float32).reshape(3, 4)
+
+    def loss(x):
+        return jnp.sum(weights * lax.reduce_window(x, empty, pool, (3, 3), (2, 2), [(1, 1), (2, 2)]))
+
+    cast = autocast(jax.grad(loss), "mixed_float16")
+    assert "select_and_scatter_add" not in str(jax.make_jaxpr(cast)(x))
+    assert np.sum(cast(x)) == np.sum(weights)
+    if np.isfinite(scale):
+        np.testing.assert_array_equal(cast(x), jax.grad(loss)(x))
+
+
+def max_pool(x):
+    return lax.reduce_window(x, -np.inf, lax.max, (1, 2), (1, 1), "VALID")
+
+
+@pytest.mark.parametrize("rule", ["low", "follow"])
+def test_max_pools_are_selections_whatever_their_gradients_dtype(rule):
+    rules = DEFAULT_RULES.replace({"select_and_scatter_add": rule})
+    gradient = autocast(jax.grad(lambda x: jnp.sum(max_pool(x) ** 2)), "mixed_float16", rules=rules)
+    assert "select_and_scatter_add" not in str(jax.make_jaxpr(gradient)(np.ones((2, 8), np.float32)))
+
+
+def test_a_pool_of_integers_stays_one_beside_a_gradient():
+    def fn(x, n):
+        largest = lax.reduce_window(n, np.int32(-(2**31)), lax.max, (1, 2), (1, 1), "VALID")
+        return jax.grad(lambda x: jnp.sum(max_pool(x)))(x), largest
+
+    n = np.full((2, 8), 2**24 + 1, np.int32)
+    _, largest = autocast(fn, "mixed_float16")(np.ones((2, 8), np.float32), n)
+    np.testing.assert_array_equal(largest, n[:, 1:])
+
+
+def test_sliced_dots_are_not_saved_where_the_scan_returns_them():
+    def in_a_scan(w, x):
+        def step(h, row):
+            y = row @ w
+            return y[:, :4] * h + y[:, 4:], y
+
+        return lax.scan(step, x[:, :4], jnp.stack([x, x]))
+
+    (scan,) = (e for e in after("rewrite_lowered", in_a_scan, LAYERS[0], X).equations if e.name == "scan")
+    assert "saved" not in [e.name for e in scan.bodies[0].equations]
+
+
+# Of a product `[batch..., left..., right...]`: the operands' shapes, and their contracted and batch axes.
+PRODUCTS = {
+    "two numbers": ((5, 2), (2, 7), ((1,), (0,)), ((), ())),
+    "sixteen": ((5, 16), (16, 7), ((1,), (0,)), ((), ())),
+    "seventeen": ((5, 17), (17, 7), ((1,), (0,)), ((), ())),
+    "seventeen, of a larger left operand": ((9, 17), (17, 7), ((1,), (0,)), ((), ())),
+    "seventeen, contracted first": ((17, 9), (17, 7), ((0,), (0,)), ((), ())),
+    "seventeen, contracted last": ((9, 17), (7, 17), ((1,), (1,)), ((), ())),
+    "two axes in another order": ((3, 9, 4, 6), (6, 7, 3, 2), ((3, 0), (0, 2)), ((), ())),
+    "of a batch": ((2, 9, 17), (17, 7, 2), ((2,), (0,)), ((0,), (2,))),
+    "of a batch, from the right": ((2, 5, 17), (17, 7, 2), ((2,), (0,)), ((0,), (2,))),
+    "of vectors": ((17,), (17,), ((0,), (0,)), ((), ())),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_written_as_sums_is_the_product(name):
+    """Of small integers, so exactly; also where the left operand has integers and no dtype is promoted."""
+    left, right, *numbers = PRODUCTS[name]
+    a, b = (RNG.integers(-4, 4, shape) for shape in (left, right))
+    wide = a.astype(np.float32), b.astype(np.float32)
+    traced = jax.make_jaxpr(lambda a, b: lax.dot_general(a, b, tuple(numbers)))(*wide)
+    scope: Any = None
+    node = Node(traced.eqns[0], (), (), scope, False)
+    for args in (wide, (a, wide[1])):
+        with jax.numpy_dtype_promotion("strict"):
+            (found,) = multiply_and_add(node, args)
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, lax.dot_general(*wide, tuple(numbers)))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from jax import export, lax
 
 from jmp_train._autocast.analysis.producers import Producers, row_of
 from jmp_train._jaxpr import flatten
@@ -111,6 +111,8 @@ def test_comparing_ends_after_so_many_equations():
 
 
 PADS = {
+    "behind the last of other steps": (lambda x, y: (pad(x, 0, 4, 1), pad(y, 7, 0)), True),
+    "with other steps, from another place": (lambda x, y: (pad(x, 1, 2, 1), pad(y, 0, 0, 2)), False),
     "one after the other": (lambda x, y: (pad(x, 0, 4), pad(y, 4, 0)), True),
     "overlapping by one": (lambda x, y: (pad(x, 0, 3), pad(y, 3, 0)), False),
     "interleaved": (lambda x, y: (pad(x, 0, 1, 1), pad(y, 1, 0, 1)), True),
@@ -153,6 +155,7 @@ def test_the_axes_of_what_comes_from_outside_are_not_known():
 
 
 STORED = {
+    "rows of what is computed around": (lambda x: x, ("row", ("outside", 7)), False),
     "an argument": (lambda x: 2 * x.T, ("argument", 0), True),
     "an argument of a program around": (lambda x: x, ("outside", ("argument", 0)), True),
     "rows of an argument": (lambda x: x, ("row", ("outside", ("argument", 0))), True),
@@ -192,3 +195,25 @@ def test_what_a_dot_multiplies_by_is_a_weight():
     (total, sine) = (n.outs[0] for n in program.nodes if n.name in ("add", "sin"))
     assert producers.becomes_weight(total) and producers.becomes_weight(sine)
     assert not producers.becomes_weight(product) and not producers.becomes_weight(part)
+
+
+def test_a_number_that_loses_its_weak_type_is_the_same():
+    producers, (x,), (result,) = produced(lambda x: lax.convert_element_type(x, np.float32), 2.0)
+    assert result != x and producers.source(result) == x
+
+
+def test_pads_of_a_symbolic_size_may_meet():
+    x = jax.ShapeDtypeStruct(export.symbolic_shape("b, 6"), np.float32)
+    producers, _, (one, other) = produced(lambda x, y: (pad(x, 4, 0), pad(y, 0, 4)), x, x)
+    assert not producers.are_disjoint(one, other)
+
+
+def test_what_is_computed_alike_of_inputs_that_are_one_outside():
+    producers, _, (one, other) = produced(lambda x, y: (jnp.sin(x), jnp.sin(y)), X, Y, same=("a", "a"))
+    assert producers.are_one(one, other)
+
+
+def test_one_array_that_two_calls_capture():
+    one, two = jax.jit(lambda x: x + Y), jax.jit(lambda x: jnp.add(x, Y))
+    producers, _, (left, right) = produced(lambda x: (one(x), two(x)), X)
+    assert producers.are_one(left, right)

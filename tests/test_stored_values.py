@@ -150,3 +150,30 @@ def test_a_loop_that_is_differentiated_accumulates_the_gradient_of_its_weights_i
         truth = np.asarray(jax.grad(recurrent)(w.astype(np.float64), xs.astype(np.float64)))
     error = np.linalg.norm(np.asarray(gradient(w, xs)) - truth) / np.linalg.norm(truth)
     assert error < 1e-3
+
+
+INDEX = np.array([[0, 1], [2, 3], [4, 0]])
+# Sums of one number a row of zeros, `[3, 2, size]`, each at an index of its own: the size, the indices, which of their
+# axes the rows are, the mode, and whether the sum is written as a selection.
+ADDED = {
+    "of the rows' order": (5, INDEX, (0, 1), "promise_in_bounds", True),
+    "of another order": (5, INDEX.T, (1, 0), "promise_in_bounds", False),
+    "of a byte": (300, 60 * INDEX.astype(np.uint8), (0, 1), "clip", True),
+    "of two bytes": (40_000, 8000 * INDEX.astype(np.int16), (0, 1), "promise_in_bounds", True),
+    "of two bytes, clipped": (40_000, 8000 * INDEX.astype(np.int16), (0, 1), "clip", True),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_adding_one_number_a_row_at_an_index(name):
+    """JAX's own scatter loses numbers where the size of a row is beyond the index's type."""
+    size, index, batching, mode, expected = ADDED[name]
+    dims = lax.ScatterDimensionNumbers(
+        (), (2,), (2,), operand_batching_dims=(0, 1), scatter_indices_batching_dims=batching
+    )
+    numbers, x = np.arange(1.0, 7.0, dtype=np.float32).reshape(index.shape), np.zeros((3, 2, size), np.float32)
+    cast = autocast(lambda x: lax.scatter_add(x, index[..., None], numbers, dims, mode=mode), "mixed_float16")
+    assert ("scatter" not in str(jax.make_jaxpr(cast)(x))) == expected
+    want = x.copy()
+    np.put_along_axis(want, index.transpose(batching)[..., None], numbers.transpose(batching)[..., None], -1)
+    np.testing.assert_array_equal(cast(x), want)

@@ -147,6 +147,7 @@ def sum_of_two(x, y, w):
 # Whether the products are the last on their way to a result, as the gradient of a weight is: of their own, and of one
 # that multiplies by a parameter, which otherwise is the gradient of an activation.
 ENDS = {
+    "returned behind a barrier": (lambda x, y, w: lax.optimization_barrier((x @ w, x))[0], [True], [True]),
     "returned": (lambda x, y, w: x @ w, [True], [True]),
     "returned, moved": (lambda x, y, w: (x @ w).T[:, None], [True], [True]),
     "a sum of two": (sum_of_two, [True, True], [True, True]),
@@ -180,3 +181,7 @@ def test_what_is_for_one_dot_alone():
     program, _ = planner.recorded(jaxpr, TOP)
     (tanh,) = (node.outs[0] for node in program.nodes if node.name == "tanh")
     assert [uses.is_for_one_dot(number) for number in (*program.inputs, tanh)] == [True, False, False, False]
+
+
+def test_axes_of_one_size_are_counted():
+    assert axes_of(jax.ShapeDtypeStruct((4, 4, 16), np.float32)) != axes_of(jax.ShapeDtypeStruct((4, 16), np.float32))

@@ -14,7 +14,7 @@ from jmp_train import DEFAULT_RULES, autocast, low_precision
 
 RNG = np.random.default_rng(0)
 PARAMS = {"w": RNG.normal(size=(16, 16)), "v": RNG.normal(size=(16, 16)), "b": RNG.normal(size=16)}
-PARAMS |= {"m": RNG.normal(size=(2, 16))}
+PARAMS |= {"m": RNG.normal(size=(2, 16)), "s": np.array(0.3)}
 PARAMS = jax.tree.map(lambda leaf: leaf.astype(np.float32), PARAMS)
 X = RNG.normal(size=(2, 16)).astype(np.float32)
 
@@ -25,6 +25,12 @@ def pad(value: Any, low: int, high: int) -> Any:
 
 # Of two products, parameters and data, with which float32 reads what comes before it.
 CASES = {
+    "computed again across a dot": (lambda a, b, p, x: (a + b) * jnp.exp(x @ p["w"] @ p["w"]), "add", ["full"]),
+    "a bias of one number": (
+        lambda a, b, p, x: (2 * a + p["s"])[:, ::2] * x[:, ::2],
+        "add slice",
+        ["low", "low", "full"],
+    ),
     "a sum": (lambda a, b, p, x: (a + b) * x, "add", ["full"]),
     "a chain": (lambda a, b, p, x: ((a + b) - b) * x, "add sub", ["full", "full"]),
     "a choice": (lambda a, b, p, x: jnp.where(p["b"] > 0, a + b, b) * x, "add select_n", ["low", "low"]),

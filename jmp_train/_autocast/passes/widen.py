@@ -67,7 +67,7 @@ def _wide(program: Program) -> set[int]:
         if not remat.isdisjoint(equation.results):
             result = avals[equation.results[0]]
             for number in saved.intersection(equation.operands):
-                if avals[number].shape == result.shape or not _is_small(avals[number], result):
+                if not _is_small(avals[number], result):
                     narrow_readers.add(number)
         if equation.node.name in DOTS:
             dots.update(dict.fromkeys(equation.results, equation))

@@ -47,8 +47,7 @@ def adds_one_per_row(node: Node, avals: Sequence[Any]) -> bool:
     rows = numbers.operand_batching_dims
     return (
         len(rows) == operand.ndim - 1
-        and all(list(dims) == sorted(dims) for dims in (rows, numbers.scatter_indices_batching_dims))
-        and len(numbers.inserted_window_dims) == 1
+        and list(numbers.scatter_indices_batching_dims) == sorted(numbers.scatter_indices_batching_dims)
         and numbers.inserted_window_dims == numbers.scatter_dims_to_operand_dims
         and not numbers.update_window_dims
         and math.prod(updates.shape) == math.prod(operand.shape[row] for row in rows)
