@@ -21,7 +21,7 @@ from .passes.assign_dtypes import assign_dtypes
 from .passes.dead_code import mark_dead
 from .passes.f32_accumulators import f32_accumulators
 from .passes.insert_casts import insert_casts
-from .passes.rewrites import REWRITES, Rewrite, rewrite_lowered, rewrite_planned
+from .passes.rewrites import REWRITES, Rewrite, rewrite_lowered, rewrite_planned, steps
 from .passes.save_for_sums import save_for_sums
 from .passes.save_or_remat import save_or_remat
 from .passes.scan_residuals import scan_residuals
@@ -93,7 +93,7 @@ class Planner:
     """
 
     def __init__(self, policy: Policy, rules: Rules, rewrites: Sequence[Rewrite] = REWRITES):
-        self.policy, self.rules, self.rewrites = policy, rules, rewrites
+        self.policy, self.rules, self.rewrites = policy, rules, tuple(rewrites)
         # By the ids of equations and jaxprs, which `_recorded` keeps alive, so that no other object gets the same.
         self.wide: set[int] = set()  # dots that do not run in 16 bits
         self._recorded: dict[tuple[int, Place], tuple[Any, FlatJaxpr, list[Entry]]] = {}
@@ -178,8 +178,8 @@ class Planner:
         key = (id(jaxpr), place)
         if key not in self._recorded:
             program = flatten(jaxpr, replaced=dict.fromkeys(LOOPS, f32_accumulators))
-            for rewrite in self.rewrites:
-                program = rewrite.of_recorded(program)
+            for step in steps(self.rewrites, "of_recorded"):
+                program = step(program)
             entries = entries_of(program, self.rules, place, self.rewrites)
             self._recorded[key] = (jaxpr, program, entries)
             pairs = zip(program.nodes, entries, strict=True)

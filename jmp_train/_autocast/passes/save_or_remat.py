@@ -117,8 +117,6 @@ class _Decisions:
         values = self.values
         operands = [values[operand] for operand in node.ins if operand in values]
         value = values[number] = _Value()
-        if is_on_host(self._program.avals[number]):
-            return  # it is in no device's memory
         dot_reads_it = to_dot and (fact.has_low_copy or fact.precision is Precision.LOW)
         if fact.precision is Precision.LOW:
             value.from_dot = _is_from_dot(equation, operands)
@@ -151,6 +149,7 @@ class _Decisions:
         if not self._saves_low:  # float32 values and masks are left to the compiler, and nothing is rematerialized
             value.saved, value.remat = fact.precision is Precision.LOW and (value.saved or value.remat), False
         if value.saved:
+            value.saved = not is_on_host(self._program.avals[number])  # nobody computes that again
             self._costs.state(number, in_memory=True)
 
     def is_residual(self, equation: Equation, use: Use, access: Access) -> bool:

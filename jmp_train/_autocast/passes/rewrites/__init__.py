@@ -16,6 +16,7 @@ from .narrow_transfers import NarrowTransfers
 from .one_hot_scatter import OneHotScatter
 from .relu_mask import ReluMask
 from .rewrite import Rewrite as Rewrite
+from .rewrite import steps as steps
 from .sliced_dots import SlicedDots
 from .sums_of_one import SumsOfOne
 from .two_step_sums import TwoStepSums
@@ -50,13 +51,13 @@ def rewrite_planned(program: Program, context: Context) -> Program:
             if equation.node.name in rewrite.primitives and (found := rewrite.of_equation(program, equation)):
                 equations[i] = equation.replace(rewrite=found)
     program = program.replace(equations=equations)
-    for rewrite in context.planner.rewrites:
-        program = rewrite.of_planned(program)
+    for step in steps(context.planner.rewrites, "of_planned"):
+        program = step(program)
     return program
 
 
 def rewrite_lowered(program: Program, planner: Planner) -> Program:
     """Applies the rewrites of programs whose casts are equations."""
-    for rewrite in planner.rewrites:
-        program = rewrite.of_lowered(program)
+    for step in steps(planner.rewrites, "of_lowered"):
+        program = step(program)
     return program

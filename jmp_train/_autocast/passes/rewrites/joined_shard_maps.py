@@ -25,15 +25,15 @@ _SAME = ("mesh", "newly_manual_axes", "check_vma")
 class JoinedShardMaps(Rewrite):
     def of_recorded(self, program: FlatJaxpr) -> FlatJaxpr:
         """The program in which backward `shard_map`s that need nothing from between run in their forward ones."""
-        nodes, end = list(program.nodes), 0
-        while end < len(nodes):
-            if nodes[end].name == "shard_map":
-                for at in reversed(range(end)):
-                    if nodes[at].name == "shard_map" and (joined := _with_joined(nodes, at, end, program.outputs)):
-                        nodes, end = joined, at
-                        break
-            end += 1
-        return program if len(nodes) == len(program.nodes) else dataclasses.replace(program, nodes=tuple(nodes))
+        nodes = program.nodes
+        for second in [node for node in nodes if node.name == "shard_map"]:
+            read = {*second.ins}
+            for first in [node for node in nodes if node.name == "shard_map" and not read.isdisjoint(node.outs)]:
+                joined = _with_joined(nodes, first, second, program.outputs)
+                if joined is not None:
+                    nodes = joined
+                    break
+        return program if nodes is program.nodes else dataclasses.replace(program, nodes=nodes)
 
 
 class _Value(NamedTuple):
@@ -61,28 +61,29 @@ def _results(node: Node) -> list[_Value]:
     return list(map(_Value, node.outs, node.eqn.outvars, node.params["out_specs"], body.outvars))
 
 
-def _with_joined(nodes: list[Node], at: int, end: int, outputs: Collection[int]) -> list[Node] | None:
-    """The nodes with the `shard_map`s at two positions as one; `None` where that cannot be."""
-    first, second = nodes[at], nodes[end]
+def _with_joined(
+    nodes: tuple[Node, ...], first: Node, second: Node, outputs: Collection[int]
+) -> tuple[Node, ...] | None:
+    """The nodes with two `shard_map`s as one; `None` where that cannot be."""
     alike = all([first.params[key] == second.params[key] for key in _SAME])
     # The equations of a rematerialized function do not say themselves that they are its backward pass.
     halves = not is_backward(first) and (is_backward(second) or is_recomputed(first))
-    if not halves or not alike or any([node.eqn.effects for node in nodes[at : end + 1]]):
+    start, end = nodes.index(first), nodes.index(second)
+    if not halves or not alike or any([node.eqn.effects for node in nodes[start : end + 1]]):
         return None
     dependent, before, after = {*first.outs}, list[Node](), list[Node]()
-    for node in nodes[at + 1 : end]:
+    for node in nodes[start + 1 : end]:
         if dependent.isdisjoint(node.ins):
             before.append(node)
         else:
             after.append(node)
             dependent.update(node.outs)
     handed_on = [(each.number, each.spec) for each in _operands(second) if each.number in dependent]
-    made = {(each.number, each.spec) for each in _results(first)}
-    if not handed_on or not made.issuperset(handed_on):
+    if not {(each.number, each.spec) for each in _results(first)}.issuperset(handed_on):
         return None
-    rest = [*after, *nodes[end + 1 :]]
+    rest = (*after, *nodes[end + 1 :])
     read = {*outputs}.union(*(node.ins for node in rest))
-    return [*nodes[:at], *before, _joined(first, second, read), *rest]
+    return (*nodes[:start], *before, _joined(first, second, read), *rest)
 
 
 def _joined(first: Node, second: Node, read: Collection[int]) -> Node:

@@ -29,13 +29,11 @@ _TRANSFERS = having(Trait.TRANSFERS | Trait.PLACES)
 class NarrowTransfers(Rewrite):
     def of_planned(self, program: Program) -> Program:
         """The program whose transfers of weights for dots send the compute dtype."""
-        equations = [
-            equation.replace(computes=[program.low], rewrite=casts_first(program.low))
-            if equation.node.name in _TRANSFERS and equation.computes == [FLOAT32]
-            else equation
-            for equation in program.equations
-        ]
-        return program.replace(equations=equations)
+        equations = [*program.equations]
+        sent = [i for i, e in enumerate(equations) if e.node.name in _TRANSFERS and e.computes == [FLOAT32]]
+        for i in sent:
+            equations[i] = equations[i].replace(computes=[program.low], rewrite=casts_first(program.low))
+        return program.replace(equations=equations) if sent else program
 
 
 def casts_first(low: np.dtype) -> Computation:

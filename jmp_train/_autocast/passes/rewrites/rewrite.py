@@ -6,6 +6,7 @@ where what it asks for is known.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,3 +54,15 @@ class Rewrite:
 
     def __repr__(self) -> str:
         return type(self).__name__
+
+
+@functools.cache
+def steps(rewrites: tuple[Rewrite, ...], stage: str) -> tuple[Callable[[Any], Any], ...]:
+    """The methods named `stage` of the rewrites that have one of their own.
+
+    >>> from jmp_train._autocast.passes.rewrites import REWRITES
+    >>> [step.__self__ for step in steps(REWRITES, "of_recorded")]
+    [JoinedShardMaps, ReluMask]
+    """
+    own = [rewrite for rewrite in rewrites if getattr(type(rewrite), stage) is not getattr(Rewrite, stage)]
+    return tuple([getattr(rewrite, stage) for rewrite in own])
