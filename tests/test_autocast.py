@@ -399,6 +399,14 @@ def test_a_product_with_complex_numbers_reads_what_was_recorded(fn):
     assert_two_programs_agree(autocast(gradient, "mixed_float16")(w, z), gradient(w, z))
 
 
+def test_the_conjugate_of_real_numbers_is_complex():
+    """`jnp.conj` leaves real numbers alone; `lax.conj` takes no 16-bit ones."""
+    w, x = np.eye(16, dtype=np.float32), np.ones((4, 16), np.float32)
+    got = autocast(lambda w, x: jax.lax.conj(x @ w), "mixed_float16")(w, x)
+    assert got.dtype == jnp.complex64
+    np.testing.assert_array_equal(got, x)
+
+
 def test_which_gradient_products_leave_in_the_reduce_dtype():
     """Those of weights, and of inputs that are asked for; one that goes on to a norm or bias does as in Flax."""
 

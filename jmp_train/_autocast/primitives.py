@@ -114,7 +114,7 @@ _FOLLOW = {
     "tanh logistic erf erfc": "bounded by one or two",
     "reduce_max reduce_min argmax argmin reduce_window_max reduce_window_min cummax cummin": "compares, exactly",
     "sort top_k approx_top_k": "compares; a value is never narrowed before it is compared",
-    "real imag conj": "exact",
+    "real imag": "exact",
 }
 _SHAPE = {
     "reshape broadcast_in_dim broadcast_to transpose squeeze rev tile": "moves values",
@@ -165,7 +165,7 @@ OPAQUE = {
     "random_bits random_seed random_split random_fold_in random_wrap random_unwrap random_clone": "random bits",
     "threefry2x32 threefry4x32 philox2x32 philox4x32 rng_bit_generator rng_uniform iota_2x32_shape": "random bits",
     "iota empty empty2 create_token after_all create_linear": "makes values from none",
-    "complex": "complex numbers have no 16-bit form",
+    "complex conj": "complex numbers have no 16-bit form",
     "custom_linear_solve": "a solver run in 16 bits does not end",
     "global_array_to_host_local_array host_local_array_to_global_array": "moves arrays between processes",
     "axis_index platform_index dimension_size dim_as_value shape_assertion": "not arithmetic",
