@@ -323,6 +323,18 @@ def test_weights_that_are_put_elsewhere_are_cast_before(place):
     assert_close(jax.jit(autocast(fn, "mixed_float16"))(W, X), jax.jit(fn)(W, X))
 
 
+@pytest.mark.parametrize("place", [lax.with_sharding_constraint, jax.device_put])
+def test_weights_that_a_step_updates_are_not_rounded_where_they_are_put(place):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def step(w, x):
+        w = place(w, jax.NamedSharding(mesh, jax.P()))
+        return w - 1e-5 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+    got, want = (jax.jit(fn)(W, X) for fn in (autocast(step, "mixed_float16"), step))
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("read", [lambda x, w: x * w[0], lambda x, w: x @ w - jnp.log(w[0])])
 def test_a_weight_that_float32_reads_is_sent_in_float32(read):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

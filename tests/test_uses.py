@@ -18,6 +18,7 @@ X, Y = (RNG.normal(size=(8, 16)).astype(np.float32) for _ in range(2))
 W = RNG.normal(size=(16, 4)).astype(np.float32)
 
 DOT = {"reaches_dot", "to_dot"}
+ONLY_DOTS = DOT | {"only_dots"}
 BEFORE_DOT = {"reaches_dot"}
 WIDE = {"only_wide"}
 DELICATE = {"delicate"}
@@ -54,9 +55,9 @@ CASES = {
     "nothing reads it": (lambda x, y, w: y, set()),
     "returned": (lambda x, y, w: x, set()),
     "returned and summed": (lambda x, y, w: (x, jnp.sum(x)), set()),
-    "a dot": (lambda x, y, w: x @ w, DOT),
+    "a dot": (lambda x, y, w: x @ w, ONLY_DOTS),
     "a dot and a sum": (lambda x, y, w: (x @ w, jnp.sum(x)), DOT),
-    "a dot behind moves": (lambda x, y, w: x.T.reshape(8, 16)[:, ::-1] @ w, DOT),
+    "a dot behind moves": (lambda x, y, w: x.T.reshape(8, 16)[:, ::-1] @ w, ONLY_DOTS),
     "a dot behind a sign": (lambda x, y, w: jnp.abs(-x) @ w, DOT),
     "a dot behind a magnitude": (lambda x, y, w: jnp.abs(x) @ w, DOT),
     "a dot behind a bound": (lambda x, y, w: jnp.maximum(x, y) @ w, DOT),
@@ -73,9 +74,9 @@ CASES = {
     "a dot in a loop": (lambda x, y, w: looped(x, w), BEFORE_DOT),
     "a dot in a loop of unknown length": (
         lambda x, y, w: repeated(lambda c: jnp.tanh(c @ y.T @ jnp.cos(y)), x, y),
-        DOT,
+        ONLY_DOTS,
     ),
-    "a dot after a loop of unknown length": (lambda x, y, w: repeated(lambda c: c[::-1], x, y) @ w, DOT),
+    "a dot after a loop of unknown length": (lambda x, y, w: repeated(lambda c: c[::-1], x, y) @ w, ONLY_DOTS),
     "a function in a loop of unknown length": (lambda x, y, w: repeated(jnp.tanh, x, y), set()),
     "an exponential after a loop": (lambda x, y, w: jnp.exp(repeated(lambda c: c[::-1], x, y)), EXPONENT),
     "an exponential in a loop": (lambda x, y, w: repeated(lambda c: jnp.sin(jnp.exp(c)), x, y), EXPONENT | WIDE),

@@ -33,6 +33,7 @@ class Flags(NamedTuple):
       to_dot: a dot consumes it, directly or through operations that pass values on as they are.
       only_wide: only operations that run in float32 consume it, in this program or around it: then a product, which may
         be infinite in the compute dtype, runs in float32 too. (`passes.widen` is about rounding, and what is near.)
+      only_dots: only dots in the compute dtype consume it, directly or moved.
       delicate: what is finite for it may not be for its copy in the compute dtype: something divides by it, takes its
         logarithm, or bounds it first, or does so to its distance from a constant.
       in_exponent: an exponential is computed from it, or from sums and products of it: the absolute error of its copy
@@ -44,6 +45,7 @@ class Flags(NamedTuple):
     reaches_dot: bool = False
     to_dot: bool = False
     only_wide: bool = False
+    only_dots: bool = False
     delicate: bool = False
     in_exponent: bool = False
     is_position: bool = False
@@ -59,8 +61,8 @@ _UNREAD = Flags()
 
 def merged(flags: Sequence[Flags]) -> Flags:
     """What becomes of several values together."""
-    reaches, to_dot, only_wide, *others = zip(*flags, strict=True) if flags else [()] * len(_UNREAD)
-    return Flags(any(reaches), any(to_dot), all(only_wide), *map(any, others))
+    reaches, to_dot, only_wide, only_dots, *others = zip(*flags, strict=True) if flags else [()] * len(_UNREAD)
+    return Flags(any(reaches), any(to_dot), all(only_wide), all(only_dots), *map(any, others))
 
 
 class Uses:
@@ -130,12 +132,13 @@ class Uses:
         if (rule is Rule.SHAPE or name == "add_any") and not self.returned.isdisjoint(node.outs):
             self.returned.update(node.ins)
         passes = rule is Rule.SHAPE or name in _EXACT
+        only_dots = rule is Rule.LOW or (rule is Rule.SHAPE and out.only_dots)
         # What is bounded from above may be infinite in float16, and a divisor zero. What runs as recorded may do both.
         delicate = rule is Rule.RECORDED or (out.delicate and (passes or self._measures_from_constant(node)))
         delicate = delicate or name == "min" or (name == "integer_pow" and node.params["y"] < 0)
         exponent = name in EXPONENTIALS or (out.in_exponent and (passes or name in _AFFINE))
         position = name in _PERIODIC or (out.is_position and (passes or name in _AFFINE or name == "div"))
-        flags = Flags(reaches, to_dot, only_wide, delicate, exponent, position)
+        flags = Flags(reaches, to_dot, only_wide, only_dots, delicate, exponent, position)
         one = DELICATE_OPERAND.get(name)
         one = None if one is None else node.ins[one]
         for number in node.ins:

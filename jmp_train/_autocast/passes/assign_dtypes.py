@@ -238,10 +238,10 @@ class _Walk:
         return equation_of(node, entry, [dtype_of(precision, self.low) for precision in seen], params=params), made
 
     def _is_weight_for_dots(self, node: Node) -> bool:
-        """Whether a transfer goes from devices to devices, and dots read there what it sends."""
+        """Whether a transfer goes from devices to devices, and only dots read there what it sends."""
         (sent,), (received,) = node.ins, node.outs
         flags, on_host = self.uses[received], is_on_host(self.avals[sent]) or is_on_host(self.avals[received])
-        return flags.to_dot and not flags.sensitive and not on_host
+        return flags.only_dots and not on_host
 
     def _widest(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         flags = self.uses[node.outs[0]]
