@@ -101,7 +101,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("check", [True, False], ids=["check_vma", "no check"])
+@pytest.mark.parametrize("check", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["check_vma", "no check"])
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_gradients_of_shard_maps(make, check):
     gradient = jax.value_and_grad(make(check))
