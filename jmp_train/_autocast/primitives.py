@@ -257,6 +257,7 @@ TABLE: dict[str, Entry] = {
     **_entries(Rule.RECORDED, OPAQUE_DOTS | OPAQUE),
 }
 ADDED = Entry(Rule.RECORDED, "added by autocast")
+CAST_FIRST = Entry(Rule.SHAPE, "only dots read what arrives, so it is cast before it is sent")
 UNKNOWN = Entry(Rule.RECORDED, "not in the table: a primitive of another library, or of a newer JAX")
 
 

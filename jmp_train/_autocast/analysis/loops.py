@@ -39,7 +39,8 @@ def sources(
     found = set(numbers)
     for node in reversed(program.nodes):
         if not found.isdisjoint(node.outs) and through(node):
-            found.update(node.ins)
+            pairs = zip(node.ins, node.outs, strict=False)
+            found.update([n for n, result in pairs if result in found] if node.name == BARRIER else node.ins)
     return found
 
 

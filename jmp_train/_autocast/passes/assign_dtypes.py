@@ -51,7 +51,7 @@ from ..ir import (
     precision_of,
     recorded_reads,
 )
-from ..primitives import DOTS, Entry, Rule, Trait, having
+from ..primitives import CAST_FIRST, DOTS, Entry, Rule, Trait, having
 from . import control_flow
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class _Walk:
         if node.name == "rev" and seen == [Precision.WEAK] and self.uses.is_for_one_dot(node.outs[0]):
             return self._pairwise(node, entry, seen, Precision.LOW)  # a cast after it hides cuDNN's data gradient
         if node.name in _TRANSFERS and seen == [Precision.WEAK] and self._is_weight_for_dots(node):
-            return equation_of(node, entry, [FLOAT32], computes=[FLOAT32]), [Precision.LOW]
+            return equation_of(node, CAST_FIRST, [FLOAT32], computes=[FLOAT32]), [Precision.LOW]
         fill = filled_with(node)
         if fill is not None and seen[0] is not Precision.RECORDED and not fill.fits(self.low):
             high = Entry(Rule.HIGH, f"{self.low.name} cannot hold its fill_value")

@@ -16,21 +16,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from ...._dtypes import FLOAT32
 from ...._jaxpr import Node, bind
 from ...emit import cast
 from ...ir import Program
-from ...primitives import Trait, having
+from ...primitives import CAST_FIRST
 from .rewrite import Computation, Rewrite
-
-_TRANSFERS = having(Trait.TRANSFERS | Trait.PLACES)
 
 
 class NarrowTransfers(Rewrite):
     def of_planned(self, program: Program) -> Program:
         """The program whose transfers of weights for dots send the compute dtype."""
         equations = [*program.equations]
-        sent = [i for i, e in enumerate(equations) if e.node.name in _TRANSFERS and e.computes == [FLOAT32]]
+        sent = [i for i, equation in enumerate(equations) if equation.entry is CAST_FIRST]
         for i in sent:
             equations[i] = equations[i].replace(computes=[program.low], rewrite=casts_first(program.low))
         return program.replace(equations=equations) if sent else program

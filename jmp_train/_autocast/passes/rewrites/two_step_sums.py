@@ -26,7 +26,7 @@ from ...ir import Equation, Program, Use
 from ...primitives import Rule, Trait, having
 from .rewrite import Rewrite
 
-_MOVES = having(Trait.MOVES | Trait.PICKS) | {"convert_element_type"}
+_MOVES = having(Trait.MOVES | Trait.PICKS) - having(Trait.TRANSFERS) | {"convert_element_type"}
 _FEWEST_ROWS, _MOST_ROWS = 100, 2**13
 # A sum of so many results is fused with what it reads, as is one over so few rows.
 _RESULTS, _FEW_ROWS = 2**14, 32
