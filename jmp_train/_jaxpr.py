@@ -37,9 +37,11 @@ LOW_PRECISION_MARK = "jmp_train_low_precision"
 _INLINED = frozenset({"jit", "closed_call", "call", "eval_jaxpr"})
 # Calls that change when their body runs or how it is differentiated, but not what it computes.
 CALLS = frozenset({"remat2", "custom_jvp_call", "custom_vjp_call"})
+# Whose one body runs once: on the operands, or on what each device has of them.
+RUN_ONCE = CALLS | {"shard_map"}
+_WITH_ONE_BODY = RUN_ONCE | {"jit"}
 LOOPS = frozenset({"scan", "while"})
 BARRIER = "optimization_barrier"  # of any number of values: each result is the operand of the same place
-_RUN_ONCE = CALLS | {"jit", "shard_map"}
 _COMBINE = {
     "scatter": lambda old, new: new,
     "scatter-add": jax.lax.add,
@@ -169,7 +171,7 @@ def branches_of(eqn: JaxprEqn) -> tuple[int, Sequence[ClosedJaxpr | Jaxpr]]:
     """
     if eqn.primitive.name == "cond":
         return 1, eqn.params["branches"]
-    return 0, [next(sub_jaxprs(eqn.params))] if eqn.primitive.name in _RUN_ONCE else []
+    return 0, [next(sub_jaxprs(eqn.params))] if eqn.primitive.name in _WITH_ONE_BODY else []
 
 
 def region_mark(eqn: JaxprEqn) -> str | None:

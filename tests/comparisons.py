@@ -83,3 +83,8 @@ def lowered(fn: Callable[..., Any], *args: Any) -> str:
 def assert_only_the_precision_differs(under_float32: Callable[..., Any], fn: Callable[..., Any], *args: Any) -> None:
     """The float32 policy asks products for the precision `HIGHEST`, and changes nothing else."""
     assert lowered(under_float32, *args) == lowered(fn, *args).replace("DEFAULT", "HIGHEST")
+
+
+def assert_close(got: Tree, want: Tree, rtol: float = 2e-3) -> None:
+    """Each leaf is within `rtol` of the largest number of the one that is wanted."""
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=rtol * np.abs(b).max()), got, want)

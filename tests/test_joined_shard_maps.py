@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from battery_tools import primitives_of
+from comparisons import assert_close
 from jax import lax
 
 from jmp_train import autocast, explain, low_precision
@@ -110,7 +111,7 @@ def test_gradients_of_shard_maps(make, check):
     found = tuple(sum(n for (name, *_), n in count.items() if name == "shard_map") for count in counts)
     assert found == CASES[make]
     got, want = jax.jit(ours)(W, X), jax.jit(gradient)(W, X)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3 * np.abs(b).max()), got, want)
+    assert_close(got, want)
 
 
 def test_equations_keep_their_scopes_and_passes():
@@ -127,7 +128,7 @@ def test_a_second_derivative():
         return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gradient))
 
     got, want = (jax.jit(fn)(W, X) for fn in (autocast(jax.grad(norm), "mixed_float16"), jax.grad(norm)))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3 * np.abs(b).max()), got, want)
+    assert_close(got, want)
 
 
 def test_what_has_effects_stays_where_it_is(capfd):

@@ -233,13 +233,13 @@ def test_widen_runs_a_sum_in_float32_whose_only_reader_does():
     assert precision_of_sum(after("widen", sum_times_data, *args)) == "full"
 
 
-def test_scan_residuals_stacks_a_dot_in_16_bits_rather_than_an_exponential_in_32():
+def test_body_residuals_stacks_a_dot_in_16_bits_rather_than_an_exponential_in_32():
     def stacked(program):
         forward = next(e for e in program.equations if e.name == "scan")
         return [f"{program.avals[number].str_short(short_dtypes=True)}" for number in forward.results[1:]]
 
     assert stacked(after("insert_casts", jax.grad(stack_of_layers), LAYERS, X)) == ["f16[3,2,8]", "f32[3,2,8]"]
-    program = after("scan_residuals", jax.grad(stack_of_layers), LAYERS, X)
+    program = after("body_residuals", jax.grad(stack_of_layers), LAYERS, X)
     assert stacked(program) == ["f16[3,2,8]", "f16[3,2,8]"]
     backward = [e for e in program.equations if e.name == "scan"][-1]
     assert [e.name for e in backward.bodies[0].equations if e.remat] == ["cast", "round", "exp"]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparisons import assert_close
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -88,10 +89,6 @@ def moved_values(fn, *args) -> list[tuple[str, bool]]:
     """The dtype of each value that is put elsewhere, and whether that is the host's memory."""
     eqns = [eqn for eqn in equations(jax.make_jaxpr(fn)(*args)) if eqn.primitive.name == "device_put"]
     return [(str(eqn.outvars[0].aval.dtype), eqn.outvars[0].aval.memory_space == HOST) for eqn in eqns]
-
-
-def assert_close(got, want, rtol=2e-3):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=rtol * np.abs(b).max()), got, want)
 
 
 @pytest.mark.parametrize("layers, block", NETWORKS)

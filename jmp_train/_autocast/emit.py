@@ -168,7 +168,7 @@ def is_array(x: Any) -> bool:
 
 
 def _shard_map(equation: Equation, operands: list[Any]) -> list[Any]:
-    params, (body,) = equation.node.params, equation.bodies
+    params, (body,) = {**equation.node.params, **equation.params}, equation.bodies
     function = jax.shard_map(  # JAX does not export its primitive
         lambda *local: tuple(emit(body, local)),
         mesh=params["mesh"],

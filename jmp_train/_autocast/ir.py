@@ -59,12 +59,16 @@ def recorded_reads(precisions: Iterable[Precision]) -> list[np.dtype | None]:
 
 class Place(NamedTuple):
     """Where a body stands: the scope path of its call, whether that is marked `low_precision`, whether it belongs to a
-    backward pass, which the name stacks inside a body do not say, and whether it is a scan's."""
+    backward pass, which the name stacks inside a body do not say, and the primitive whose body it is."""
 
     scope: str = ""
     low_region: bool = False
     backward: bool = False
-    is_scan: bool = False
+    body_of: str = ""
+
+    @property
+    def is_scan(self) -> bool:
+        return self.body_of == "scan"
 
     def scope_of(self, node: Node) -> str:
         return "/".join(filter(None, (self.scope, scope_of(node))))
@@ -74,7 +78,7 @@ class Place(NamedTuple):
 
     def inside(self, node: Node) -> Place:
         low_region = self.low_region or node.low_region
-        return Place(self.scope_of(node), low_region, self.is_backward(node), node.name == "scan")
+        return Place(self.scope_of(node), low_region, self.is_backward(node), node.name)
 
 
 TOP = Place()

@@ -11,20 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from .._jaxpr import CALLS, LOOPS, ClosedJaxpr, FlatJaxpr, Jaxpr, flatten
+from .._jaxpr import LOOPS, RUN_ONCE, ClosedJaxpr, FlatJaxpr, Jaxpr, flatten
 from .._policy import Policy
 from .analysis.entries import entries_of
 from .analysis.products import Products
 from .analysis.uses import Flags, Uses, find_uses
 from .ir import TOP, Place, Precision, Program, dtype_of, recorded_dtypes
 from .passes.assign_dtypes import assign_dtypes
+from .passes.body_residuals import body_residuals
 from .passes.dead_code import mark_dead
 from .passes.f32_accumulators import f32_accumulators
 from .passes.insert_casts import insert_casts
 from .passes.rewrites import REWRITES, Rewrite, rewrite_lowered, rewrite_planned, steps
 from .passes.save_for_sums import save_for_sums
 from .passes.save_or_remat import save_or_remat
-from .passes.scan_residuals import scan_residuals
 from .passes.shared_roundings import shared_roundings
 from .passes.widen import widen
 from .passes.without_tf32 import without_tf32
@@ -78,7 +78,7 @@ PLANNING: tuple[Pass, ...] = (
 # From there to a program that says all that runs; the bodies first.
 LOWERING: tuple[Callable[[Program, Planner], Program], ...] = (
     insert_casts,  # from here on a value has one dtype, and what follows can compare bytes
-    scan_residuals,  # exchanges what one scan stacks for another
+    body_residuals,  # exchanges what one scan or `shard_map` hands to another
     rewrite_lowered,  # last: scans have the operands that they will have
 )
 
@@ -189,10 +189,10 @@ class Planner:
     def inlined(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place) -> FlatJaxpr:
         """The flattened program, rematerialized calls and functions with derivative rules written out, too."""
         program, _ = self.recorded(jaxpr, place)
-        if not any([node.name in CALLS for node in program.nodes]):
+        if not any([node.name in RUN_ONCE for node in program.nodes]):
             return program
         if id(jaxpr) not in self._inlined:
-            self._inlined[id(jaxpr)] = flatten(jaxpr, also=CALLS)
+            self._inlined[id(jaxpr)] = flatten(jaxpr, also=RUN_ONCE)
         return self._inlined[id(jaxpr)]
 
     def uses(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, out_flags: Sequence[Flags]) -> Uses:

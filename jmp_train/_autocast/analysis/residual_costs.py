@@ -1,4 +1,4 @@
-"""What it costs to have a value where it is read again: across a dot, or in the iterations of another scan.
+"""What it costs to have a value where it is read again: across a dot, or in the body of another scan or `shard_map`.
 
     saved             its bytes, written once and read once; read only, where they are in memory anyway
     rematerialized    the same for each of the values that it is computed from: its sources
@@ -12,8 +12,8 @@ the cut in Jain et al., "Checkmate" (2020).
 
 A policy in the manner of `jax.checkpoint_policies`: it asks for an equation's primitive (`fuses`) and for facts about
 its operands and result: the bytes of each, and whether it is in memory anyway, as an argument, the operand or result
-of a dot or another residual is. `save_or_remat.py` states them for straight code, and `scan_residuals.py` for what one
-scan stacks for another.
+of a dot or another residual is. `save_or_remat.py` states them for straight code, and `body_residuals.py` for what one
+scan or `shard_map` hands to another.
 """
 
 from __future__ import annotations

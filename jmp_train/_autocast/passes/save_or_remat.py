@@ -28,7 +28,7 @@ A value that is read across a dot is, in this order:
 
 Decides this for every value, and which operands are read that way. Does not decide dtypes; see `assign_dtypes.py`.
 What is stored on the same side of a dot, for sums, is the business of `save_for_sums.py`, and values that one scan
-hands to another that of `scan_residuals.py`, by the same costs.
+or `shard_map` hands to another that of `body_residuals.py`, by the same costs.
 """
 
 from __future__ import annotations

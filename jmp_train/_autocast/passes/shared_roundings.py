@@ -7,8 +7,8 @@ XLA may drop a cast to 16 bits and back where it fuses both. Two readers of one 
 To an exponential an absolute error is a relative one, so that a softmax and its gradient, which rematerializes it,
 would no longer belong together; and a squared distance subtracts from a product what has to be the same numbers. These
 readers round explicitly (`Op.ROUND`), which fuses and costs no memory traffic. Reading the saved copy on both sides
-instead would make both one expression, and have XLA store the exponential in float32. In the body of a scan all that an
-exponential is computed from is rounded: `scan_residuals` may rematerialize it in another scan.
+instead would make both one expression, and have XLA store the exponential in float32. In the body of a scan or
+`shard_map` all that an exponential is computed from is rounded: `body_residuals` may rematerialize it in another one.
 
 Decides which values these are.
 """
@@ -23,6 +23,7 @@ from ..analysis.residual_costs import fuses
 from ..analysis.wide_product import WideProduct
 from ..ir import Equation, Precision, Program
 from ..primitives import EXPONENTIALS, Rule
+from .bodies import KINDS
 
 if TYPE_CHECKING:
     from ..planner import Context
@@ -38,7 +39,7 @@ def shared_roundings(program: Program, context: Context) -> Program:
     exponentials = [
         number for equation in program.equations if equation.node.name in EXPONENTIALS for number in equation.results
     ]
-    if program.place.is_scan:  # another scan may rematerialize whatever is elementwise
+    if program.place.body_of in KINDS:  # another body may rematerialize whatever is elementwise
         exponents = _low(program, leading_to(program, exponentials, fuses))
     else:
         read = leading_to(program, exponentials, lambda equation: not residuals.remat.isdisjoint(equation.results))

@@ -9,14 +9,14 @@ outside, though, a weight would have its gradient accumulated over the iteration
 the loop. So the loop is given both, and the copy's derivative is that of a cast inside.
 
 The weight may be moved first, as in `x @ w.T`, or picked from a stack: then the copy is of the moved one. A function
-that the loop rematerializes may read it. Or a loop inside reads a stack of weights row by row: then the stack is cast
-before the outer loop, unless that holds a backward pass. A program that accumulates gradients of a stack needs the
-memory of such a copy, and its backward pass reads far more bytes than the weights have.
+that the loop rematerializes may read it, or one that it maps over devices. Or a loop inside reads a stack of weights
+row by row: then the stack is cast before the outer loop, unless that holds a backward pass. A program that accumulates
+gradients of a stack needs the memory of such a copy, and its backward pass reads far more bytes than the weights have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import NamedTuple
 
 from ...analysis.dot_sizes import size_of
@@ -45,12 +45,12 @@ class _Inputs(NamedTuple):
     Attributes:
       positions: which they are.
       copies_at: the position at which copies of them are given to the body.
-      are_rows: whether the body is given one row of each at a time.
+      are_parts: whether the body is given a part of each: one row at a time, or a device's.
     """
 
     positions: Sequence[int]
     copies_at: int
-    are_rows: bool = False
+    are_parts: bool = False
 
 
 def _constants(equation: Equation) -> _Inputs | None:
@@ -69,10 +69,10 @@ def _with_copies_inside(equation: Equation) -> Equation:
 
     def inputs(inner: Equation) -> _Inputs | None:
         counts = loop_counts(inner) if inner.node.name == "scan" and not has_backward else None
-        if counts is None and not (inner.node.name == "remat2" and inner.bodies):
+        if counts is None and not (inner.node.name in ("remat2", "shard_map") and inner.bodies):
             return None
-        count, first = len(inner.uses), sum(counts or ())
-        return _Inputs([i for i in range(first, count) if inner.operands[i] in constant], count, counts is not None)
+        count, first, are_parts = len(inner.uses), sum(counts or ()), inner.node.name != "remat2"
+        return _Inputs([i for i in range(first, count) if inner.operands[i] in constant], count, are_parts)
 
     return equation.replace(bodies=(_with_copies(body, inputs), *others))
 
@@ -92,7 +92,9 @@ def _hoisted(program: Program, equation: Equation, inputs: _Inputs) -> list[Equa
     body, at = equation.bodies[0], equation.at or equation.node
     given = equation.operands[len(equation.uses) - len(body.inputs) :]  # a `while` has operands for its condition first
     names = {body.inputs[i]: given[i] for i in inputs.positions}
-    moves = [] if inputs.are_rows else _moves(body, names)
+    moves = [] if inputs.are_parts else _moves(body, names)
+    varying = _varying(body, names) if equation.node.name == "shard_map" else {}
+    names.update({number: names[each.operands[0]] for number, each in varying.items()})
     casts = _casts(body, {*names}.union(*(move.results for move in moves)))
     before: list[Equation] = []
     for each in computing([*moves, *casts], [cast.results[0] for cast in casts]):
@@ -103,7 +105,13 @@ def _hoisted(program: Program, equation: Equation, inputs: _Inputs) -> list[Equa
         before.append(each.replace(entry=entry, uses=list(map(Use, operands)), results=results, at=at))
         names.update(zip(each.results, results, strict=True))
     copies = [names[cast.results[0]] for cast in casts]
-    return [*before, _reading(equation, casts, copies, inputs.copies_at)] if casts else [equation]
+    return [*before, _reading(equation, casts, copies, inputs.copies_at, varying)] if casts else [equation]
+
+
+def _varying(body: Program, numbers: Container[int]) -> dict[int, Equation]:
+    """What only declares in a `shard_map` that an input varies over devices, by its result."""
+    found = [each for each in body.equations if each.node.name == "pvary" and each.operands[0] in numbers]
+    return {each.results[0]: each for each in found}
 
 
 def _moves(body: Program, constant: Container[int]) -> list[Equation]:
@@ -133,18 +141,30 @@ def _casts(body: Program, numbers: Container[int]) -> list[Equation]:
     ]
 
 
-def _reading(equation: Equation, casts: Sequence[Equation], copies: Sequence[int], at: int) -> Equation:
+def _reading(
+    equation: Equation, casts: Sequence[Equation], copies: Sequence[int], at: int, varying: Mapping[int, Equation]
+) -> Equation:
     """The equation given `copies`, at a position among the inputs of its body, which reads them in place of casts."""
-    (body, *others), counts = equation.bodies, loop_counts(equation)
-    avals, inputs, hoisted = [*body.avals], list[int](), dict[int, list[Equation]]()
+    (body, *others), counts, params = equation.bodies, loop_counts(equation), equation.params
+    avals, weights, inputs, hoisted = [*body.avals], list[int](), list[int](), dict[int, list[Equation]]()
     for cast in casts:
+        declared = varying.get(cast.operands[0])
+        weights.append((declared or cast).operands[0])
         if cast.entry is _COPY:  # the loop inside has the derivative
             inputs.append(cast.results[0])
             hoisted[id(cast)] = []
-        else:
-            inputs.append(len(avals))
+            continue
+        inputs.append(len(avals))
+        avals.append(with_dtype(avals[weights[-1]], body.low))
+        before, copy = list[Equation](), inputs[-1]
+        if declared is not None:
+            copy = len(avals)
             avals.append(avals[cast.results[0]])
-            hoisted[id(cast)] = [cast.replace(op=Op.HOISTED, uses=[*cast.uses, Use(inputs[-1])], params={})]
+            before = [declared.replace(uses=[Use(inputs[-1])], results=(copy,))]
+        hoisted[id(cast)] = [*before, cast.replace(op=Op.HOISTED, uses=[*cast.uses, Use(copy)], params={})]
+    if equation.node.name == "shard_map":  # a copy is on the devices that its weight is on
+        specs = params.get("in_specs", equation.node.params["in_specs"])
+        params = {**params, "in_specs": (*specs, *[specs[body.inputs.index(weight)] for weight in weights])}
     body = body.replace(
         avals=avals,
         inputs=(*body.inputs[:at], *inputs, *body.inputs[at:]),
@@ -155,4 +175,4 @@ def _reading(equation: Equation, casts: Sequence[Equation], copies: Sequence[int
     uses[skip + at : skip + at] = map(Use, copies)
     if counts is not None and at == counts[0]:
         counts = counts[0] + len(copies), counts[1]
-    return equation.replace(uses=uses, bodies=(body, *others), counts=counts)
+    return equation.replace(uses=uses, bodies=(body, *others), counts=counts, params=params)

@@ -1,0 +1,211 @@
+"""Scans and `shard_map`s that hand values to one another: what each is given and returns, and in which layout.
+
+`body_residuals.py` exchanges operands and results of these. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import jax
+from jax.core import ShapedArray
+
+from ..._jaxpr import scan_counts
+from ..ir import Equation, Op, Program, Use
+from ..primitives import ADDED, DOTS
+from .dead_code import remove_dead_code
+
+
+class Operand(NamedTuple):
+    """An operand of a scan or `shard_map`: its layout, and which value of the program around it is.
+
+    The layout says what the body gets of the value. Of a scan it is one of `Scan`'s, of a `shard_map` a
+    `PartitionSpec`.
+    """
+
+    layout: Any
+    number: int
+
+
+class Result(NamedTuple):
+    """A result: its layout, which value of the program around it is, and which one of the body."""
+
+    layout: Any
+    number: int
+    inner: int
+
+
+class WithBody(abc.ABC):
+    """A scan or `shard_map` whose operands and results are exchanged.
+
+    Attributes:
+      equation: as it was.
+      body: its body, one input for each of the operands.
+      operands, results: of both.
+      alike: equal for those that can hand values to each other.
+      shares: whether another body is given for nothing what this one is given.
+    """
+
+    operands: list[Operand]
+    results: list[Result]
+    alike: Any
+    shares = False
+
+    def __init__(self, equation: Equation):
+        self.equation, self.params = equation, equation.node.params
+        self.body = equation.bodies[0].replace(avals=[*equation.bodies[0].avals])
+
+    @property
+    def handed_on(self) -> list[Result]:
+        """The results that another body may be given."""
+        return self.results
+
+    @property
+    def passed(self) -> dict[int, Operand]:
+        """The inputs of the body that another body may be given as well."""
+        return dict(zip(self.body.inputs, self.operands, strict=True))
+
+    def in_memory(self, program: Program, reader: WithBody) -> Collection[int]:
+        """The values of the body that are in memory, whether or not `reader` is given them."""
+        return ()
+
+    @abc.abstractmethod
+    def layout_of(self, number: int) -> Any:
+        """The layout in which a value of the body is handed on; `None` if it cannot be."""
+
+    @abc.abstractmethod
+    def whole(self, number: int) -> Any:
+        """The abstract value that a value of the body is in the program around."""
+
+    def input_of(self, operand: Operand) -> int | None:
+        """The body's input that is given an operand, if its value is read in no other way."""
+        found = [i for i, each in enumerate(self.operands) if each.number == operand.number]
+        return self.body.inputs[found[0]] if [self.operands[i] for i in found] == [operand] else None
+
+    def given(self, operand: Operand, aval: Any) -> int:
+        """The body's input that is given an operand, of `aval` inside; added if there is none yet."""
+        if operand not in self.operands:
+            self.operands.append(operand)
+            value, body = self.body.new(aval), self.body
+            dtypes = [*body.input_dtypes, getattr(aval, "dtype", None)]
+            self.body = body.replace(inputs=(*body.inputs, value), input_dtypes=dtypes)
+        return self.body.inputs[self.operands.index(operand)]
+
+    def reads_once(self, given: int) -> bool:
+        """Whether one equation reads an input of this body, and nothing else does."""
+        readers = [equation for equation in self.body.equations if given in equation.operands]
+        return len(readers) == 1 and given not in [result.inner for result in self.results]
+
+    def copies(self) -> dict[int, int]:
+        """The copies in the compute dtype of the body's values."""
+        casts = [equation for equation in self.body.equations if equation.op is Op.CAST]
+        return {e.operands[0]: e.results[0] for e in casts if self.body.avals[e.results[0]].dtype == self.body.low}
+
+    def reading(self, given: int) -> tuple[int, list[Equation]]:
+        """What equations that run again in this body read of an input, and what computes that."""
+        return given, []
+
+    def finished(self) -> Equation:
+        """The equation, its body without inputs and equations that nobody reads."""
+        body = self.body.replace(outputs=tuple([result.inner for result in self.results]))
+        body.result_dtypes = [body.avals[number].dtype for number in body.outputs]
+        body = remove_dead_code(body)
+        slots = self.slots({*body.outputs}.union(*(equation.operands for equation in body.equations)))
+        self.operands = [self.operands[i] for i in slots]
+        body.inputs, body.input_dtypes = tuple(body.inputs[i] for i in slots), [body.input_dtypes[i] for i in slots]
+        return self.equation.replace(
+            uses=[Use(operand.number) for operand in self.operands],
+            results=tuple([result.number for result in self.results]),
+            bodies=(body,),
+        )
+
+    def slots(self, read: Collection[int]) -> list[int]:
+        """The positions of the operands that are left, in their order, if some inputs are `read`."""
+        return [i for i, number in enumerate(self.body.inputs) if number in read]
+
+
+class Scan(WithBody):
+    """Hands what it stacks, which is written for that, to a scan that reads it row by row."""
+
+    _CONST, _CARRY, _ROW = range(3)
+    alike, shares = "scan", True
+
+    def __init__(self, equation: Equation):
+        super().__init__(equation)
+        consts, self._carry = scan_counts(equation.node.eqn)  # `hoist_weight_casts`, which changes them, runs later
+        rows, stacked = len(equation.uses) - consts - self._carry, len(equation.results) - self._carry
+        carries = [self._CARRY] * self._carry
+        layouts = [self._CONST] * consts + carries + [self._ROW] * rows
+        self.operands = list(map(Operand, layouts, equation.operands))
+        self.results = list(map(Result, carries + [self._ROW] * stacked, equation.results, self.body.outputs))
+
+    @property
+    def handed_on(self) -> list[Result]:
+        return self.results[self._carry :]
+
+    @property
+    def passed(self) -> dict[int, Operand]:
+        return {inner: operand for inner, operand in super().passed.items() if operand.layout != self._CARRY}
+
+    def layout_of(self, number: int) -> Any:
+        return self._ROW
+
+    def whole(self, number: int) -> Any:
+        aval, length = self.body.avals[number], self.params["length"]
+        rows = aval.sharding.spec.update(partitions=(None, *aval.sharding.spec))  # with explicit mesh axes
+        return aval.update(shape=(length, *aval.shape), sharding=aval.sharding.update(spec=rows))
+
+    def slots(self, read: Collection[int]) -> list[int]:
+        layouts = [operand.layout for operand in self.operands]
+        left = [i for i, number in enumerate(self.body.inputs) if layouts[i] == self._CARRY or number in read]
+        return sorted(left, key=layouts.__getitem__)
+
+    def finished(self) -> Equation:
+        equation = super().finished()
+        consts = sum(operand.layout == self._CONST for operand in self.operands)
+        return equation.replace(counts=(consts, self._carry))
+
+
+class ShardMap(WithBody):
+    """Hands what each device computes to a `shard_map` over the same devices."""
+
+    def __init__(self, equation: Equation):
+        super().__init__(equation)
+        self.operands = list(map(Operand, self.params["in_specs"], equation.operands))
+        self.results = list(map(Result, self.params["out_specs"], equation.results, self.body.outputs))
+        self.alike = [self.params[key] for key in ("mesh", "newly_manual_axes", "check_vma")]
+
+    def in_memory(self, program: Program, reader: WithBody) -> Collection[int]:
+        there = {*program.inputs, *program.captured, *(operand.number for operand in reader.operands)}
+        found = {inner for inner, operand in self.passed.items() if operand.number in there}
+        dots = [equation for equation in self.body.equations if equation.name in DOTS]
+        return found.union(*(equation.operands + equation.results for equation in dots))
+
+    def layout_of(self, number: int) -> Any:
+        mesh, manual = self.params["mesh"], self.params["newly_manual_axes"]
+        axes = tuple([name for name in mesh.axis_names if name in manual])
+        aval = self.body.avals[number]
+        spec = aval.nospec(mesh, self.params["check_vma"], axes)  # as JAX hands on residuals
+        return spec if len(spec) <= len(aval.shape) else None
+
+    def whole(self, number: int) -> Any:
+        aval, spec = self.body.avals[number], self.layout_of(number)
+        devices = math.prod([self.params["mesh"].shape[name] for name in jax.tree.leaves(tuple(spec))])
+        return ShapedArray((devices * aval.shape[0], *aval.shape[1:]) if spec else aval.shape, aval.dtype)
+
+    def reading(self, given: int) -> tuple[int, list[Equation]]:
+        # XLA would see the same expression on both sides, compute it once, and store it.
+        saved, node = self.body.new(self.body.avals[given]), self.equation.node
+        return saved, [Equation(node, ADDED, [Use(given)], (saved,), Op.SAVED, at=node)]
+
+    def finished(self) -> Equation:
+        equation = super().finished()
+        specs = [tuple([each.layout for each in values]) for values in (self.operands, self.results)]
+        return equation.replace(params={**equation.params, "in_specs": specs[0], "out_specs": specs[1]})
+
+
+KINDS: dict[str, type[WithBody]] = {"scan": Scan, "shard_map": ShardMap}
+"""The primitives whose bodies exchange values."""

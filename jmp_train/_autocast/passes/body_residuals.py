@@ -1,0 +1,192 @@
+"""What one scan or `shard_map` hands to another, as the forward pass of a network does to its backward pass.
+
+    y ; h = scan { a = dot x w; h:f32 = exp a; ... }        y ; a = scan { a:f16 = dot x w; h:f32 = exp a; ... }
+    g = scan { g = mul h ct }  h                       ->   g = scan { h:f32 = remat exp a; g = mul h ct }  a
+
+Whatever the forward body leaves is written to memory, and what lies inside a GELU, a softmax or a normalisation is
+float32. All of it is elementwise in a few values: the layer's input, the results of its dots, the statistics of its
+rows. To hand on those and rematerialize the rest in the backward body moves fewer bytes, needs less memory and
+rounds nothing (Chen et al., "Training deep nets with sublinear memory cost", 2016; the choice is a greedy form of the
+cut in Jain et al., "Checkmate", 2020).
+
+Decides which values a body hands on, by the bytes of an iteration or a device (`analysis/residual_costs.py`). Does not
+decide a dtype: the equations that run again are those of the forward body, so that both sides see the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ..._sizes import size_in_bytes
+from ..analysis.residual_costs import ResidualCosts, Sources, fuses
+from ..ir import Equation, Op, Program, Use
+from .bodies import KINDS, Operand, Result, WithBody
+from .dead_code import computing, remove_dead_code
+
+if TYPE_CHECKING:
+    from ..planner import Planner
+
+
+def body_residuals(program: Program, planner: Planner) -> Program:
+    """The program whose bodies hand on what others rematerialize the rest from, where that is fewer bytes."""
+    found = {i: KINDS[e.name](e) for i, e in enumerate(program.equations) if e.bodies and e.name in KINDS}
+    if len(found) < 2 or not planner.rules.low_residuals:
+        return program
+    program = program.replace(avals=[*program.avals])
+    readers = program.only_readers()
+    for source in found.values():
+        pairs: dict[int, list[tuple[int, int]]] = {}
+        for result in source.handed_on:
+            at, operand = _only_reader(program, readers, result.number)
+            if at in found and found[at].alike == source.alike:
+                value = found[at].input_of(Operand(result.layout, operand))
+                if value is not None:
+                    pairs.setdefault(at, []).append((result.number, value))
+        used: set[int] = set()
+        for at, candidates in pairs.items():
+            movable = {number: value for number, value in candidates if number not in used}
+            used |= _Link(program, source, found[at], movable).make()
+    equations = [found[i].finished() if i in found else equation for i, equation in enumerate(program.equations)]
+    return remove_dead_code(program.replace(equations=equations))
+
+
+def _only_reader(program: Program, readers: Mapping[int, int | None], number: int) -> tuple[int, int]:
+    """The equation that alone reads a value, which may be saved for it, and as what; -1 if several do."""
+    while (at := readers.get(number)) is not None and program.equations[at].op is Op.SAVED:
+        (number,) = program.equations[at].results
+    return (-1 if at is None else at), number
+
+
+class _Link:
+    """What one body hands to one other.
+
+    Args:
+      program: the program around both.
+      source, reader: the equations with the bodies.
+      candidates: the results that only `reader` reads, and the input of its body that is given each.
+
+    Attributes:
+      wanted: the value of the source's body that the reader reads of each candidate.
+      replaced: the value of the reader's body that this is.
+      first: what runs in the reader's body before all else.
+      used: the values of `program` that are read for that.
+    """
+
+    def __init__(self, program: Program, source: WithBody, reader: WithBody, candidates: dict[int, int]):
+        self.program, self.source, self.reader = program, source, reader
+        self.body, self.passed = source.body, source.passed
+        self.first, self.used = list[Equation](), set[int]()
+        self.candidates = [result for result in source.handed_on if result.number in candidates]
+        self.there = {result.inner for result in source.handed_on if result.number not in candidates}
+        self.wanted = {result.number: result.inner for result in self.candidates}
+        self.replaced = dict(candidates)
+        ours, theirs = source.copies(), reader.copies()
+        for result in self.candidates:
+            given = candidates[result.number]
+            if result.inner in ours and given in theirs and reader.reads_once(given):  # its copy is all that is read
+                self.wanted[result.number], self.replaced[result.number] = ours[result.inner], theirs[given]
+
+    def costs(self) -> tuple[ResidualCosts, dict[int, Sources]]:
+        """What the values of the source's body cost the reader, and what each could be computed from."""
+        free, memory = self.passed if self.source.shares else (), self.source.in_memory(self.program, self.reader)
+        costs = ResidualCosts(
+            lambda number: size_in_bytes(self.body.avals[number]), in_memory=self.there.difference(free)
+        )
+        could: dict[int, Sources] = {}
+        for number in self.body.inputs:
+            if number not in self.there and number not in free:
+                costs.state(number, number in memory)
+        for equation in self.body.equations:
+            for number in equation.results:
+                if number not in self.there:
+                    costs.state(number, number in memory)
+                if not fuses(equation) and equation.name != "split":  # as slices
+                    continue
+                sources = costs.sources_of(equation.operands)
+                if all([each in self.passed or self.source.layout_of(each) is not None for each in sources]):
+                    could[number] = sources
+                    if number not in self.there:
+                        costs.rematerialize(number, sources)
+        return costs, could
+
+    def chosen(self) -> tuple[set[int], dict[int, int]]:
+        """The values to hand on, and which of them or of what is rematerialized some candidates are."""
+        costs, could = self.costs()
+        needed: set[int] = {*costs.sources_of(self.wanted.values())}
+        # Once the others are known, a value may cost less as its sources, which some of them are. A source that is no
+        # cheaper itself stands for its own: what is rounded for a dot is the float32 number before, and that a product
+        # of two results of dots.
+        for number in reversed(could):
+            if number in needed:
+                theirs = [{each} if each in needed else could.get(each, {each}) for each in could[number]]
+                sources = frozenset[int]().union(*theirs)
+                if costs.is_cheaper(sources, number, needed):
+                    needed.remove(number)
+                    needed |= sources
+        again, there = {}, set(self.there)  # a candidate that equals another one is handed on once
+        for result in self.candidates:
+            wanted = self.wanted[result.number]
+            if wanted != result.inner or wanted not in needed or wanted in there:
+                again[result.number] = wanted
+            else:
+                there.add(wanted)
+        return needed, again
+
+    def make(self) -> set[int]:
+        """Exchanges what is handed on, if anything is gained; returns what the reader reads for that."""
+        needed, again = self.chosen()
+        if not again:
+            return set()
+        source = self.source
+        source.results = [result for result in source.results if result.number not in again]
+        stops = needed | self.passed.keys() | self.body.constants.keys()
+        chain = computing(self.body.equations, again.values(), stops)
+        read = {number for equation in chain for number in equation.operands}
+        given = {number: self._given(number) for number in sorted(stops & read.union(again.values()))}
+        names = dict(given)
+        for number in sorted(read.intersection(given) - self.body.constants.keys()):
+            names[number], before = self.reader.reading(given[number])
+            self.first += before
+        self.first += [self._clone(equation, names) for equation in chain]
+        names.update(given)
+        self._substitute({self.replaced[number]: names[inner] for number, inner in again.items()})
+        return self.used
+
+    def _given(self, number: int) -> int:
+        """The value of the reader's body that is one of the source's: given as to the source, or by it."""
+        body, reader = self.body, self.reader
+        if number in body.constants:
+            value = reader.body.new(body.avals[number])
+            constants = {**reader.body.constants, value: body.constants[number]}
+            reader.body = reader.body.replace(constants=constants)
+            return value
+        operand = self.passed.get(number) or self._handed_on(number)
+        self.used.add(operand.number)
+        return reader.given(operand, body.avals[number])
+
+    def _handed_on(self, number: int) -> Operand:
+        """The source's result that is a value of its body; added if there is none yet."""
+        for result in self.source.handed_on:
+            if result.inner == number:
+                return Operand(result.layout, result.number)
+        operand = Operand(self.source.layout_of(number), self.program.new(self.source.whole(number)))
+        self.source.results.append(Result(*operand, number))
+        return operand
+
+    def _clone(self, equation: Equation, names: dict[int, int]) -> Equation:
+        uses = [Use(names[number]) for number in equation.operands]
+        results = tuple([self.reader.body.new(self.body.avals[number]) for number in equation.results])
+        for number, result in zip(equation.results, results, strict=True):
+            names.setdefault(number, result)  # another part of a `split` may be handed on
+        return equation.replace(uses=uses, results=results, at=equation.at or equation.node, remat=True)
+
+    def _substitute(self, names: Mapping[int, int]) -> None:
+        """Runs `first` before the reader's body, which then reads other values than some that it was given."""
+        reader = self.reader
+        rest = [
+            equation.replace(uses=[Use(names.get(number, number)) for number in equation.operands])
+            for equation in reader.body.equations
+        ]
+        reader.body = reader.body.replace(equations=[*self.first, *rest])
+        reader.results = [result._replace(inner=names.get(result.inner, result.inner)) for result in reader.results]

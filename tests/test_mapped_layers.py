@@ -1,0 +1,226 @@
+"""Layers of a network that are `shard_map`s: what they hand to the backward pass, and loops around them."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from comparisons import assert_close
+from jax import lax
+
+from jmp_train import DEFAULT_RULES, autocast
+from jmp_train._diagnostics.gpu._compile import gpu_mesh, module_text
+from jmp_train._diagnostics.gpu._kernels import traffic
+
+P, DATA, WHOLE = jax.P, jax.P("data"), jax.P()
+RNG = np.random.default_rng(0)
+W = {name: RNG.normal(size=(16, 16)).astype(np.float32) / 4 for name in ("in", "out")}
+X = RNG.normal(size=(64, 16)).astype(np.float32)
+
+
+def mesh_of(axes=("data",), kind=jax.sharding.AxisType.Auto):
+    return jax.make_mesh((8,) if len(axes) == 1 else (4, 2), axes, axis_types=(kind,) * len(axes))
+
+
+def mapped(fn, check=True, weights: Any = WHOLE, axes=("data",), **options):
+    return jax.shard_map(fn, mesh=mesh_of(axes), in_specs=(weights, DATA), out_specs=DATA, check_vma=check, **options)
+
+
+def mlp(w, x):
+    return jax.nn.gelu(x @ w["in"]) @ w["out"]
+
+
+def scaled_mlp(w, x):
+    """What each device scales by is one number, which a `shard_map` without replication checks cannot return."""
+    h = x @ w["in"]
+    return jax.nn.gelu(h * jnp.exp(jnp.mean(h))) @ w["out"]
+
+
+def attention(w, x):
+    everyone = lax.all_gather(x, "data", tiled=True)
+    return jax.nn.softmax(x @ w["in"] @ everyone.T, -1) @ everyone @ w["out"]
+
+
+def gated(w, x):
+    gate, value = jnp.split(x @ w["in"], 2, -1)
+    return jnp.concatenate([jax.nn.silu(gate) * value] * 2, -1) @ w["out"]
+
+
+def split_over_model(w, x):
+    return lax.psum(mlp(w, x), "model")
+
+
+def network(layer):
+    """Two layers, each a `shard_map`, in a network that is none."""
+
+    def loss(w, x):
+        for _ in range(2):
+            x = x + layer(w, jax.nn.standardize(x))
+        return jnp.mean(x**2)
+
+    return loss
+
+
+LAYERS = {
+    "gelu": mapped(mlp),
+    "gelu, no check": mapped(mlp, check=False),
+    "gelu, one of two axes": mapped(mlp, axes=("data", "model"), axis_names={"data"}),
+    "gelu, weights split over one of two axes": mapped(
+        split_over_model, weights={"in": P(None, "model"), "out": P("model")}, axes=("data", "model")
+    ),
+    "softmax": mapped(attention),
+    "gates": mapped(gated),
+    "a number a device": mapped(scaled_mlp),
+    "a number a device, no check": mapped(scaled_mlp, check=False),
+}
+
+
+def shard_maps(program: Any) -> list[Any]:
+    return [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "shard_map"]
+
+
+def large_float32(variables: Any) -> int:
+    """How many of some variables are float32 and as large as a layer's."""
+    return sum(v.aval.dtype == jnp.float32 and v.aval.size >= X.size for v in variables)
+
+
+# How many large float32 values a backward pass reads at most: the loss's cotangent; and where JAX has no way to hand on
+# what others are computed from, those.
+MOST = dict.fromkeys(LAYERS, 1) | {name: 3 for name in LAYERS if "a number a device" in name}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_backward_pass_of_a_layer_reads_16_bits(name):
+    gradient = jax.value_and_grad(network(LAYERS[name]))
+    ours = autocast(gradient, "mixed_float16")
+    programs = [shard_maps(jax.make_jaxpr(fn)(W, X)) for fn in (gradient, ours)]
+    before, after = ([large_float32(eqn.invars) for eqn in program] for program in programs)
+    assert min(before[2:]) > 3 >= MOST[name] >= max(after[2:])
+    assert_close(jax.jit(ours)(W, X), jax.jit(gradient)(W, X))
+
+
+def test_further_derivatives():
+    loss = network(LAYERS["softmax"])
+
+    def norm(w):
+        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(jax.grad(loss)(w, X)))
+
+    for derivative in (jax.grad(norm), lambda w: jax.jvp(norm, (w,), (w,))):
+        assert_close(jax.jit(autocast(derivative, "mixed_float16"))(W), jax.jit(derivative)(W), rtol=1e-2)
+
+
+def test_residuals_are_as_recorded_if_the_rules_say_so():
+    rules = DEFAULT_RULES.with_residuals("float32")
+    program = jax.make_jaxpr(autocast(jax.grad(network(LAYERS["gelu"])), "mixed_float16", rules=rules))(W, X)
+    assert min(large_float32(eqn.invars) for eqn in shard_maps(program)[2:]) > 3
+
+
+def scanned(layer, remat=False):
+    """A stack of mapped layers."""
+
+    def loss(w, x):
+        step = lambda x, w: (x + layer(w, jax.nn.standardize(x)), None)  # noqa: E731
+        x, _ = lax.scan(jax.checkpoint(step) if remat else step, x @ W["in"], w)
+        return jnp.mean(x**2)
+
+    return loss
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_stack_of_mapped_layers_carries_16_bits(remat):
+    w = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), W)
+    gradient = jax.grad(scanned(LAYERS["gelu"], remat))
+    ours = autocast(gradient, "mixed_float16")
+    scans = [eqn for eqn in jax.make_jaxpr(ours)(w, X).jaxpr.eqns if eqn.primitive.name == "scan"]
+    assert [eqn.outvars[0].aval.dtype for eqn in scans] == [jnp.float16] * 2
+    assert_close(jax.jit(ours)(w, X), jax.jit(gradient)(w, X))
+
+
+def decoder(layer, steps=4):
+    """A loop over a mapped layer, whose weights it reads in every step."""
+    return lambda w, x: lax.fori_loop(0, steps, lambda _, x: x + layer(w, jax.nn.standardize(x)), x @ W["in"])
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu, no check", "gelu, weights split over one of two axes"])
+def test_weights_of_a_mapped_layer_are_cast_before_the_loop(name):
+    fn = decoder(LAYERS[name])
+    ours = autocast(fn, "mixed_float16")
+    (loop,) = (eqn for eqn in jax.make_jaxpr(ours)(W, X).jaxpr.eqns if eqn.primitive.name in ("scan", "while"))
+    copies = [v for v in loop.invars if v.aval.dtype == jnp.float16 and v.aval.shape == W["in"].shape]
+    assert len(copies) == 2
+    assert_close(jax.jit(ours)(W, X), jax.jit(fn)(W, X))
+    gradient = jax.grad(lambda w: jnp.sum(fn(w, X) ** 2))
+    assert_close(jax.jit(autocast(gradient, "mixed_float16"))(W), jax.jit(gradient)(W), rtol=1e-2)
+    outside = jax.grad(lambda w: jnp.sum(ours(w, X) ** 2))
+    assert_close(jax.jit(outside)(W), jax.jit(gradient)(W), rtol=1e-2)
+
+
+def test_weights_of_a_loop_inside_a_mapped_function_are_cast_before_it():
+    fn = mapped(lambda w, x: decoder(mlp)(w, x))
+    ours = autocast(fn, "mixed_float16")
+    (outer,) = shard_maps(jax.make_jaxpr(ours)(W, X))
+    (loop,) = (eqn for eqn in outer.params["jaxpr"].eqns if eqn.primitive.name in ("scan", "while"))
+    assert sum(v.aval.dtype == jnp.float16 and v.aval.shape == W["in"].shape for v in loop.invars) == 2
+    assert_close(jax.jit(ours)(W, X), jax.jit(fn)(W, X))
+
+
+@functools.cache
+def gpus():
+    return gpu_mesh(8)
+
+
+def mapped_by_hand(dtype, gathered):
+    """An MLP over eight devices, whose weights are shared out and gathered, or are on each device."""
+
+    def layer(w, x):
+        one, other = (lax.all_gather(x, "data", tiled=True) if gathered else x for x in (w.astype(dtype) for w in w))
+        return jax.nn.gelu(x @ one) @ other
+
+    specs = (DATA, DATA) if gathered else (WHOLE, WHOLE)
+    return jax.shard_map(layer, mesh=gpus(), in_specs=(specs, DATA), out_specs=DATA)
+
+
+def training(dtype):
+    layer = mapped_by_hand(dtype, gathered=True)
+
+    def loss(w, x):
+        x = x.astype(dtype) @ w[0].astype(dtype)
+        for each in w[1:]:
+            x = x + layer(each, jax.nn.standardize(x.astype(jnp.float32)).astype(dtype))
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    return jax.grad(loss)
+
+
+def decoding(dtype):
+    layer = mapped_by_hand(dtype, gathered=False)
+
+    def fn(w, x):
+        def step(_, x):
+            for each in w[1:]:
+                x = x + layer(each, jax.nn.standardize(x.astype(jnp.float32)).astype(dtype))
+            return x
+
+        return lax.fori_loop(0, 64, step, x.astype(dtype) @ w[0].astype(dtype)).astype(jnp.float32)
+
+    return fn
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program, rows, most", [(training, 16384, 1.06), (decoding, 16, 0.3)])
+def test_bytes_of_mapped_layers_beside_those_by_hand(program, rows, most):
+    def array(spec, *shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(gpus(), spec))
+
+    spec = DATA if program is training else WHOLE
+    layers = [(array(spec, 1024, 4096), array(spec, 4096, 1024)) for _ in range(3)]
+    args = [array(WHOLE, 1024, 1024), *layers], array(DATA, rows, 1024)
+    programs = autocast(program(jnp.float32), "mixed_float16"), program(jnp.float16)
+    ours, hand = (jax.jit(fn).lower(*args).compile() for fn in programs)
+    print(
+        traffic(module_text(ours)) / traffic(module_text(hand)),
+        [each.memory_analysis().temp_size_in_bytes for each in (ours, hand)],
+    )
+    assert traffic(module_text(ours)) <= most * traffic(module_text(hand))
