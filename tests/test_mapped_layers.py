@@ -209,8 +209,10 @@ def decoding(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program, rows, most", [(training, 16384, 1.06), (decoding, 16, 0.3)])
-def test_bytes_of_mapped_layers_beside_those_by_hand(program, rows, most):
+@pytest.mark.parametrize("program, rows, most, memory", [(training, 16384, 1.01, 0.83), (decoding, 16, 0.3, 6.0)])
+def test_mapped_layers_beside_those_by_hand(program, rows, most, memory):
+    """Bytes that are moved, and temporary memory: in a loop, that of the copies. The README has the figures."""
+
     def array(spec, *shape):
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(gpus(), spec))
 
@@ -219,8 +221,6 @@ def test_bytes_of_mapped_layers_beside_those_by_hand(program, rows, most):
     args = [array(WHOLE, 1024, 1024), *layers], array(DATA, rows, 1024)
     programs = autocast(program(jnp.float32), "mixed_float16"), program(jnp.float16)
     ours, hand = (jax.jit(fn).lower(*args).compile() for fn in programs)
-    print(
-        traffic(module_text(ours)) / traffic(module_text(hand)),
-        [each.memory_analysis().temp_size_in_bytes for each in (ours, hand)],
-    )
     assert traffic(module_text(ours)) <= most * traffic(module_text(hand))
+    stats: list[Any] = [each.memory_analysis() for each in (ours, hand)]
+    assert stats[0].temp_size_in_bytes <= memory * stats[1].temp_size_in_bytes
