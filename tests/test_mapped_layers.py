@@ -101,6 +101,53 @@ def test_the_backward_pass_of_a_layer_reads_16_bits(name):
     assert_close(jax.jit(ours)(W, X), jax.jit(gradient)(W, X))
 
 
+def equations_in(eqn: Any, name: str) -> list[Any]:
+    """The equations of a primitive in the body of a `shard_map`."""
+    return [inner for inner in eqn.params["jaxpr"].eqns if inner.primitive.name == name]
+
+
+def test_an_exponential_is_computed_twice_from_the_same_numbers():
+    ours = autocast(jax.grad(network(LAYERS["softmax"])), "mixed_float16")
+    bodies = shard_maps(jax.make_jaxpr(ours)(W, X))
+    assert all(equations_in(eqn, "exp") and equations_in(eqn, "reduce_precision") for eqn in bodies)
+    # Only what was computed is behind a barrier: literals are folded.
+    barriers = [inner for eqn in bodies for inner in equations_in(eqn, "optimization_barrier")]
+    assert barriers and all(v.aval.shape for barrier in barriers for v in barrier.invars)
+
+
+def test_what_is_computed_from_an_argument_is_not_handed_on():
+    layer = mapped(lambda w, x: jnp.tanh(x) @ w["in"])
+    ours = autocast(jax.grad(lambda x: jnp.mean(layer(W, x) ** 2)), "mixed_float16")
+    forward, backward = shard_maps(jax.make_jaxpr(ours)(X))
+    assert large_float32(forward.outvars) == 0 and equations_in(backward, "tanh")
+
+
+def test_what_float32_reads_beside_a_dot_is_handed_on_in_float32():
+    def gated_by_itself(w, x):
+        x = x + jnp.mean(x)  # what nobody could compute again
+        h = x @ w["in"]
+        return lax.psum(h * x[:, : h.shape[1]], "model")
+
+    layer = mapped(gated_by_itself, weights={"in": P(None, "model"), "out": P("model")}, axes=("data", "model"))
+    gradient = jax.grad(lambda w: jnp.mean(layer(w, X) ** 2))
+    assert_close(jax.jit(autocast(gradient, "mixed_float16"))(W), jax.jit(gradient)(W))
+
+
+@pytest.mark.parametrize("manual, spec", [({"data"}, DATA), ({"data", "model"}, WHOLE)])
+def test_other_devices_and_layouts_are_given_the_value(manual, spec):
+    """Two axes of a mesh share out what one axis cannot take back, and a part of a value is not the whole."""
+    one = mapped(lambda w, x: jnp.tanh(x @ w["in"]), check=False, axes=("data", "model"))
+    mesh = mesh_of(("data", "model"))
+    other = jax.shard_map(jnp.sin, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False, axis_names=manual)
+
+    def fn(w, x):
+        return other(one(w, x))
+
+    ours = autocast(fn, "mixed_float16")
+    assert len(shard_maps(jax.make_jaxpr(ours)(W, X))) == 2
+    assert_close(jax.jit(ours)(W, X), jax.jit(fn)(W, X))
+
+
 def test_further_derivatives():
     loss = network(LAYERS["softmax"])
 
