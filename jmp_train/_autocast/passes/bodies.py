@@ -68,8 +68,8 @@ class WithBody(abc.ABC):
         """The inputs of the body that another body may be given as well."""
         return dict(zip(self.body.inputs, self.operands, strict=True))
 
-    def in_memory(self, program: Program, reader: WithBody) -> Collection[int]:
-        """The values of the body that are in memory, whether or not `reader` is given them."""
+    def in_memory(self, program: Program) -> Collection[int]:
+        """The values of the body that are in memory, whether or not another one is given them."""
         return ()
 
     @abc.abstractmethod
@@ -178,9 +178,9 @@ class ShardMap(WithBody):
         self.results = list(map(Result, self.params["out_specs"], equation.results, self.body.outputs))
         self.alike = [self.params[key] for key in ("mesh", "newly_manual_axes", "check_vma")]
 
-    def in_memory(self, program: Program, reader: WithBody) -> Collection[int]:
-        there = {*program.inputs, *program.captured, *(operand.number for operand in reader.operands)}
-        found = {inner for inner, operand in self.passed.items() if operand.number in there}
+    def in_memory(self, program: Program) -> Collection[int]:
+        arguments = {*program.inputs, *program.captured}
+        found = {inner for inner, operand in self.passed.items() if operand.number in arguments}
         dots = [equation for equation in self.body.equations if equation.name in DOTS]
         return found.union(*(equation.operands + equation.results for equation in dots))
 

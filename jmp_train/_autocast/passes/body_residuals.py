@@ -89,7 +89,7 @@ class _Link:
 
     def costs(self) -> tuple[ResidualCosts, dict[int, Sources]]:
         """What the values of the source's body cost the reader, and what each could be computed from."""
-        free, memory = self.passed if self.source.shares else (), self.source.in_memory(self.program, self.reader)
+        free, memory = self.passed if self.source.shares else (), self.source.in_memory(self.program)
         costs = ResidualCosts(
             lambda number: size_in_bytes(self.body.avals[number]), in_memory=self.there.difference(free)
         )
