@@ -107,8 +107,8 @@ def equations_in(eqn: Any, name: str) -> list[Any]:
 
 
 def test_an_exponential_is_computed_twice_from_the_same_numbers():
-    def odds(w, x):
-        p = jnp.exp(x @ w["in"])
+    def odds(w, x):  # of a sum that is handed on, since it costs less than its three terms
+        p = jnp.exp(x @ w["in"] + jnp.sin(x) @ w["out"] + jnp.tanh(x) @ w["in"])
         return p / (1 + p) @ w["out"]
 
     ours = autocast(jax.grad(network(mapped(odds))), "mixed_float16")
