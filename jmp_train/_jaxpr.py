@@ -231,7 +231,7 @@ def flatten(
         called_at: Any = None,
     ) -> list[int]:
         body = open_jaxpr(closed)
-        if JAX_FOLDER not in (body.debug_info.func_src_info or ""):
+        if not _is_of_jax(body):
             called_at = None
         env = dict(zip(body.invars, args, strict=True))
         for var, const in zip(body.constvars, consts_of(closed), strict=True):
@@ -437,6 +437,16 @@ def is_recomputed(node: Node) -> bool:
 def leave_out_of_source_lines(path: str) -> None:
     """Names the caller of the functions in a file or folder as the source of what they record, as for JAX's own."""
     source_info_util.register_exclusion(path)
+
+
+def _is_of_jax(jaxpr: Jaxpr) -> bool:
+    return JAX_FOLDER in (jaxpr.debug_info.func_src_info or "")
+
+
+def is_in_function_of_jax(node: Node, name: str) -> bool:
+    """Whether JAX recorded the node in a function of its own that has this name."""
+    bodies = (open_jaxpr(call.params["jaxpr"]) for call in node.calls if call.params.get("name") == name)
+    return any(map(_is_of_jax, bodies))
 
 
 def source_line(node: Node) -> str:

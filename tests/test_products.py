@@ -292,8 +292,7 @@ NARROW = {
         lambda w, x: (jnp.tril(jnp.ones((32, 32))) / jnp.arange(1, 33)[:, None]) @ (x @ w), W, X),
     "two groups of rows": (lambda w, x: jnp.repeat(jnp.eye(32)[:2], 32, 0) @ (x @ w), W, X),
     "one-hot numbers": (lambda w, x: jax.nn.one_hot(jnp.arange(10) % 3, 10) @ w[:10], W, X),
-    "exact interpolation": (
-        lambda w, x: jnp.einsum("ij,jk->ik", jnp.repeat(jnp.eye(8), 2, 0), (x @ w)[:8], precision="highest"), W, X),
+    "a resized image of activations": (lambda w, x: jax.image.resize((x @ w)[:8], (16, 64), "linear"), W, X),
     "a layer whose weight is a solution": (
         lambda w, x: x @ jnp.linalg.solve(jnp.eye(64) + w - w.T, jnp.eye(64) - w + w.T), W, X),
     "a depthwise layer": (
@@ -781,7 +780,10 @@ CONDITIONS = {
         lambda w, x: jax.custom_derivatives.linear_call(
             lambda r, x: jnp.dot(r, x, precision="highest"), lambda r, ct: r.T @ ct, x, w), Cause.PRECISION),
     "an interpolation of results, of a precision": (
-        lambda w, x: jnp.dot((x @ w)[:, :8], jnp.repeat(jnp.eye(8), 2, 1), precision="highest"), None),
+        lambda w, x: jnp.dot((x @ w)[:, :8], jnp.repeat(jnp.eye(8), 2, 1), precision="highest"), Cause.PRECISION),
+    "an average of exponentials, of a precision": (
+        lambda w, x: jnp.dot(jnp.full((4, 32), 1 / 32), jnp.exp(x[:32] @ w), precision="highest"), Cause.PRECISION),
+    "an image of data resized": (lambda w, x: jax.image.resize(x[:8] + w[:8], (16, 64), "linear"), Cause.PRECISION),
     "an interpolation of data, of a precision": (
         lambda w, x: jnp.dot(jnp.repeat(jnp.eye(8), 2, 0), x[:8], precision="highest"), Cause.PRECISION),
     "a sum of results, scaled, of a precision": (
@@ -846,11 +848,17 @@ def test_gradients_of_layers_are_products_of_layers_however_few_numbers_they_con
     assert len(found) >= 2 and set(found) == {None}
 
 
-def test_the_derivative_of_an_interpolation_of_a_precision_is_narrow_as_well():
-    weights = jnp.repeat(jnp.eye(8), 2, 0)
-    interpolated = lambda w, x: jnp.einsum("ij,jk->ik", weights, (x @ w)[:8], precision="highest")  # noqa: E731
-    found = causes(jax.grad(lambda w, x: jnp.sum(interpolated(w, x) * x[:16])), W, X)
+def test_the_derivative_of_a_resized_image_is_narrow_as_well():
+    resized = lambda w, x: jax.image.resize((x @ w)[:8], (16, 64), "linear")  # noqa: E731
+    found = causes(jax.grad(lambda w, x: jnp.sum(resized(w, x) * x[:16])), W, X)
     assert len(found) == 4 and set(found) == {None}
+
+
+def test_a_function_of_the_users_that_has_the_name_of_resize_has_its_precision():
+    def _resize(image):
+        return jnp.dot(jnp.repeat(jnp.eye(8), 2, 0), image, precision="highest")
+
+    assert causes(lambda w, x: jax.jit(_resize)((x @ w)[:8]), W, X) == [None, Cause.PRECISION]
 
 
 def test_two_carries_of_a_loop_are_two_values():

@@ -23,6 +23,7 @@ from ..._jaxpr import (
     branches_of,
     in_jvp,
     is_backward,
+    is_in_function_of_jax,
     loop_of,
     open_jaxpr,
     source_line,
@@ -197,7 +198,9 @@ class _Visit:
             return other.cause and wide_product(other.cause, of_derivative=True, as_sums=as_sums)
         guarded = asks_for_float32(node.params.get("precision"), self._planner.policy.matmul_precision)
         if guarded:
-            cause = None if self._causes.interpolates(node) else Cause.PRECISION
+            # Nobody asked for the precision of `jax.image.resize`, whose default it is.
+            by_default = is_in_function_of_jax(node, "_resize") and self._causes.interpolates(node)
+            cause = None if by_default else Cause.PRECISION
         elif may_derive and self.line(node) in registry.systems:
             return wide_product(Cause.SYSTEM)
         else:
