@@ -251,6 +251,9 @@ class _Walk:
             entry = Entry(entry.rule, "a mean of 16-bit values, which fits where they do")
             return equation_of(node, entry, [FLOAT32, FLOAT32], computes=[FLOAT32]), [Precision.LOW]
         narrow = Precision.LOW if Precision.LOW in seen else Precision.WEAK
+        if node.name == "div" and seen == [Precision.LOW, Precision.WEAK]:
+            # A small parameter may be zero in 16 bits, and its square, by which a derivative divides, before.
+            wide = wide or self.facts[node.ins[1]].numbers.range is None
         precision = Precision.FULL if wide or Precision.FULL in seen else narrow
         return self._pairwise(node, entry, seen, precision)
 
