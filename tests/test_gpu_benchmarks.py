@@ -142,7 +142,7 @@ KERNELS = {"case": "", "kernels": "", "seconds as ms": milliseconds(1), "launche
     [
         *(
             (f"throughput-{name}", "throughput", lambda: importlib.import_module("throughput").COLUMNS)
-            for name in ("resnet50", "resnet50-float32", "vgg19", "gpt2_fused")
+            for name in ("resnet50", "resnet50-float32", "vgg19", "gpt2_fused", "densenet121")
         ),
         ("throughput-profile", "steps", lambda: STEPS),
         ("throughput-profile", "kernels", lambda: KERNELS),
