@@ -13,7 +13,7 @@ import functools
 import operator
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -22,6 +22,11 @@ from .._dtypes import BFLOAT16, FLOAT16, FLOAT32
 from .._jaxpr import FlatJaxpr, Node, is_backward, is_recomputed, scope_of
 from .analysis.ranges import UNKNOWN_NUMBERS, Numbers
 from .primitives import DOTS, Entry, Rule
+
+if TYPE_CHECKING:
+    from .analysis.uses import Flags, Uses
+    from .passes.rewrites import Rewrite
+    from .planner import Planner
 
 
 class Precision(enum.Enum):
@@ -274,13 +279,48 @@ class Residuals:
     squared: frozenset[int] = frozenset()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Context:
+    """What a pass may ask about a program that is not in it.
+
+    Attributes:
+      planner: plans bodies.
+      entries: the rule of each recorded equation.
+      uses: what becomes of each value.
+      precisions: what the arguments are.
+      out_flags: what becomes of the results.
+      roundable: positions of arguments that a loop computed, so that a copy handed out may be rounded.
+    """
+
+    planner: Planner
+    entries: list[Entry]
+    uses: Uses
+    precisions: Sequence[Precision]
+    out_flags: Sequence[Flags]
+    roundable: Sequence[int]
+
+    @property
+    def saves_low(self) -> bool:
+        """Whether float32 residuals are saved in the compute dtype."""
+        return self.planner.rules.low_residuals
+
+    @property
+    def reduce_dtype(self) -> np.dtype:
+        return self.planner.policy.reduce_dtype
+
+    @property
+    def rewrites(self) -> tuple[Rewrite, ...]:
+        return self.planner.rewrites
+
+
 @dataclasses.dataclass(slots=True)
 class Program(_Copied):
     """Equations over numbered values.
 
     Attributes:
       recorded: the flattened jaxpr that it was made of.
-      place: where that stands.
+      context: what passes may ask beside.
+      place: where it stands.
       low: the compute dtype.
       avals: of every value, by number; after `insert_casts` in the dtype it has.
       constants: values that are known: literals and captured arrays.
@@ -293,6 +333,7 @@ class Program(_Copied):
     """
 
     recorded: FlatJaxpr
+    context: Context
     place: Place
     low: np.dtype
     avals: list[Any]

@@ -5,18 +5,15 @@ Decides what comes before what. Each pass is one file of `passes`; what they ask
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-
-import numpy as np
 
 from .._jaxpr import LOOPS, RUN_ONCE, ClosedJaxpr, FlatJaxpr, Jaxpr, flatten
 from .._policy import Policy
 from .analysis.entries import entries_of
 from .analysis.products import Products
 from .analysis.uses import Flags, Uses, find_uses
-from .ir import TOP, Place, Precision, Program, dtype_of, recorded_dtypes
+from .ir import TOP, Context, Place, Precision, Program, dtype_of, recorded_dtypes
 from .passes.assign_dtypes import assign_dtypes
 from .passes.body_residuals import body_residuals
 from .passes.dead_code import mark_dead
@@ -31,38 +28,7 @@ from .passes.without_tf32 import without_tf32
 from .primitives import DOTS, Entry, Rule
 from .rules import Rules
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Context:
-    """What a pass may ask about the program that it is given.
-
-    Attributes:
-      planner: plans bodies.
-      entries: the rule of each recorded equation.
-      uses: what becomes of each value.
-      precisions: what the arguments are.
-      out_flags: what becomes of the results.
-      roundable: positions of arguments that a loop computed, so that a copy handed out may be rounded.
-    """
-
-    planner: Planner
-    entries: list[Entry]
-    uses: Uses
-    precisions: Sequence[Precision]
-    out_flags: Sequence[Flags]
-    roundable: Sequence[int]
-
-    @property
-    def saves_low(self) -> bool:
-        """Whether float32 residuals are saved in the compute dtype."""
-        return self.planner.rules.low_residuals
-
-    @property
-    def reduce_dtype(self) -> np.dtype:
-        return self.planner.policy.reduce_dtype
-
-
-Pass = Callable[[Program, Context], Program]
+Pass = Callable[[Program], Program]
 
 # From a recorded program to one whose every use names a dtype; each body before the equation that it belongs to.
 PLANNING: tuple[Pass, ...] = (
@@ -76,7 +42,7 @@ PLANNING: tuple[Pass, ...] = (
     mark_dead,  # what is only rematerialized now
 )
 # From there to a program that says all that runs; the bodies first.
-LOWERING: tuple[Callable[[Program, Planner], Program], ...] = (
+LOWERING: tuple[Pass, ...] = (
     insert_casts,  # from here on a value has one dtype, and what follows can compare bytes
     body_residuals,  # exchanges what one scan or `shard_map` hands to another
     rewrite_lowered,  # last: scans have the operands that they will have
@@ -151,10 +117,10 @@ class Planner:
         low = self.policy.compute_dtype
         dtypes = [dtype_of(precision, low) for precision in precisions]
         program = Program(
-            recorded, place, low, recorded.avals, recorded.known, recorded.inputs, recorded.outputs, dtypes
+            recorded, context, place, low, recorded.avals, recorded.known, recorded.inputs, recorded.outputs, dtypes
         )
         for run in PLANNING:
-            program = run(program, context)
+            program = run(program)
             yield run.__name__, program
 
     def lower(self, program: Program) -> Program:
@@ -170,7 +136,7 @@ class Planner:
                 equations[i] = equation.replace(bodies=tuple(map(self.lower, equation.bodies)))
         program = program.replace(equations=equations)
         for run in LOWERING:
-            program = run(program, self)
+            program = run(program)
             yield run.__name__, program
 
     def recorded(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place) -> tuple[FlatJaxpr, list[Entry]]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -54,19 +54,16 @@ from ..ir import (
 from ..primitives import CAST_FIRST, DOTS, Entry, Rule, Trait, having
 from . import control_flow
 
-if TYPE_CHECKING:
-    from ..planner import Context
-
 _ADDS = having(Trait.ADDS)
 _ROUNDS = having(Trait.ROUNDS)
 _ATTENTION = having(Trait.ATTENTION)
 _TRANSFERS = having(Trait.TRANSFERS | Trait.PLACES)
 
 
-def assign_dtypes(program: Program, context: Context) -> Program:
+def assign_dtypes(program: Program) -> Program:
     """The program with the dtype of every operand and result, and what each result is for readers outside."""
-    walk = _Walk(program, context)
-    for node, entry in zip(program.recorded.nodes, context.entries, strict=True):
+    walk = _Walk(program)
+    for node, entry in zip(program.recorded.nodes, program.context.entries, strict=True):
         walk.visit(node, entry)
     return walk.finished()
 
@@ -79,7 +76,8 @@ def precision_of_known(known: Range | None, aval: Any, low: np.dtype) -> Precisi
 class _Walk:
     """The forward walk over one program."""
 
-    def __init__(self, program: Program, context: Context):
+    def __init__(self, program: Program):
+        context = program.context
         self.program, self.recorded, self.context = program, program.recorded, context
         self.low, self.uses, self.place = program.low, context.uses, program.place
         self.avals = self.recorded.avals

@@ -16,7 +16,6 @@ decide a dtype: the equations that run again are those of the forward body, so t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from ..._sizes import size_in_bytes
 from ..analysis.residual_costs import ResidualCosts, Sources, fuses
@@ -24,14 +23,11 @@ from ..ir import Equation, Op, Program, Use
 from .bodies import KINDS, Operand, Result, WithBody
 from .dead_code import computing, remove_dead_code
 
-if TYPE_CHECKING:
-    from ..planner import Planner
 
-
-def body_residuals(program: Program, planner: Planner) -> Program:
+def body_residuals(program: Program) -> Program:
     """The program whose bodies hand on what others rematerialize the rest from, where that is fewer bytes."""
     found = {i: KINDS[e.name](e) for i, e in enumerate(program.equations) if e.bodies and e.name in KINDS}
-    if len(found) < 2 or not planner.rules.low_residuals:
+    if len(found) < 2 or not program.context.saves_low:
         return program
     program = program.replace(avals=[*program.avals])
     readers = program.only_readers()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ from ..analysis.loops import is_counted, may_be_narrow
 from ..analysis.uses import Flags
 from ..emit import cast, emit, is_array
 from ..ir import (
+    Context,
     Decided,
     Equation,
     Place,
@@ -37,23 +38,20 @@ from ..ir import (
 )
 from ..primitives import Entry, Rule
 
-if TYPE_CHECKING:
-    from ..planner import Context, Planner
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Entered:
     """A node with a body.
 
     Attributes:
-      planner: plans the body.
+      context: of the program around.
       node, entry: the node and the rule that holds for it.
       inside: where its body stands.
       seen: what its operands are.
       outs: what becomes of its results.
     """
 
-    planner: Planner
+    context: Context
     node: Node
     entry: Entry
     inside: Place
@@ -61,7 +59,7 @@ class _Entered:
     outs: list[Flags]
 
     def plan(self, *args: Any, **options: Any) -> Program:
-        return self.planner.plan(*args, place=self.inside, **options)
+        return self.context.planner.plan(*args, place=self.inside, **options)
 
     def equation(self, reads: Sequence[np.dtype | None], *bodies: Program, **fields: Any) -> Equation:
         return equation_of(self.node, self.entry, reads, bodies=bodies, **fields)
@@ -70,7 +68,7 @@ class _Entered:
 def enter(context: Context, node: Node, entry: Entry, place: Place, seen: list[Precision]) -> Decided:
     """Plans a node with a body."""
     out_flags = [context.uses[number] for number in node.outs]
-    call = _Entered(context.planner, node, entry, place.inside(node), seen, out_flags)
+    call = _Entered(context, node, entry, place.inside(node), seen, out_flags)
     default = _branches if branches_of(node.eqn)[1] else _boundary
     decided = _HANDLERS.get(node.name, default)(call)
     return _as_recorded(node, Entry(Rule.RECORDED, decided), seen) if isinstance(decided, str) else decided
@@ -113,7 +111,7 @@ def _loop(call: _Entered) -> Decided | str:
 
 def _plan_loop(call: _Entered, loop: Loop) -> tuple[Program, list[Precision]]:
     """The plan of a loop's body, and what its carry is, which starts as its initial value is and can only widen."""
-    planner, (body, consts, carry, *_), seen = call.planner, loop, call.seen[loop.skip :]
+    planner, (body, consts, carry, *_), seen = call.context.planner, loop, call.seen[loop.skip :]
     whole, first, starts = planner.inlined(body, call.inside), consts + carry, seen[consts : consts + carry]
     as_recorded = [precision_of(whole.avals[number]) for number in whole.inputs[consts:first]]
     weights = [n for n, p in zip(whole.inputs[first:], seen[first:], strict=True) if p is Precision.WEAK]
@@ -145,7 +143,7 @@ def _custom_jvp(call: _Entered) -> Decided:
     def derive(rule: Callable, args: Sequence[Any]) -> Any:
         pairs = zip(args, precisions, strict=True)
         recorded = [x if p is Precision.RECORDED or not is_array(x) else cast(x, FLOAT32) for x, p in pairs]
-        return run_rule(call.planner, rule, recorded, precisions, call.inside)
+        return run_rule(call, rule, recorded, precisions, call.inside)
 
     return equation.replace(derive=derive), made
 
@@ -156,9 +154,9 @@ def _custom_vjp(call: _Entered) -> Decided:
 
     def derive(rule: Callable, args: Sequence[Any], backward: bool = False) -> Any:
         if not backward:
-            return run_rule(call.planner, rule, args, call.seen, call.inside)
+            return run_rule(call, rule, args, call.seen, call.inside)
         found = [precision_of(x) if is_array(x) else Precision.RECORDED for x in args]
-        return run_rule(call.planner, rule, args, found, call.inside._replace(backward=True))
+        return run_rule(call, rule, args, found, call.inside._replace(backward=True))
 
     (body,) = equation.bodies
     returned = _returning(body, recorded_dtypes(body.recorded))
@@ -166,9 +164,7 @@ def _custom_vjp(call: _Entered) -> Decided:
     return call.equation(reads, returned, computes=returned.result_dtypes, derive=derive), made
 
 
-def run_rule(
-    planner: Planner, rule: Callable, args: Sequence[Any], precisions: Sequence[Precision], place: Place
-) -> Any:
+def run_rule(call: _Entered, rule: Callable, args: Sequence[Any], precisions: Sequence[Precision], place: Place) -> Any:
     """Runs a derivative rule on `args` as recorded with its inside autocast; what is no array passes through."""
 
     def hidden(*args: Any) -> Any:
@@ -177,7 +173,7 @@ def run_rule(
     given = hide_static(tuple(args), is_array)
     jaxpr, shape = trace(hidden, *given)
     of_arrays = [precision for precision, arg in zip(precisions, args, strict=True) if is_array(arg)]
-    fresh = planner.fresh()
+    fresh = call.context.planner.fresh()
     program = fresh.plan_whole(jaxpr, of_arrays, [Flags()] * len(open_jaxpr(jaxpr).outvars), place)
     results = emit(fresh.lower(program), jax.tree.leaves(given))
     return reveal_static(jax.tree.unflatten(jax.tree.structure(shape), results))

@@ -12,17 +12,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from ..ir import Equation, Op, Program
 
-if TYPE_CHECKING:
-    from ..planner import Context
 
-
-def mark_dead(program: Program, context: Context) -> Program:
+def mark_dead(program: Program) -> Program:
     """The program with the equations marked that need not run where they stand."""
-    del context
     needed, again = set(program.outputs), set()  # values read as they are, and those that are rematerialized
     remat, equations = program.residuals.remat, []
     for equation in reversed(program.equations):

@@ -15,7 +15,7 @@ Does not decide which there are; see `assign_dtypes.py` and `save_or_remat.py`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,13 +24,9 @@ from ..._jaxpr import Node
 from ..ir import Equation, Op, Precision, Program, Residuals, Use, is_on_host, with_dtype
 from ..primitives import ADDED
 
-if TYPE_CHECKING:
-    from ..planner import Planner
 
-
-def insert_casts(program: Program, planner: Planner) -> Program:
+def insert_casts(program: Program) -> Program:
     """The program in which no use names a dtype."""
-    del planner
     return _Writer(program).written()
 
 

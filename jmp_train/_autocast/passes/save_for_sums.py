@@ -25,23 +25,19 @@ before, by `save_or_remat.py`.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from ..._dtypes import FLOAT32
 from ..analysis.activations import activations
 from ..ir import Equation, Precision, Program, is_sixteen_bit
 from ..primitives import Rule, Trait, having
 
-if TYPE_CHECKING:
-    from ..planner import Context
-
 _FUSED = having(Trait.FUSES | Trait.EXPENSIVE)
 _KEEPS_DTYPE = frozenset({Rule.WIDEST, Rule.FOLLOW, Rule.SHAPE})
 
 
-def save_for_sums(program: Program, context: Context) -> Program:
+def save_for_sums(program: Program) -> Program:
     """The program whose sums, and what waits for them, read saved copies of what XLA would store for both."""
-    found = _shared_with_sums(program, context) if context.saves_low else None
+    found = _shared_with_sums(program) if program.context.saves_low else None
     if not found:
         return program
     facts, equations = [*program.facts], []
@@ -59,14 +55,14 @@ def save_for_sums(program: Program, context: Context) -> Program:
     return program.replace(facts=facts, equations=equations, residuals=residuals)
 
 
-def _shared_with_sums(program: Program, context: Context) -> set[int]:
+def _shared_with_sums(program: Program) -> set[int]:
     """The values that are stored for sums and what waits for these, and that may be rounded."""
     found = _read_around_sums(program)
     forward, cotangents = set[int](), set[int]()
     narrow = _narrow(program) if found else ()
     for equation, number, is_read_by_sum in found:
         fact, name = program.facts[number], equation.node.name
-        if fact.has_low_copy or fact.sensitive or not context.uses[number].reaches_dot:
+        if fact.has_low_copy or fact.sensitive or not program.context.uses[number].reaches_dot:
             continue
         if not program.place.is_backward(equation.node):
             forward.add(number)

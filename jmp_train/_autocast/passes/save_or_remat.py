@@ -36,7 +36,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -47,13 +47,10 @@ from ..ir import Access, Equation, Precision, Program, Residuals, Use, is_on_hos
 from ..primitives import Rule
 from .rewrites.relu_mask import is_positive, relu_operand
 
-if TYPE_CHECKING:
-    from ..planner import Context
 
-
-def save_or_remat(program: Program, context: Context) -> Program:
+def save_or_remat(program: Program) -> Program:
     """The program with its `residuals`, and with those operands marked that are read as saved or rematerialized."""
-    equations, decisions = [], _Decisions(program, context)
+    equations, decisions = [], _Decisions(program)
     values = decisions.values
     for equation in program.equations:
         for number in equation.results:
@@ -104,9 +101,9 @@ class _Decisions:
     In memory anyway is what a dot reads or made, what is saved, and what comes from outside.
     """
 
-    def __init__(self, program: Program, context: Context):
+    def __init__(self, program: Program):
         self.values: dict[int, _Value] = {}
-        self._program, self._saves_low, self._uses = program, context.saves_low, context.uses
+        self._program, self._saves_low, self._uses = program, program.context.saves_low, program.context.uses
         self._in_full: dict[int, Sources] = {}  # what a saved mask or value with a low copy may be computed again from
         self._reads_in_full: dict[int, list[int]] = {}  # of results that may be rematerialized: which operands are so
         self._costs = ResidualCosts(self._size_of, in_memory=(*program.inputs, *program.captured))

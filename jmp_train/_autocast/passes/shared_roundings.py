@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 from ..analysis.residual_costs import fuses
 from ..analysis.wide_product import WideProduct
@@ -25,15 +24,11 @@ from ..ir import Equation, Precision, Program
 from ..primitives import EXPONENTIALS, Rule
 from .bodies import KINDS
 
-if TYPE_CHECKING:
-    from ..planner import Context
-
 _SCALES = frozenset({"mul", "div", "neg"})
 
 
-def shared_roundings(program: Program, context: Context) -> Program:
+def shared_roundings(program: Program) -> Program:
     """The program whose residuals say which values are rounded for all readers."""
-    del context
     residuals = program.residuals
     squared = _low(program, leading_to(program, _squared(program), _moves_or_scales))
     exponentials = [

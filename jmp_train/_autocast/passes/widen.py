@@ -18,15 +18,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..._dtypes import FLOAT32
 from ..analysis.dot_sizes import size_of
 from ..ir import Equation, Precision, Program
 from ..primitives import DOTS, Rule, Trait, having
-
-if TYPE_CHECKING:
-    from ..planner import Context
 
 # A value that is that many times smaller than another one costs nothing in float32.
 _SMALL = 8
@@ -39,9 +36,8 @@ _EXACT |= having(Trait.MOVES) & having(Trait.FUSES)
 _EXACT -= {"scatter", "dynamic_update_slice"}
 
 
-def widen(program: Program, context: Context) -> Program:
+def widen(program: Program) -> Program:
     """The program with equations that round run in float32 where every reader reads float32 anyway."""
-    del context
     wide, facts = _wide(program), [*program.facts]
     if not wide:
         return program

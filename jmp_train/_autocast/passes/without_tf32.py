@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 from jax import lax
@@ -26,9 +26,6 @@ from ..._jaxpr import JaxprEqn, with_params, with_programs
 from ..ir import Program
 from ..primitives import DOTS, TABLE, Rule, Trait, having
 
-if TYPE_CHECKING:
-    from ..planner import Context
-
 _ATTENTION = having(Trait.ATTENTION) | {ATTENTION_TANGENT}
 _PRODUCTS = DOTS | _ATTENTION
 _WITH_PROGRAMS = frozenset(name for name, entry in TABLE.items() if entry.rule is Rule.ENTER) | {
@@ -37,9 +34,8 @@ _WITH_PROGRAMS = frozenset(name for name, entry in TABLE.items() if entry.rule i
 }
 
 
-def without_tf32(program: Program, context: Context) -> Program:
+def without_tf32(program: Program) -> Program:
     """The program whose products of float32 numbers say that they are."""
-    del context
     equations, avals = [*program.equations], program.avals
     known: dict[Any, Any] = {}  # a program that several calls share stays shared: JAX lowers it once
     for i, equation in enumerate(equations):

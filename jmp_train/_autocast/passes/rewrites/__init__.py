@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ...ir import Program
 from .chained_casts import ChainedCasts
 from .dot_as_sums import DotAsSums
@@ -21,9 +19,6 @@ from .sliced_dots import SlicedDots
 from .sums_of_one import SumsOfOne
 from .two_step_sums import TwoStepSums
 from .window_sums import WindowSums
-
-if TYPE_CHECKING:
-    from ...planner import Context, Planner
 
 REWRITES: tuple[Rewrite, ...] = (
     JoinedShardMaps(),
@@ -43,21 +38,21 @@ REWRITES: tuple[Rewrite, ...] = (
 )
 
 
-def rewrite_planned(program: Program, context: Context) -> Program:
+def rewrite_planned(program: Program) -> Program:
     """Applies the rewrites of single equations, then those of programs whose dtypes are decided."""
     equations = [*program.equations]
-    for rewrite in context.planner.rewrites:
+    for rewrite in program.context.rewrites:
         for i, equation in enumerate(equations):
             if equation.node.name in rewrite.primitives and (found := rewrite.of_equation(program, equation)):
                 equations[i] = equation.replace(rewrite=found)
     program = program.replace(equations=equations)
-    for step in steps(context.planner.rewrites, "of_planned"):
+    for step in steps(program.context.rewrites, "of_planned"):
         program = step(program)
     return program
 
 
-def rewrite_lowered(program: Program, planner: Planner) -> Program:
+def rewrite_lowered(program: Program) -> Program:
     """Applies the rewrites of programs whose casts are equations."""
-    for step in steps(planner.rewrites, "of_lowered"):
+    for step in steps(program.context.rewrites, "of_lowered"):
         program = step(program)
     return program
