@@ -1,6 +1,5 @@
 """A program after each pass of autocast, as text, and with rewrites left out."""
 
-import dataclasses
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ import jax
 import jmp_train as jmp
 from jmp_train._autocast.analysis.uses import Flags
 from jmp_train._autocast.emit import emit
-from jmp_train._autocast.ir import Precision, Program, precision_of, recorded_dtypes
+from jmp_train._autocast.ir import Precision, Program, precision_of
 from jmp_train._autocast.passes.rewrites import REWRITES, Rewrite
 from jmp_train._autocast.planner import Planner
 
@@ -34,8 +33,7 @@ def stages(
     for name, program in planner.stages(jaxpr, precisions, [Flags()] * len(jaxpr.out_avals)):
         yield name, program
     assert program is not None
-    program = dataclasses.replace(program, result_dtypes=recorded_dtypes(program.recorded))
-    yield from planner.lowering_stages(program)
+    yield from planner.lowering_stages(program.returning_recorded())
 
 
 def after(name: str, fn: Callable[..., Any], *args: Any, **options: Any) -> Program:

@@ -27,7 +27,7 @@ _NO_CONTEXTS = contextlib.nullcontext(), contextlib.nullcontext()
 def emit(program: Program, args: Sequence[Any]) -> list[Any]:
     """Runs `program`, which has no implicit casts, on `args`, which may come in any floating dtype."""
     values = dict(program.constants)
-    values.update(zip(program.inputs, map(cast, args, program.input_dtypes), strict=True))
+    values.update(zip(program.inputs, map(cast, args, _dtypes(program, program.inputs)), strict=True))
     reads = [(equation.operands, equation.results) for equation in program.equations]
     last = last_reads(reads, {*program.outputs, *program.constants})  # constants are kept by the program anyway
     steps = zip(program.equations, last, strict=True)
@@ -39,7 +39,11 @@ def emit(program: Program, args: Sequence[Any]) -> list[Any]:
                 values.update(zip(equation.results, results, strict=True))
                 for number in dying:
                     del values[number]
-    return [cast(values[number], dtype) for number, dtype in zip(program.outputs, program.result_dtypes, strict=True)]
+    return [values[number] for number in program.outputs]
+
+
+def _dtypes(program: Program, numbers: Sequence[int]) -> list[Any]:
+    return [getattr(program.avals[number], "dtype", None) for number in numbers]
 
 
 def cast(value: Any, dtype: np.dtype | None) -> Any:
@@ -104,9 +108,9 @@ def _scan(equation: Equation, operands: list[Any]) -> list[Any]:
 
     def run_wide(*args: Any) -> list[Any]:
         # Copies of weights that a loop around was to cast, which come last, are no operands of it.
-        operands = zip(args[: len(wide.uses)], wide.bodies[0].input_dtypes, strict=True)
+        operands = zip(args[: len(wide.uses)], _dtypes(wide.bodies[0], wide.bodies[0].inputs), strict=True)
         results = _run_scan(wide, [cast(x, dtype) for x, dtype in operands])
-        return list(map(cast, results, equation.bodies[0].result_dtypes))
+        return list(map(cast, results, _dtypes(equation.bodies[0], equation.bodies[0].outputs)))
 
     run.defjvp(lambda primals, tangents: jax.jvp(run_wide, primals, tangents))
     return run(*operands)
@@ -136,7 +140,7 @@ def _custom_jvp(equation: Equation, operands: list[Any]) -> list[Any]:
 
     def wrap(_: Callable, jvp: Callable) -> tuple[Callable, Callable]:
         def rule(*args: Any) -> list[Any]:
-            pairs = zip(derive(jvp, args), [*body.result_dtypes] * 2, strict=True)
+            pairs = zip(derive(jvp, args), _dtypes(body, body.outputs) * 2, strict=True)
             return [cast(x, dtype) if is_array(x) else x for x, dtype in pairs]
 
         return (lambda *args: emit(body, args)), rule

@@ -325,9 +325,8 @@ class Program(_Copied):
       avals: of every value, by number; after `insert_casts` in the dtype it has.
       constants: values that are known: literals and captured arrays.
       inputs, outputs: numbers of the arguments and results.
-      input_dtypes, result_dtypes: the dtypes in which arguments come and results leave; `None` as recorded.
       facts: what is known of every recorded value.
-      result_precisions: what the results are to those who read them outside.
+      result_precisions: what the results leave as.
       equations: in the order in which they run.
       residuals: what is saved and rematerialized; empty before `save_or_remat` and after `insert_casts`.
     """
@@ -340,8 +339,6 @@ class Program(_Copied):
     constants: dict[int, Any]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    input_dtypes: list[np.dtype | None]
-    result_dtypes: list[np.dtype | None] = dataclasses.field(default_factory=list)
     facts: list[Fact] = dataclasses.field(default_factory=list)
     result_precisions: list[Precision] = dataclasses.field(default_factory=list)
     equations: list[Equation] = dataclasses.field(default_factory=list)
@@ -354,6 +351,10 @@ class Program(_Copied):
 
     def dtypes_of(self, precisions: Iterable[Precision]) -> list[np.dtype | None]:
         return [dtype_of(precision, self.low) for precision in precisions]
+
+    def returning_recorded(self) -> Program:
+        """The program, whose results leave as they were recorded."""
+        return self.replace(result_precisions=[precision_of(self.avals[number]) for number in self.outputs])
 
     def precision(self, number: int) -> Precision:
         return self.facts[number].precision
@@ -379,11 +380,6 @@ class Program(_Copied):
 def with_dtype(aval: Any, dtype: np.dtype | None) -> Any:
     """`aval` in a dtype; `None` leaves it."""
     return aval if dtype is None or aval.dtype == dtype else aval.update(dtype=dtype, weak_type=False)
-
-
-def recorded_dtypes(program: FlatJaxpr) -> list[np.dtype | None]:
-    """The dtypes of results that leave as they were recorded."""
-    return [FLOAT32 if is_float32(program.avals[number]) else None for number in program.outputs]
 
 
 def format_program(program: Program) -> str:

@@ -13,7 +13,7 @@ from .._policy import Policy
 from .analysis.entries import entries_of
 from .analysis.products import Products
 from .analysis.uses import Flags, Uses, find_uses
-from .ir import TOP, Context, Place, Precision, Program, dtype_of, recorded_dtypes
+from .ir import TOP, Context, Place, Precision, Program
 from .passes.assign_dtypes import assign_dtypes
 from .passes.body_residuals import body_residuals
 from .passes.dead_code import mark_dead
@@ -83,7 +83,7 @@ class Planner:
         # Lowering asks for none of these, and they would keep the jaxpr alive, by which `autocast` knows the plan.
         for cache in (self._recorded, self._inlined, self._uses):
             cache.clear()
-        return program.replace(result_dtypes=recorded_dtypes(program.recorded))
+        return program.returning_recorded()
 
     def find_products(self, jaxpr: ClosedJaxpr | Jaxpr, precisions: Sequence[Precision], place: Place = TOP) -> None:
         """Finds the products of a whole program that have to run in float32; before any of it is planned."""
@@ -115,9 +115,8 @@ class Planner:
         uses = self.uses(jaxpr, place, out_flags)
         context = Context(self, entries, uses, precisions, out_flags, roundable)
         low = self.policy.compute_dtype
-        dtypes = [dtype_of(precision, low) for precision in precisions]
         program = Program(
-            recorded, context, place, low, recorded.avals, recorded.known, recorded.inputs, recorded.outputs, dtypes
+            recorded, context, place, low, recorded.avals, recorded.known, recorded.inputs, recorded.outputs
         )
         for run in PLANNING:
             program = run(program)

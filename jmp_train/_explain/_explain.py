@@ -121,9 +121,9 @@ def _outputs(program: Program, tree: Any) -> list[Output]:
     avals = [program.recorded.avals[number] for number in program.outputs]
     paths = leaf_paths(jax.tree.unflatten(tree, avals))  # not of numbers: a tree may ask its leaves for dtypes
     outputs = []
-    for path, number, precision in zip(paths, program.outputs, program.result_precisions, strict=True):
+    for path, number in zip(paths, program.outputs, strict=True):
         aval = program.avals[number]
-        computed = dtype_name(dtype_of(precision, program.low) or aval.dtype)
+        computed = dtype_name(dtype_of(program.precision(number), program.low) or aval.dtype)
         shape = tuple(size if is_static((size,)) else str(size) for size in aval.shape)
         outputs.append(Output(path, shape, str(dtype_name(aval.dtype)), str(computed)))
     return outputs

@@ -99,12 +99,7 @@ class _Walk:
         carried = {self.program.inputs[position] for position in self.context.roundable if self.context.saves_low}
         outputs = zip(self.program.outputs, self.context.out_flags, strict=True)
         results = [self._for_readers_outside(number, flags, number in carried) for number, flags in outputs]
-        return self.program.replace(
-            facts=self.facts,
-            equations=self.equations,
-            result_precisions=results,
-            result_dtypes=self.program.dtypes_of(results),
-        )
+        return self.program.replace(facts=self.facts, equations=self.equations, result_precisions=results)
 
     def _seen(self, number: int, depth: int, access: Access) -> Precision:
         """What a reader at `depth` sees of a value."""

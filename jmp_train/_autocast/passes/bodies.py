@@ -89,9 +89,8 @@ class WithBody(abc.ABC):
         """The body's input that is given an operand, of `aval` inside; added if there is none yet."""
         if operand not in self.operands:
             self.operands.append(operand)
-            value, body = self.body.new(aval), self.body
-            dtypes = [*body.input_dtypes, getattr(aval, "dtype", None)]
-            self.body = body.replace(inputs=(*body.inputs, value), input_dtypes=dtypes)
+            value = self.body.new(aval)
+            self.body = self.body.replace(inputs=(*self.body.inputs, value))
         return self.body.inputs[self.operands.index(operand)]
 
     def reads_once(self, given: int) -> bool:
@@ -111,11 +110,10 @@ class WithBody(abc.ABC):
     def finished(self) -> Equation:
         """The equation, its body without inputs and equations that nobody reads."""
         body = self.body.replace(outputs=tuple([result.inner for result in self.results]))
-        body.result_dtypes = [body.avals[number].dtype for number in body.outputs]
         body = remove_dead_code(body)
         slots = self.slots({*body.outputs}.union(*(equation.operands for equation in body.equations)))
         self.operands = [self.operands[i] for i in slots]
-        body.inputs, body.input_dtypes = tuple(body.inputs[i] for i in slots), [body.input_dtypes[i] for i in slots]
+        body.inputs = tuple([body.inputs[i] for i in slots])
         return self.equation.replace(
             uses=[Use(operand.number) for operand in self.operands],
             results=tuple([result.number for result in self.results]),

@@ -33,7 +33,6 @@ from ..ir import (
     equation_of,
     joined_precision,
     precision_of,
-    recorded_dtypes,
     recorded_reads,
 )
 from ..primitives import Entry, Rule
@@ -82,31 +81,26 @@ def _as_recorded(node: Node, entry: Entry, seen: Sequence[Precision], bodies: Se
     return equation_of(node, entry, recorded_reads(seen), bodies=tuple(bodies)), _recorded(node.eqn.outvars)
 
 
-def _returning(program: Program, dtypes: list[np.dtype | None]) -> Program:
-    return program.replace(result_dtypes=dtypes)
-
-
 def _branches(call: _Entered) -> Decided:
     """`cond`, and calls such as `jit` with shardings of its own: everything but the bodies stays as recorded."""
     skip, recorded = branches_of(call.node.eqn)
     branches = [call.plan(branch, call.seen[skip:], call.outs) for branch in recorded]
     made = [joined_precision(each) for each in zip(*(branch.result_precisions for branch in branches), strict=True)]
-    dtypes = branches[0].dtypes_of(made)
-    bodies = [_returning(branch, dtypes) for branch in branches]
-    return call.equation([None] * skip + bodies[0].input_dtypes, *bodies), made
+    bodies = [branch.replace(result_precisions=made) for branch in branches]
+    return call.equation(bodies[0].dtypes_of(call.seen), *bodies), made
 
 
 def _loop(call: _Entered) -> Decided | str:
     loop: Any = loop_of(call.node.eqn)
     body, carried = _plan_loop(call, loop)
     made = [*carried, *body.result_precisions[loop.carry :]]
-    returned = _returning(body, body.dtypes_of(made))
+    returned = body.replace(result_precisions=made)
+    reads = body.dtypes_of([*call.seen[: loop.skip], *body.context.precisions])
     if loop.condition is None:
-        return narrowed_stop(body, loop) or (call.equation(body.input_dtypes, returned), made)
+        return narrowed_stop(body, loop) or (call.equation(reads, returned), made)
     condition = call.plan(loop.condition, [*call.seen[: loop.skip], *carried], [Flags()])
     reason = None if is_counted(loop) else narrowed_decision(condition, body, loop)
-    reads = [*condition.input_dtypes[: loop.skip], *body.input_dtypes]
-    return reason or (call.equation(reads, returned, _returning(condition, [None])), made)
+    return reason or (call.equation(reads, returned, condition.returning_recorded()), made)
 
 
 def _plan_loop(call: _Entered, loop: Loop) -> tuple[Program, list[Precision]]:
@@ -158,10 +152,9 @@ def _custom_vjp(call: _Entered) -> Decided:
         found = [precision_of(x) if is_array(x) else Precision.RECORDED for x in args]
         return run_rule(call, rule, args, found, call.inside._replace(backward=True))
 
-    (body,) = equation.bodies
-    returned = _returning(body, recorded_dtypes(body.recorded))
-    reads = recorded_reads(call.seen)
-    return call.equation(reads, returned, computes=returned.result_dtypes, derive=derive), made
+    body = equation.bodies[0].returning_recorded()
+    computes = body.dtypes_of(body.result_precisions)
+    return call.equation(recorded_reads(call.seen), body, computes=computes, derive=derive), made
 
 
 def run_rule(call: _Entered, rule: Callable, args: Sequence[Any], precisions: Sequence[Precision], place: Place) -> Any:
@@ -186,7 +179,7 @@ def _boundary(call: _Entered) -> Decided:
         if isinstance(body, ClosedJaxpr):
             jaxpr = open_jaxpr(body)
             program = call.plan(body, _recorded(jaxpr.invars), [Flags()] * len(jaxpr.outvars))
-            bodies.append(_returning(program, recorded_dtypes(program.recorded)))
+            bodies.append(program.returning_recorded())
     return _as_recorded(call.node, call.entry, call.seen, bodies)
 
 

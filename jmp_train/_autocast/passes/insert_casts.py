@@ -51,7 +51,7 @@ class _Writer:
             if not equation.dead:
                 self.write(equation)
         last = self.source.recorded.nodes[-1] if self.source.recorded.nodes else None
-        results = zip(self.source.outputs, self.source.result_dtypes, strict=True)
+        results = zip(self.source.outputs, self.source.dtypes_of(self.source.result_precisions), strict=True)
         outputs = tuple(self.read(Use(number, dtype), last).value for number, dtype in results)
         return self.source.replace(
             avals=self.avals,

@@ -168,7 +168,6 @@ def _reading(
     body = body.replace(
         avals=avals,
         inputs=(*body.inputs[:at], *inputs, *body.inputs[at:]),
-        input_dtypes=[*body.input_dtypes[:at], *[body.low] * len(inputs), *body.input_dtypes[at:]],
         equations=[made for each in body.equations for made in hoisted.get(id(each), [each])],
     )
     uses, skip = [*equation.uses], len(equation.uses) - len(equation.bodies[0].inputs)

@@ -74,19 +74,18 @@ def _with_narrow_caches(
         if results[i] in read:
             after.append(_cast(loop, last, results[i], FLOAT32))
         uses[first + i], results[i] = Use(start), last
-    bodies = writer.returning(found), *(_given_narrow(condition, carry, found) for condition in conditions)
+    bodies = writer.returning(found, loop), *(_given_narrow(condition, carry, found) for condition in conditions)
     wide = loop if loop.node.name == "scan" else None  # nobody differentiates a `while` backward
     return [*before, loop.replace(uses=uses, results=tuple(results), bodies=bodies, wide=wide), *after]
 
 
 def _given_narrow(condition: Program, carry: int, narrow: Container[int]) -> Program:
     """The condition of a loop that carries some of its values, which the condition does not read, in 16 bits."""
-    avals, dtypes = [*condition.avals], [*condition.input_dtypes]
+    avals = [*condition.avals]
     for i, number in enumerate(condition.inputs[-carry:]):
         if i in narrow:
             avals[number] = with_dtype(avals[number], condition.low)
-            dtypes[len(dtypes) - carry + i] = condition.low
-    return condition.replace(avals=avals, input_dtypes=dtypes)
+    return condition.replace(avals=avals)
 
 
 def _candidates(body: Program, consts: int, carry: int) -> set[int]:
@@ -168,15 +167,12 @@ class _Writer:
                 found |= self.caches[self._source.inputs[consts + i]]
         return found
 
-    def returning(self, narrow: Container[int]) -> Program:
-        """The body; its results at `narrow` are in the compute dtype."""
+    def returning(self, narrow: Container[int], at: Equation) -> Program:
+        """The body of the loop `at`; its results at `narrow` are in the compute dtype."""
         body, source = self._body, self._source
         body.inputs = self._names(source.inputs)
-        dtypes = zip(source.inputs, source.input_dtypes, strict=True)
-        body.input_dtypes = [body.low if number in self.caches else dtype for number, dtype in dtypes]
-        pairs = enumerate(zip(self._names(source.outputs), source.result_dtypes, strict=True))
-        results = [(self._widened.get(n, n), body.low) if i in narrow else (n, dtype) for i, (n, dtype) in pairs]
-        body.outputs, body.result_dtypes = tuple(n for n, _ in results), [dtype for _, dtype in results]
+        names = enumerate(zip(source.outputs, self._names(source.outputs), strict=True))
+        body.outputs = tuple([self._narrowed(n, frozenset(), at) if i in narrow else name for i, (n, name) in names])
         return remove_dead_code(body)  # such as casts to float32 of what is written
 
     def _write(self, equation: Equation) -> None:
@@ -219,7 +215,7 @@ class _Writer:
         for i in narrow:
             start = body.inputs[consts + i] if i < carry else body.outputs[i]
             self._define(scan.results[i], inner.caches[start])
-        results, bodies = self._names(scan.results), (inner.returning(narrow),)
+        results, bodies = self._names(scan.results), (inner.returning(narrow, scan),)
         self._body.equations.append(scan.replace(uses=uses, results=results, bodies=bodies))
 
     def _names(self, numbers: Sequence[int]) -> tuple[int, ...]:
