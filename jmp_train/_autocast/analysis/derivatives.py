@@ -10,7 +10,7 @@ not decide why a product does; see `products.py`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..._sizes import static_size
@@ -38,7 +38,6 @@ class Registry:
         self._keys: dict[tuple, Any] = {}
         self.systems: set[tuple] = set()  # the lines and scopes of linear systems, whose derivatives are products
         self._layers: dict[tuple, list[Sequence[Any]]] = {}  # by line and scope
-        self._pending: list[tuple[Callable[[], tuple], Sequence[Any]]] = []  # whose lines nobody has asked for yet
 
     @property
     def is_empty(self) -> bool:
@@ -48,15 +47,12 @@ class Registry:
         self._keys[where] = key
         self._by_key.setdefault(key, {})[where] = product
 
-    def add_layer(self, line: Callable[[], tuple], avals: Sequence[Any]) -> None:
-        """Notes a narrow product of the forward pass: `line` gives its line and scope, which take time to find."""
-        self._pending.append((line, avals))
+    def add_layer(self, line: tuple, avals: Sequence[Any]) -> None:
+        """Notes a narrow product of the forward pass, recorded at a line and scope."""
+        self._layers.setdefault(line, []).append(avals)
 
     def layers_at(self, line: tuple) -> Sequence[Sequence[Any]]:
         """The values of the narrow products of the forward pass so far that are recorded at a line and scope."""
-        while self._pending:
-            line_of, avals = self._pending.pop()
-            self._layers.setdefault(line_of(), []).append(avals)
         return self._layers.get(line, ())
 
     def forget(self, where: tuple) -> None:

@@ -10,7 +10,6 @@ about other equations; see `passes`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -208,7 +207,7 @@ class _Visit:
         if cause is not None or guarded:
             registry.add(where, (node.name, *self.line(node)), Forward(self._site, sources, avals, cause))
         elif not backward:
-            registry.add_layer(functools.partial(self.line, node), avals)
+            registry.add_layer(self.line(node), avals)
         return cause and wide_product(cause, as_sums=cause in _AS_SUMS)
 
     def _is_no_derivative(self, node: Node) -> bool:
