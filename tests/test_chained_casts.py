@@ -11,7 +11,7 @@ from jmp_train import autocast
 from jmp_train._autocast.passes.rewrites import REWRITES
 
 ROWS, WIDTH = 8, 16
-WITHOUT = tuple(rewrite for rewrite in REWRITES if repr(rewrite) != "ChainedCasts")
+WITHOUT = tuple(rewrite for rewrite in REWRITES if rewrite.name != "chained_casts")
 
 
 def residual_network(norm_first):

@@ -17,7 +17,7 @@ from jmp_train._autocast.passes.rewrites import REWRITES
 RNG = np.random.default_rng(0)
 W, X = (RNG.normal(size=shape).astype(np.float32) / 4 for shape in ((16, 16), (2, 16)))
 LAYERS = RNG.normal(size=(3, 16, 16)).astype(np.float32) / 4
-WITHOUT = [rewrite for rewrite in REWRITES if repr(rewrite) != "HoistWeightCasts"]
+WITHOUT = [rewrite for rewrite in REWRITES if rewrite.name != "hoist_weight_casts"]
 NUMBER = np.int32(5)
 
 

@@ -18,7 +18,7 @@ from jmp_train._autocast.passes.rewrites.rewrite import loop_counts
 RNG = np.random.default_rng(0)
 BATCH, LENGTH, WIDTH, LAYERS, STEPS = 4, 16, 32, 2, 4
 CACHE = (BATCH, LENGTH, WIDTH)
-WITHOUT = [rewrite for rewrite in REWRITES if repr(rewrite) != "NarrowCaches"]
+WITHOUT = [rewrite for rewrite in REWRITES if rewrite.name != "narrow_caches"]
 
 
 def normal(*shape: int) -> np.ndarray:

@@ -19,7 +19,7 @@ from .passes.body_residuals import body_residuals
 from .passes.dead_code import mark_dead
 from .passes.f32_accumulators import f32_accumulators
 from .passes.insert_casts import insert_casts
-from .passes.rewrites import REWRITES, Rewrite, rewrite_lowered, rewrite_planned, steps
+from .passes.rewrites import REWRITES, Rewrite, rewrite_lowered, rewrite_planned
 from .passes.save_for_sums import save_for_sums
 from .passes.save_or_remat import save_or_remat
 from .passes.shared_roundings import shared_roundings
@@ -143,8 +143,8 @@ class Planner:
         key = (id(jaxpr), place)
         if key not in self._recorded:
             program = flatten(jaxpr, replaced=dict.fromkeys(LOOPS, f32_accumulators))
-            for step in steps(self.rewrites, "of_recorded"):
-                program = step(program)
+            for rewrite in self.rewrites:
+                program = rewrite.of_recorded(program)
             entries = entries_of(program, self.rules, place, self.rewrites)
             self._recorded[key] = (jaxpr, program, entries)
             pairs = zip(program.nodes, entries, strict=True)

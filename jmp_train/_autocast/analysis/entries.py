@@ -77,6 +77,6 @@ def _refine(node: Node, entry: Entry, producers: Producers, rewrites: Sequence[R
         return Entry(Rule.RECORDED, "the user asked for this dtype")
     if entry is TABLE.get(node.name) and entry.rule is Rule.HIGH:  # no edit
         for rewrite in rewrites:
-            if node.name in rewrite.primitives:
-                entry = rewrite.entry(node) or entry
+            if node.name in rewrite.entry:
+                entry = rewrite.entry[node.name](node) or entry
     return entry

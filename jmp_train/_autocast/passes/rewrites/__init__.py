@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 from ...ir import Program
-from .chained_casts import ChainedCasts
-from .dot_as_sums import DotAsSums
-from .fold_transposes import FoldTransposes
-from .hoist_weight_casts import HoistWeightCasts
-from .joined_shard_maps import JoinedShardMaps
-from .max_pools import MaxPools
-from .narrow_caches import NarrowCaches
-from .narrow_transfers import NarrowTransfers
-from .one_hot_scatter import OneHotScatter
-from .relu_mask import ReluMask
+from .chained_casts import chained_casts
+from .dot_as_sums import dot_as_sums
+from .fold_transposes import fold_transposes
+from .hoist_weight_casts import hoist_weight_casts
+from .joined_shard_maps import joined_shard_maps
+from .max_pools import entry_of_scatter, max_pools, pools_in_float32
+from .narrow_caches import narrow_caches
+from .narrow_transfers import narrow_transfers
+from .one_hot_scatter import one_hot_scatter
+from .relu_mask import relu_mask
 from .rewrite import Rewrite as Rewrite
-from .rewrite import steps as steps
-from .sliced_dots import SlicedDots
-from .sums_of_one import SumsOfOne
-from .two_step_sums import TwoStepSums
-from .window_sums import WindowSums
+from .sliced_dots import sliced_dots
+from .sums_of_one import entry_of_sum, sums_of_one
+from .two_step_sums import two_step_sums
+from .window_sums import window_sums
 
-REWRITES: tuple[Rewrite, ...] = (
-    JoinedShardMaps(),
-    SumsOfOne(),
-    ReluMask(),
-    MaxPools(),
-    OneHotScatter(),
-    DotAsSums(),
-    FoldTransposes(),
-    HoistWeightCasts(),
-    NarrowCaches(),
-    NarrowTransfers(),
-    SlicedDots(),
-    ChainedCasts(),
-    WindowSums(),
-    TwoStepSums(),
+_POOL = "select_and_scatter_add"
+REWRITES = (
+    Rewrite("joined_shard_maps", of_recorded=joined_shard_maps),
+    Rewrite("sums_of_one", entry={"reduce_sum": entry_of_sum}, of_equation={"reduce_sum": sums_of_one}),
+    Rewrite("relu_mask", of_recorded=relu_mask),
+    Rewrite("max_pools", entry={_POOL: entry_of_scatter}, of_equation={_POOL: max_pools}, of_planned=pools_in_float32),
+    Rewrite("one_hot_scatter", of_equation={"scatter-add": one_hot_scatter}),
+    Rewrite("dot_as_sums", of_equation={"dot_general": dot_as_sums}),
+    Rewrite("fold_transposes", of_planned=fold_transposes),
+    Rewrite("hoist_weight_casts", of_lowered=hoist_weight_casts),
+    Rewrite("narrow_caches", of_lowered=narrow_caches),
+    Rewrite("narrow_transfers", of_planned=narrow_transfers),
+    Rewrite("sliced_dots", of_lowered=sliced_dots),
+    Rewrite("chained_casts", of_lowered=chained_casts),
+    Rewrite("window_sums", of_equation={"reduce_window_sum": window_sums}),
+    Rewrite("two_step_sums", of_planned=two_step_sums),
 )
 
 
@@ -43,16 +43,17 @@ def rewrite_planned(program: Program) -> Program:
     equations = [*program.equations]
     for rewrite in program.context.rewrites:
         for i, equation in enumerate(equations):
-            if equation.node.name in rewrite.primitives and (found := rewrite.of_equation(program, equation)):
+            rewritten = rewrite.of_equation.get(equation.node.name)
+            if rewritten is not None and (found := rewritten(program, equation)):
                 equations[i] = equation.replace(rewrite=found)
     program = program.replace(equations=equations)
-    for step in steps(program.context.rewrites, "of_planned"):
-        program = step(program)
+    for rewrite in program.context.rewrites:
+        program = rewrite.of_planned(program)
     return program
 
 
 def rewrite_lowered(program: Program) -> Program:
     """Applies the rewrites of programs whose casts are equations."""
-    for step in steps(program.context.rewrites, "of_lowered"):
-        program = step(program)
+    for rewrite in program.context.rewrites:
+        program = rewrite.of_lowered(program)
     return program

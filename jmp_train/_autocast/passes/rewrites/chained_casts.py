@@ -23,41 +23,39 @@ import jax.numpy as jnp
 
 from ...._dtypes import FLOAT16
 from ...ir import Op, Program, Use
-from .rewrite import Rewrite
 
 # Elementwise, and NaN where an operand is NaN, which `Op.CHAINED` relies on.
 _KEEP_NAN = frozenset("add sub add_any mul div neg convert_element_type copy".split())
 
 
-class ChainedCasts(Rewrite):
-    def of_lowered(self, program: Program) -> Program:
-        """The program whose float16 residuals that are computed from other ones are cast beside those."""
-        if program.low != FLOAT16:  # XLA counts casts to bfloat16 as expensive and does not duplicate them
-            return program
-        links: set[int] = set()  # float32 values, cast to float16
-        last: dict[int, int] = {}  # the saved copy, of the same shape, that a value is computed from
-        equations = [*program.equations]
-        for i, equation in enumerate(equations):
-            result = equation.results[0] if equation.results else -1
+def chained_casts(program: Program) -> Program:
+    """The program whose float16 residuals that are computed from other ones are cast beside those."""
+    if program.low != FLOAT16:  # XLA counts casts to bfloat16 as expensive and does not duplicate them
+        return program
+    links: set[int] = set()  # float32 values, cast to float16
+    last: dict[int, int] = {}  # the saved copy, of the same shape, that a value is computed from
+    equations = [*program.equations]
+    for i, equation in enumerate(equations):
+        result = equation.results[0] if equation.results else -1
+        found = None
+        for number, _, _ in equation.uses:
+            if found is None and number in last:
+                found = last[number]
+        if found is not None and not _may_be_linked(program.avals[found], program.avals[result]):
             found = None
-            for number, _, _ in equation.uses:
-                if found is None and number in last:
-                    found = last[number]
-            if found is not None and not _may_be_linked(program.avals[found], program.avals[result]):
-                found = None
-            if equation.op is Op.SAVED and equation.operands[0] in links:
-                last[result] = result
-            elif equation.op is Op.CAST:
-                if program.avals[result].dtype == FLOAT16:
-                    links.add(result)
-                    if found is not None:
-                        uses = [*equation.uses, Use(found)]
-                        equations[i] = equation.replace(op=Op.CHAINED, uses=uses)
-                elif found is not None:
-                    last[result] = found
-            elif found is not None and equation.name in _KEEP_NAN:
+        if equation.op is Op.SAVED and equation.operands[0] in links:
+            last[result] = result
+        elif equation.op is Op.CAST:
+            if program.avals[result].dtype == FLOAT16:
+                links.add(result)
+                if found is not None:
+                    uses = [*equation.uses, Use(found)]
+                    equations[i] = equation.replace(op=Op.CHAINED, uses=uses)
+            elif found is not None:
                 last[result] = found
-        return program.replace(equations=equations)
+        elif found is not None and equation.name in _KEEP_NAN:
+            last[result] = found
+    return program.replace(equations=equations)
 
 
 def _may_be_linked(saved: Any, result: Any) -> bool:

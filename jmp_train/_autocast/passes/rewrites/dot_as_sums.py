@@ -24,17 +24,14 @@ from ...._jaxpr import Node
 from ...._sizes import is_less
 from ...analysis.wide_product import WideProduct
 from ...ir import Equation, Program
-from .rewrite import Computation, Rewrite
+from .rewrite import Computation
 
 _MOST_TERMS = 16  # of a sum that is written out: more are reduced
 
 
-class DotAsSums(Rewrite):
-    primitives = frozenset({"dot_general"})
-
-    def of_equation(self, program: Program, equation: Equation) -> Computation | None:
-        as_sums = isinstance(equation.entry, WideProduct) and equation.entry.as_sums
-        return multiply_and_add if as_sums and program.low not in equation.reads else None
+def dot_as_sums(program: Program, equation: Equation) -> Computation | None:
+    as_sums = isinstance(equation.entry, WideProduct) and equation.entry.as_sums
+    return multiply_and_add if as_sums and program.low not in equation.reads else None
 
 
 def multiply_and_add(node: Node, operands: Sequence[Any]) -> list[jax.Array]:

@@ -11,30 +11,28 @@ from __future__ import annotations
 
 from ...ir import Equation, Program
 from ...primitives import Rule
-from .rewrite import Rewrite
 
 
-class FoldTransposes(Rewrite):
-    def of_planned(self, program: Program) -> Program:
-        """The program without the transposes that follow a dot as its only readers, where a swap of operands can be."""
-        if not any([equation.node.name == "transpose" for equation in program.equations]):
-            return program
-        readers = program.only_readers()
-        changed: dict[int, Equation] = {}
-        for dot in program.equations:
-            if dot.node.name != "dot_general" or dot.entry.rule is not Rule.LOW:
-                continue
-            order, chain = tuple(range(len(program.avals[dot.node.outs[0]].shape))), [dot]
-            while (following := _only_transpose(program, readers, chain[-1])) is not None:
-                chain.append(following)
-                order = tuple(order[axis] for axis in following.node.params["permutation"])
-            unchanged = order == tuple(sorted(order))
-            if len(chain) > 1 and (unchanged or order == _swap(program, dot)):
-                folded = dot.replace(results=chain[-1].results)
-                changed[id(dot)] = folded if unchanged else _swapped(folded, order)
-                changed.update((id(transpose), transpose.replace(dead=True)) for transpose in chain[1:])
-        equations = [changed.get(id(equation), equation) for equation in program.equations]
-        return program.replace(equations=equations) if changed else program
+def fold_transposes(program: Program) -> Program:
+    """The program without the transposes that follow a dot as its only readers, where a swap of operands can be."""
+    if not any([equation.node.name == "transpose" for equation in program.equations]):
+        return program
+    readers = program.only_readers()
+    changed: dict[int, Equation] = {}
+    for dot in program.equations:
+        if dot.node.name != "dot_general" or dot.entry.rule is not Rule.LOW:
+            continue
+        order, chain = tuple(range(len(program.avals[dot.node.outs[0]].shape))), [dot]
+        while (following := _only_transpose(program, readers, chain[-1])) is not None:
+            chain.append(following)
+            order = tuple(order[axis] for axis in following.node.params["permutation"])
+        unchanged = order == tuple(sorted(order))
+        if len(chain) > 1 and (unchanged or order == _swap(program, dot)):
+            folded = dot.replace(results=chain[-1].results)
+            changed[id(dot)] = folded if unchanged else _swapped(folded, order)
+            changed.update((id(transpose), transpose.replace(dead=True)) for transpose in chain[1:])
+    equations = [changed.get(id(equation), equation) for equation in program.equations]
+    return program.replace(equations=equations) if changed else program
 
 
 def _only_transpose(program: Program, readers: dict[int, int | None], equation: Equation) -> Equation | None:

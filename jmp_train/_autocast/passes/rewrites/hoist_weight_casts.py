@@ -23,20 +23,19 @@ from ...analysis.dot_sizes import size_of
 from ...ir import Equation, Op, Program, Use, with_dtype
 from ...primitives import DOTS, Entry, Rule, Trait, having
 from ..dead_code import computing
-from .rewrite import Rewrite, loop_counts
+from .rewrite import loop_counts
 
 # Not what iterations put on a device one after the other: all of it may not fit there.
 _MOVES = having(Trait.MOVES | Trait.PICKS) - having(Trait.TRANSFERS)
 _COPY = Entry(Rule.RECORDED, "a weight's copy, made before the loop that reads it")
 
 
-class HoistWeightCasts(Rewrite):
-    def of_lowered(self, program: Program) -> Program:
-        """The program whose loops are given copies of the constants that their dots read in the compute dtype."""
-        if not any([equation.bodies for equation in program.equations]):
-            return program
-        equations = [_with_copies_inside(each) if each.bodies else each for each in program.equations]
-        return _with_copies(program.replace(equations=equations), _constants)
+def hoist_weight_casts(program: Program) -> Program:
+    """The program whose loops are given copies of the constants that their dots read in the compute dtype."""
+    if not any([equation.bodies for equation in program.equations]):
+        return program
+    equations = [_with_copies_inside(each) if each.bodies else each for each in program.equations]
+    return _with_copies(program.replace(equations=equations), _constants)
 
 
 class _Inputs(NamedTuple):

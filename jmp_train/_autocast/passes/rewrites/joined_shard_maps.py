@@ -17,23 +17,21 @@ from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 from ...._jaxpr import FlatJaxpr, Literal, Node, Scope, Var, is_backward, is_recomputed, open_jaxpr
-from .rewrite import Rewrite
 
 _SAME = ("mesh", "newly_manual_axes", "check_vma")
 
 
-class JoinedShardMaps(Rewrite):
-    def of_recorded(self, program: FlatJaxpr) -> FlatJaxpr:
-        """The program in which backward `shard_map`s that need nothing from between run in their forward ones."""
-        nodes = program.nodes
-        for second in [node for node in nodes if node.name == "shard_map"]:
-            read = {*second.ins}
-            for first in [node for node in nodes if node.name == "shard_map" and not read.isdisjoint(node.outs)]:
-                joined = _with_joined(nodes, first, second, program.outputs)
-                if joined is not None:
-                    nodes = joined
-                    break
-        return program if nodes is program.nodes else dataclasses.replace(program, nodes=nodes)
+def joined_shard_maps(program: FlatJaxpr) -> FlatJaxpr:
+    """The program in which backward `shard_map`s that need nothing from between run in their forward ones."""
+    nodes = program.nodes
+    for second in [node for node in nodes if node.name == "shard_map"]:
+        read = {*second.ins}
+        for first in [node for node in nodes if node.name == "shard_map" and not read.isdisjoint(node.outs)]:
+            joined = _with_joined(nodes, first, second, program.outputs)
+            if joined is not None:
+                nodes = joined
+                break
+    return program if nodes is program.nodes else dataclasses.replace(program, nodes=nodes)
 
 
 class _Value(NamedTuple):

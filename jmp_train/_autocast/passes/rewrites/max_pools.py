@@ -31,7 +31,7 @@ from ...._jaxpr import Node, bind
 from ...._sizes import is_less
 from ...ir import Equation, Program
 from ...primitives import Entry, Rule, Trait, having
-from .rewrite import Computation, Rewrite
+from .rewrite import Computation
 from .windows import are_small, elements_at, starts_of_places
 
 _POOLS = having(Trait.POOL)
@@ -39,26 +39,25 @@ _MOST_PLACES = 64  # of a window: each adds a few operations to the program
 _ENTRY = Entry(Rule.WIDEST, "a selection in each window, summed in float32")
 
 
-class MaxPools(Rewrite):
-    primitives = frozenset({"select_and_scatter_add"})
+def entry_of_scatter(node: Node) -> Entry | None:
+    """Selections follow their operands, where a scatter adds in its buffer's dtype."""
+    return _ENTRY if windows_are_small(node) else None
 
-    def entry(self, node: Node) -> Entry | None:
-        """Selections follow their operands, where a scatter adds in its buffer's dtype."""
-        return _ENTRY if windows_are_small(node) else None
 
-    def of_equation(self, program: Program, equation: Equation) -> Computation | None:
-        follows = equation.entry.rule in (Rule.WIDEST, Rule.FOLLOW, Rule.LOW)
-        return scatter_to_windows if follows and windows_are_small(equation.node) else None
+def max_pools(program: Program, equation: Equation) -> Computation | None:
+    follows = equation.entry.rule in (Rule.WIDEST, Rule.FOLLOW, Rule.LOW)
+    return scatter_to_windows if follows and windows_are_small(equation.node) else None
 
-    def of_planned(self, program: Program) -> Program:
-        """The program whose pools of numbers in the compute dtype compare them in float32."""
-        if not any([equation.rewrite is scatter_to_windows for equation in program.equations]):
-            return program
-        equations = [*program.equations]
-        for i, equation in enumerate(equations):
-            if equation.node.name in _POOLS and equation.reads == [program.low]:
-                equations[i] = equation.replace(rewrite=compare_in_float32)
-        return program.replace(equations=equations)
+
+def pools_in_float32(program: Program) -> Program:
+    """The program whose pools of numbers in the compute dtype compare them in float32."""
+    if not any([equation.rewrite is scatter_to_windows for equation in program.equations]):
+        return program
+    equations = [*program.equations]
+    for i, equation in enumerate(equations):
+        if equation.node.name in _POOLS and equation.reads == [program.low]:
+            equations[i] = equation.replace(rewrite=compare_in_float32)
+    return program.replace(equations=equations)
 
 
 def windows_are_small(node: Node) -> bool:

@@ -25,22 +25,21 @@ from ...._dtypes import FLOAT32
 from ...ir import Equation, Op, Program, Use, is_float32, with_dtype
 from ...primitives import Entry, Rule, Trait, having
 from ..dead_code import remove_dead_code
-from .rewrite import Rewrite, loop_counts
+from .rewrite import loop_counts
 
 _MOVES = having(Trait.MOVES | Trait.PICKS | Trait.JOINS)
 _ADDED = Entry(Rule.RECORDED, "a cache of which only copies in the compute dtype are read")
 
 
-class NarrowCaches(Rewrite):
-    def of_lowered(self, program: Program) -> Program:
-        """The program whose loops carry caches in the compute dtype."""
-        if not any([loop_counts(equation) for equation in program.equations if equation.bodies]):
-            return program
-        program = program.replace(avals=[*program.avals])
-        producers = program.producers()
-        read = {*program.outputs}.union(*(equation.operands for equation in program.equations))
-        equations = [each for e in program.equations for each in _with_narrow_caches(program, e, read, producers)]
-        return program.replace(equations=equations)
+def narrow_caches(program: Program) -> Program:
+    """The program whose loops carry caches in the compute dtype."""
+    if not any([loop_counts(equation) for equation in program.equations if equation.bodies]):
+        return program
+    program = program.replace(avals=[*program.avals])
+    producers = program.producers()
+    read = {*program.outputs}.union(*(equation.operands for equation in program.equations))
+    equations = [each for e in program.equations for each in _with_narrow_caches(program, e, read, producers)]
+    return program.replace(equations=equations)
 
 
 def _with_narrow_caches(

@@ -20,17 +20,16 @@ from ...._jaxpr import Node, bind
 from ...emit import cast
 from ...ir import Program
 from ...primitives import CAST_FIRST
-from .rewrite import Computation, Rewrite
+from .rewrite import Computation
 
 
-class NarrowTransfers(Rewrite):
-    def of_planned(self, program: Program) -> Program:
-        """The program whose transfers of weights for dots send the compute dtype."""
-        equations = [*program.equations]
-        sent = [i for i, equation in enumerate(equations) if equation.entry is CAST_FIRST]
-        for i in sent:
-            equations[i] = equations[i].replace(computes=[program.low], rewrite=casts_first(program.low))
-        return program.replace(equations=equations) if sent else program
+def narrow_transfers(program: Program) -> Program:
+    """The program whose transfers of weights for dots send the compute dtype."""
+    equations = [*program.equations]
+    sent = [i for i, equation in enumerate(equations) if equation.entry is CAST_FIRST]
+    for i in sent:
+        equations[i] = equations[i].replace(computes=[program.low], rewrite=casts_first(program.low))
+    return program.replace(equations=equations) if sent else program
 
 
 def casts_first(low: np.dtype) -> Computation:

@@ -21,18 +21,15 @@ from jax import lax
 from ...._jaxpr import Node
 from ...ir import Equation, Program
 from ...primitives import Rule
-from .rewrite import Computation, Rewrite
+from .rewrite import Computation
 
 _MODES = ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")
 
 
-class OneHotScatter(Rewrite):
-    primitives = frozenset({"scatter-add"})
-
-    def of_equation(self, program: Program, equation: Equation) -> Computation | None:
-        avals = [program.avals[number] for number in equation.node.ins]
-        one_per_row = equation.entry.rule is Rule.HIGH and adds_one_per_row(equation.node, avals)
-        return add_one_per_row if one_per_row else None
+def one_hot_scatter(program: Program, equation: Equation) -> Computation | None:
+    avals = [program.avals[number] for number in equation.node.ins]
+    one_per_row = equation.entry.rule is Rule.HIGH and adds_one_per_row(equation.node, avals)
+    return add_one_per_row if one_per_row else None
 
 
 def adds_one_per_row(node: Node, avals: Sequence[Any]) -> bool:

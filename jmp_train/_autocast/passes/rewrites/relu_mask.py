@@ -21,23 +21,21 @@ import numpy as np
 
 from ...._jaxpr import FlatJaxpr, Node, flatten
 from ...analysis.constants import is_zero
-from .rewrite import Rewrite
 
 _RELUS = frozenset({"max", "custom_jvp_call"})
 
 
-class ReluMask(Rewrite):
-    def of_recorded(self, program: FlatJaxpr) -> FlatJaxpr:
-        """The program whose comparisons of what a relu is given with zero compare what it returned."""
-        results: dict[int, int] = {}
-        nodes: list[Node] = []
-        for node in program.nodes:
-            if node.name in _RELUS and (operand := relu_operand(node, program)) is not None:
-                results[operand] = node.outs[0]
-            elif node.name == "gt" and node.ins[0] in results and is_positive(node, program):
-                node = dataclasses.replace(node, ins=(results[node.ins[0]], node.ins[1]))
-            nodes.append(node)
-        return dataclasses.replace(program, nodes=tuple(nodes)) if results else program
+def relu_mask(program: FlatJaxpr) -> FlatJaxpr:
+    """The program whose comparisons of what a relu is given with zero compare what it returned."""
+    results: dict[int, int] = {}
+    nodes: list[Node] = []
+    for node in program.nodes:
+        if node.name in _RELUS and (operand := relu_operand(node, program)) is not None:
+            results[operand] = node.outs[0]
+        elif node.name == "gt" and node.ins[0] in results and is_positive(node, program):
+            node = dataclasses.replace(node, ins=(results[node.ins[0]], node.ins[1]))
+        nodes.append(node)
+    return dataclasses.replace(program, nodes=tuple(nodes)) if results else program
 
 
 def is_positive(node: Node, program: FlatJaxpr) -> bool:

@@ -20,40 +20,38 @@ from __future__ import annotations
 
 from ...ir import Equation, Op, Program, Use
 from ...primitives import ADDED, Trait, having
-from .rewrite import Rewrite
 
 _DOTS = having(Trait.DOT)
 _PICKS = having(Trait.PICKS)
 _SUMS = having(Trait.ADDS) | {Op.CAST.value}
 
 
-class SlicedDots(Rewrite):
-    def of_lowered(self, program: Program) -> Program:
-        """The program, if a scan's body, with saved copies of the dots in the compute dtype that it reads in parts."""
-        before = program.equations
-        if not program.place.is_scan or _PICKS.isdisjoint([equation.node.name for equation in before]):
-            return program
-        whole = set(program.outputs)  # what something reads whole
-        for equation in reversed(before):
-            in_parts = equation.name in _PICKS or (equation.name in _SUMS and whole.isdisjoint(equation.results))
-            if not in_parts:
-                whole.update(equation.operands)
-        dots = [
-            number
-            for equation in before
-            if equation.name in _DOTS
-            for number in equation.results
-            if number not in whole and program.avals[number].dtype == program.low
-        ]
-        if not dots:
-            return program
-        program = program.replace(avals=[*program.avals], equations=[])
-        saved = {number: program.new(program.avals[number]) for number in dots}
-        for equation in before:
-            uses = [Use(saved.get(number, number)) for number in equation.operands]
-            program.equations.append(equation.replace(uses=uses))
-            for number in equation.results:
-                if number in saved:
-                    node = equation.node
-                    program.equations.append(Equation(node, ADDED, [Use(number)], (saved[number],), Op.SAVED, at=node))
+def sliced_dots(program: Program) -> Program:
+    """The program, if a scan's body, with saved copies of the dots in the compute dtype that it reads in parts."""
+    before = program.equations
+    if not program.place.is_scan or _PICKS.isdisjoint([equation.node.name for equation in before]):
         return program
+    whole = set(program.outputs)  # what something reads whole
+    for equation in reversed(before):
+        in_parts = equation.name in _PICKS or (equation.name in _SUMS and whole.isdisjoint(equation.results))
+        if not in_parts:
+            whole.update(equation.operands)
+    dots = [
+        number
+        for equation in before
+        if equation.name in _DOTS
+        for number in equation.results
+        if number not in whole and program.avals[number].dtype == program.low
+    ]
+    if not dots:
+        return program
+    program = program.replace(avals=[*program.avals], equations=[])
+    saved = {number: program.new(program.avals[number]) for number in dots}
+    for equation in before:
+        uses = [Use(saved.get(number, number)) for number in equation.operands]
+        program.equations.append(equation.replace(uses=uses))
+        for number in equation.results:
+            if number in saved:
+                node = equation.node
+                program.equations.append(Equation(node, ADDED, [Use(number)], (saved[number],), Op.SAVED, at=node))
+    return program

@@ -17,20 +17,18 @@ from jax import lax
 from ...._jaxpr import Node
 from ...ir import Equation, Program
 from ...primitives import Entry, Rule
-from .rewrite import Computation, Rewrite
+from .rewrite import Computation
 
 _ENTRY = Entry(Rule.SHAPE, "a sum of one number")
 
 
-class SumsOfOne(Rewrite):
-    primitives = frozenset({"reduce_sum"})
+def entry_of_sum(node: Node) -> Entry | None:
+    operand: Any = node.eqn.invars[0].aval
+    return _ENTRY if all([operand.shape[axis] == 1 for axis in node.params["axes"]]) else None
 
-    def entry(self, node: Node) -> Entry | None:
-        operand: Any = node.eqn.invars[0].aval
-        return _ENTRY if all([operand.shape[axis] == 1 for axis in node.params["axes"]]) else None
 
-    def of_equation(self, program: Program, equation: Equation) -> Computation | None:
-        return drop_axes if equation.entry is _ENTRY else None
+def sums_of_one(program: Program, equation: Equation) -> Computation | None:
+    return drop_axes if equation.entry is _ENTRY else None
 
 
 def drop_axes(node: Node, operands: Sequence[Any]) -> list[jax.Array]:

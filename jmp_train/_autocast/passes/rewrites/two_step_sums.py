@@ -24,7 +24,6 @@ from ...._sizes import is_static
 from ...analysis.residual_costs import fuses, is_expensive
 from ...ir import Equation, Program, Use
 from ...primitives import Rule, Trait, having
-from .rewrite import Rewrite
 
 _MOVES = having(Trait.MOVES | Trait.PICKS) - having(Trait.TRANSFERS) | {"convert_element_type"}
 _FEWEST_ROWS, _MOST_ROWS = 100, 2**13
@@ -32,18 +31,17 @@ _FEWEST_ROWS, _MOST_ROWS = 100, 2**13
 _RESULTS, _FEW_ROWS = 2**14, 32
 
 
-class TwoStepSums(Rewrite):
-    def of_planned(self, program: Program) -> Program:
-        """The program whose sums of computed values are such that XLA fuses the computation into them."""
-        slow = {i for i, e in enumerate(program.equations) if e.node.name == "reduce_sum" and _is_slow(e)}
-        if not slow:
-            return program
-        lengths, equations = _Lengths(program), [*program.equations]
-        for i, equation in enumerate(program.equations):
-            if i in slow and lengths.longest(equation.uses) > 1:
-                equations[i] = equation.replace(rewrite=sum_in_two_steps)
-            lengths.add(equation)
-        return program.replace(equations=equations)
+def two_step_sums(program: Program) -> Program:
+    """The program whose sums of computed values are such that XLA fuses the computation into them."""
+    slow = {i for i, e in enumerate(program.equations) if e.node.name == "reduce_sum" and _is_slow(e)}
+    if not slow:
+        return program
+    lengths, equations = _Lengths(program), [*program.equations]
+    for i, equation in enumerate(program.equations):
+        if i in slow and lengths.longest(equation.uses) > 1:
+            equations[i] = equation.replace(rewrite=sum_in_two_steps)
+        lengths.add(equation)
+    return program.replace(equations=equations)
 
 
 def _is_slow(equation: Equation) -> bool:

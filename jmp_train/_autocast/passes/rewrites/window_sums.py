@@ -20,24 +20,21 @@ from jax import lax
 from ...._jaxpr import Node
 from ...ir import Equation, Program
 from ...primitives import Rule
-from .rewrite import Computation, Rewrite
+from .rewrite import Computation
 from .two_step_sums import sum_over
 from .windows import are_small, elements_at, starts_of_places
 
 _MOST_PLACES = 16  # of a window: each reads the operand once more
 
 
-class WindowSums(Rewrite):
-    primitives = frozenset({"reduce_window_sum"})
-
-    def of_equation(self, program: Program, equation: Equation) -> Computation | None:
-        node = equation.node
-        dilated = {*node.params["base_dilation"], *node.params["window_dilation"]} != {1}
-        if equation.entry.rule is not Rule.HIGH or dilated:
-            return None
-        if _is_one_window(node):
-            return sum_axes
-        return add_places if are_small(node, node.eqn.outvars[0].aval, _MOST_PLACES) else None
+def window_sums(program: Program, equation: Equation) -> Computation | None:
+    node = equation.node
+    dilated = {*node.params["base_dilation"], *node.params["window_dilation"]} != {1}
+    if equation.entry.rule is not Rule.HIGH or dilated:
+        return None
+    if _is_one_window(node):
+        return sum_axes
+    return add_places if are_small(node, node.eqn.outvars[0].aval, _MOST_PLACES) else None
 
 
 def _is_one_window(node: Node) -> bool:
