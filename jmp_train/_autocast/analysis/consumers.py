@@ -19,7 +19,7 @@ from typing import Any
 from ..._jaxpr import BARRIER, FlatJaxpr, Node
 from ..primitives import DELICATE_OPERAND, SYSTEMS, Trait, having
 from .dot_sizes import DotSizes, size_of
-from .producers import Producers, outside, row_of
+from .producers import Producers
 from .ranges import Range, range_of
 
 _ADDS = having(Trait.ADDS)
@@ -55,7 +55,7 @@ class Consumers:
 
     def sums_outside(self, number: int) -> Sums:
         """The sums of squares that are terms of a value, as a program is told that is given it."""
-        return frozenset((outside(source), size) for source, size in self._sums_of_squares.get(number, _NOTHING))
+        return frozenset((("outside", source), size) for source, size in self._sums_of_squares.get(number, _NOTHING))
 
     def squared_beside(self, node: Node) -> frozenset[int]:
         """The operands of a product, by position, sums of whose squares are added to it."""
@@ -203,4 +203,4 @@ class Consumers:
 
 def sums_of_rows(sums: Sums, rows: Any) -> Sums:
     """The sums of squares that are terms of each of the rows of a value, given those of the value."""
-    return frozenset((row_of(source), size // rows) for source, size in sums)
+    return frozenset((("row", source), size // rows) for source, size in sums)

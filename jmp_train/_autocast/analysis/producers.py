@@ -34,7 +34,8 @@ class Producers:
 
     Args:
       program: the program.
-      same: for each of its inputs a token, equal for inputs that are one value outside.
+      same: for each of its inputs a token, equal for inputs that are one value outside: `("argument", i)`, `("outside",
+        source)` of a value with this source in the program around, `("row", token)` of what a loop is given row by row.
     """
 
     def __init__(self, program: FlatJaxpr, same: tuple[Any, ...] = ()):
@@ -198,16 +199,6 @@ class Producers:
         if isinstance(one, Tracer) or isinstance(other, Tracer) or np.size(one) != 1 or np.size(other) != 1:
             return one is other
         return bool(np.asarray(one) == np.asarray(other))
-
-
-def outside(source: Any) -> Any:
-    """The token of what a program is given of a value with this source in the program around it."""
-    return "outside", source
-
-
-def row_of(token: Any) -> Any:
-    """The token of the rows that a loop is given one by one of a value, whose token is `token`."""
-    return "row", token
 
 
 def _without_rows(source: Any) -> Any:

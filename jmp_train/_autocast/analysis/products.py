@@ -33,7 +33,6 @@ from ..primitives import SYSTEMS, TABLE, Entry, Rule, Trait, having
 from .consumers import sums_of_rows
 from .derivatives import Forward, Registry
 from .dot_sizes import DotSizes, asks_for_float32
-from .producers import row_of
 from .product_causes import TENSOR_CORE_DEPTH, ProductCauses
 from .provenance import (
     Known,
@@ -42,7 +41,6 @@ from .provenance import (
     carried_provenance,
     joined_provenance,
     provenance_after_loop,
-    row_provenance,
 )
 from .recurrences import carry_kinds
 from .updates import STEP, UPDATE, Updates
@@ -172,7 +170,8 @@ class _Visit:
     def _row(self, fact: Known, estimates: bool, node: Node) -> Known:
         """What is known of a row of a value, inside of a scan that is given the rows one by one."""
         sums = fact.sums and (lambda: sums_of_rows(fact.sums(), node.params["length"]))
-        return Known(row_provenance(fact.provenance, estimates), row_of(fact.token), sums=sums)
+        filtered = estimates and fact.provenance is Provenance.SOLUTION  # in a smoother, what a filter estimated
+        return Known(Provenance.ESTIMATE if filtered else fact.provenance, ("row", fact.token), sums=sums)
 
     def _inside(self, node: Node, body: Any, facts: list[Known], which: int) -> list[Known]:
         facts = [fact if fact.token else fact._replace(token=("argument", i)) for i, fact in enumerate(facts)]

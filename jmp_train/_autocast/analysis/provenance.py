@@ -19,7 +19,7 @@ from ..._sizes import is_single
 from ..primitives import DATA_OPERANDS, SYSTEMS, Entry, Rule
 from .constants import Constants
 from .consumers import Consumers
-from .producers import Producers, outside
+from .producers import Producers
 from .recurrences import KEEPS_ESTIMATES
 from .wide_product import Cause, WideProduct
 
@@ -105,11 +105,6 @@ def carried_provenance(provenance: Provenance, is_state: bool, is_estimate: bool
     return Provenance.STATE if is_state and provenance not in starts else provenance_after_loop(provenance)
 
 
-def row_provenance(provenance: Provenance, estimates: bool) -> Provenance:
-    """What a row is inside of a loop that carries estimates: in a smoother, what a filter estimated."""
-    return Provenance.ESTIMATE if estimates and provenance is Provenance.SOLUTION else provenance
-
-
 def provenance_after_loop(provenance: Provenance) -> Provenance:
     """What a loop computed is where nothing estimates: layers may read it."""
     return Provenance.SOLUTION if provenance is Provenance.ESTIMATE else provenance
@@ -139,7 +134,7 @@ class Values:
     def fact(self, number: int) -> Known:
         """What is known of a value where it enters another program."""
         sums = functools.partial(self.consumers.sums_outside, number)
-        return Known(self.provenances[number], outside(self.producers.source(number)), self._numbers(number), sums)
+        return Known(self.provenances[number], ("outside", self.producers.source(number)), self._numbers(number), sums)
 
     def result(self, number: int) -> Known:
         """What is known of a result where a call returns it."""
