@@ -107,17 +107,13 @@ def _plan_loop(call: _Entered, loop: Loop) -> tuple[Program, list[Precision]]:
     """The plan of a loop's body, and what its carry is, which starts as its initial value is and can only widen."""
     planner, (body, consts, carry, *_), seen = call.context.planner, loop, call.seen[loop.skip :]
     whole, first, starts = planner.inlined(body, call.inside), consts + carry, seen[consts : consts + carry]
-    as_recorded = [precision_of(whole.avals[number]) for number in whole.inputs[consts:first]]
     weights = [n for n, p in zip(whole.inputs[first:], seen[first:], strict=True) if p is Precision.WEAK]
     ends = zip(starts, whole.inputs[consts:first], whole.outputs[:carry], strict=True)
-    low = [
-        precision is Precision.LOW and may_be_narrow(whole, call.inside, weights, *end, wide=planner.wide)
-        for precision, *end in ends
-    ]
-    carried = [
-        precision if precision is Precision.OVERFLOWS or is_low else wide
-        for precision, wide, is_low in zip(starts, as_recorded, low, strict=True)
-    ]
+    carried = []
+    for precision, *end in ends:
+        narrow = precision is Precision.LOW and may_be_narrow(whole, call.inside, weights, *end, wide=planner.wide)
+        stays = narrow or precision in (Precision.OVERFLOWS, Precision.RECORDED)
+        carried.append(precision if stays else Precision.FULL)
     while True:  # a carry can only widen, so this ends
         # A narrow carry is rounded at the end of each iteration, as for a dot.
         to_low = [Flags(precision is Precision.LOW, precision is Precision.LOW, False) for precision in carried]
