@@ -25,7 +25,6 @@ from .primitives import DOTS, Entry, Rule
 
 if TYPE_CHECKING:
     from .analysis.uses import Flags, Uses
-    from .passes.rewrites import Rewrite
     from .planner import Planner
 
 
@@ -284,7 +283,7 @@ class Context:
     """What a pass may ask about a program that is not in it.
 
     Attributes:
-      planner: plans bodies.
+      planner: plans bodies; it has the policy, the rules and the rewrites.
       entries: the rule of each recorded equation.
       uses: what becomes of each value.
       precisions: what the arguments are.
@@ -303,14 +302,6 @@ class Context:
     def saves_low(self) -> bool:
         """Whether float32 residuals are saved in the compute dtype."""
         return self.planner.rules.low_residuals
-
-    @property
-    def reduce_dtype(self) -> np.dtype:
-        return self.planner.policy.reduce_dtype
-
-    @property
-    def rewrites(self) -> tuple[Rewrite, ...]:
-        return self.planner.rewrites
 
 
 @dataclasses.dataclass(slots=True)

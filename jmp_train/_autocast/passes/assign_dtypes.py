@@ -84,6 +84,7 @@ class _Walk:
         self.accesses = Accesses(self.recorded, self.place, context.uses.returned)
         self.equations: list[Equation] = []
         self.forward_depth, self.saves_low = 0, context.saves_low
+        self.reduce_dtype = context.planner.policy.reduce_dtype
         self.facts: list[Any] = [None] * len(self.avals)
         for number, precision in zip(program.inputs, context.precisions, strict=True):
             numbers = Numbers(overflows=precision is Precision.OVERFLOWS)
@@ -286,7 +287,7 @@ class _Walk:
         # runs it in float32, in three times the bytes.
         gradient = node.name != "conv_general_dilated" and self.place.is_backward(node)
         weights = self.weights if any(are_parameters) else None
-        leaves = self.context.reduce_dtype if gradient and self.uses.ends_at(node.outs[0], weights) else low
+        leaves = self.reduce_dtype if gradient and self.uses.ends_at(node.outs[0], weights) else low
         if not self.place.is_backward(node) and leaves_small_result(self.recorded, node, are_parameters):
             entry, leaves = Entry(entry.rule, f"{entry.reason}; its small result stays in float32"), FLOAT32
         if any([call.params.get("name") == DROPOUT for call in node.calls]):
@@ -312,7 +313,7 @@ class _Walk:
         return equation_of(node, dataclasses.replace(entry, reason=reason), reads), made
 
     def _collective(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
-        return self._in_dtype(node, entry, self.context.reduce_dtype if self.place.is_backward(node) else FLOAT32)
+        return self._in_dtype(node, entry, self.reduce_dtype if self.place.is_backward(node) else FLOAT32)
 
     def _in_dtype(self, node: Node, entry: Entry, dtype: np.dtype) -> Decided:
         """Computes in `dtype`, and returns what was recorded: of hand-cast 16-bit operands a 16-bit result."""

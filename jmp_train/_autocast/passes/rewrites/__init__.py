@@ -41,19 +41,19 @@ REWRITES = (
 def rewrite_planned(program: Program) -> Program:
     """Applies the rewrites of single equations, then those of programs whose dtypes are decided."""
     equations = [*program.equations]
-    for rewrite in program.context.rewrites:
+    for rewrite in program.context.planner.rewrites:
         for i, equation in enumerate(equations):
             rewritten = rewrite.of_equation.get(equation.node.name)
             if rewritten is not None and (found := rewritten(program, equation)):
                 equations[i] = equation.replace(rewrite=found)
     program = program.replace(equations=equations)
-    for rewrite in program.context.rewrites:
+    for rewrite in program.context.planner.rewrites:
         program = rewrite.of_planned(program)
     return program
 
 
 def rewrite_lowered(program: Program) -> Program:
     """Applies the rewrites of programs whose casts are equations."""
-    for rewrite in program.context.rewrites:
+    for rewrite in program.context.planner.rewrites:
         program = rewrite.of_lowered(program)
     return program
