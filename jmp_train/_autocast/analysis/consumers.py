@@ -57,24 +57,9 @@ class Consumers:
         """The sums of squares that are terms of a value, as a program is told that is given it."""
         return frozenset((("outside", source), size) for source, size in self._sums_of_squares.get(number, _NOTHING))
 
-    def squared_beside(self, node: Node) -> frozenset[int]:
-        """The operands of a product, by position, sums of whose squares are added to it."""
-        return self._cross_terms.get(node.outs[0], frozenset())
-
-    def is_delicate(self, node: Node) -> bool:
-        """Whether a product, perhaps with others added, is an angle, a divisor or the operand of a logarithm."""
-        return node.outs[0] in self._delicate
-
-    def enters_system(self, node: Node, directly: bool = False) -> bool:
-        """Whether a linear system or a factorization reads a product, or products of it, perhaps with others added."""
-        return self._in_systems.get(node.outs[0], False) if directly else node.outs[0] in self._in_systems
-
-    def is_repeated(self, node: Node) -> bool:
-        """Whether a product and another one multiply by one value, as `x @ a @ x.T` and `a @ (a @ x)`, or powers."""
-        return node.outs[0] in self._repeated
-
     @functools.cached_property
-    def _delicate(self) -> set[int]:
+    def delicate(self) -> set[int]:
+        """The products that, perhaps with others added, are angles, divisors or operands of a logarithm."""
         readers = [node for node in self._program.nodes if node.name in _DELICATE]
         found: set[int] = set()
         for node in readers:
@@ -83,10 +68,14 @@ class Consumers:
         return found
 
     @functools.cached_property
-    def _in_systems(self) -> dict[int, bool]:
+    def in_systems(self) -> dict[int, bool]:
+        """The products that a linear system or a factorization reads, perhaps with others added, or products of them.
+
+        And whether it reads them directly.
+        """
         systems = [node for node in self._program.nodes if node.name in SYSTEMS]
         pending = [node for system in systems for number in system.ins for node in self._products_in(number)]
-        found = {node.outs[0]: True for node in pending}  # whether a system reads it itself
+        found = {node.outs[0]: True for node in pending}
         while pending:
             for factor in [each for number in pending.pop().ins for each in self._products_in(number, _ADDS)]:
                 if factor.outs[0] not in found:
@@ -95,7 +84,8 @@ class Consumers:
         return found
 
     @functools.cached_property
-    def _repeated(self) -> set[int]:
+    def repeated(self) -> set[int]:
+        """The products that multiply by one value with another one, as `x @ a @ x.T` and `a @ (a @ x)`, or powers."""
         found: set[int] = set()
         producers, bases = self._producers, dict[Any, int]()  # of powers of a value, that value
         for node in self._program.nodes:
@@ -113,7 +103,8 @@ class Consumers:
         return found
 
     @functools.cached_property
-    def _cross_terms(self) -> dict[int, frozenset[int]]:
+    def squared_beside(self) -> dict[int, frozenset[int]]:
+        """The operands of products, by position, sums of whose squares are added to the product."""
         found: dict[int, frozenset[int]] = {}
         for number, sums in self._sums_of_squares.items():
             for dot in self._products_in(number):

@@ -89,7 +89,7 @@ class ProductCauses:
             return Cause.STATE
         if self._is_expectation(node, tables, sizes):
             return Cause.GRID
-        if are_data and self._consumers.is_repeated(node):
+        if are_data and node.outs[0] in self._consumers.repeated:
             return Cause.REPEATED
         return self._magnified(node, provenances)
 
@@ -136,7 +136,7 @@ class ProductCauses:
 
     def _is_cross_term(self, node: Node, provenances: Sequence[Provenance]) -> bool:
         """Whether a product is a cross term of distances, or would round codes that are squared beside it unrounded."""
-        squared = self._consumers.squared_beside(node)
+        squared = self._consumers.squared_beside.get(node.outs[0], frozenset())
         codes = any(provenances[i] is Provenance.PARAMETER for i in squared)
         return len(squared) == 2 or codes or (bool(squared) and _are_data(provenances))
 
@@ -190,9 +190,10 @@ class ProductCauses:
             return None
         are_data = _are_data(provenances)
         # Of a layer only if nothing is between it and the system: that is no network.
-        if self._consumers.enters_system(node, directly=not are_data):
+        directly = self._consumers.in_systems.get(node.outs[0])
+        if directly or (are_data and directly is not None):
             return Cause.IN_SYSTEM
-        return Cause.DELICATE if are_data and self._consumers.is_delicate(node) else None
+        return Cause.DELICATE if are_data and node.outs[0] in self._consumers.delicate else None
 
     def _is_fixed_filter(self, node: Node) -> bool:
         """Whether a convolution blurs, differentiates or interpolates each channel by itself, with known weights."""
