@@ -41,7 +41,9 @@ def carry_kinds(program: FlatJaxpr, loop: Loop, are_solutions: Sequence[bool]) -
     solved = [solves(program, *end) for end in ends]
     estimates = [start for (start, _), is_estimate in zip(ends, solved, strict=True) if is_estimate]
     solutions = itertools.compress(program.inputs[first:], are_solutions)
-    moved = dependents(program, _systems_of(program, [*estimates, *solutions]))
+    given = dependents(program, [*estimates, *solutions])
+    systems = [node for node in program.nodes if node.name in SYSTEMS and not given.isdisjoint(node.ins)]
+    moved = dependents(program, [number for node in systems for number in node.outs])
     return [
         (is_linear, is_estimate or (is_linear and result in moved))
         for is_linear, is_estimate, (_, result) in zip(linear, solved, ends, strict=True)
@@ -119,11 +121,3 @@ def _keep_estimates(program: FlatJaxpr, nodes: Iterable[Node]) -> bool:
         elif node.name not in KEEPS_ESTIMATES:
             return False
     return True
-
-
-def _systems_of(program: FlatJaxpr, numbers: Iterable[int]) -> set[int]:
-    """What linear systems make of values that depend on any of `numbers`."""
-    found = dependents(program, numbers)
-    return {
-        out for node in program.nodes if node.name in SYSTEMS and not found.isdisjoint(node.ins) for out in node.outs
-    }
