@@ -101,15 +101,7 @@ class Planner:
         place: Place = TOP,
         roundable: Sequence[int] = (),
     ) -> Iterator[tuple[str, Program]]:
-        """The program after each planning pass, by the name of the pass.
-
-        Args:
-          jaxpr: the program.
-          precisions: what its arguments are.
-          out_flags: what becomes of its results.
-          place: where it stands.
-          roundable: positions of arguments that a loop computed, so that a copy handed out may be rounded.
-        """
+        """The program after each planning pass, by the name of the pass; its arguments are explained in `Context`."""
         recorded, entries = self.recorded(jaxpr, place)
         uses = self.uses(jaxpr, place, out_flags)
         context = Context(self, entries, uses, precisions, out_flags, roundable)
