@@ -34,14 +34,14 @@ class _Writer:
     """Writes the explicit program, equation by equation."""
 
     def __init__(self, program: Program):
-        self.source = program
-        self.residuals = program.residuals
-        self.avals = [*program.avals]
+        self.source, self.residuals = program, program.residuals
+        self.program = program.replace(
+            avals=[*program.avals], constants=dict(program.constants), equations=[], residuals=Residuals()
+        )
+        self.avals, self.equations = self.program.avals, self.program.equations
         for number, fact in enumerate(program.facts):
             if fact is not None and fact.precision is Precision.LOW:
                 self.avals[number] = with_dtype(self.avals[number], program.low)
-        self.constants = dict(program.constants)
-        self.equations: list[Equation] = []
         self.producers = program.producers()
         self.copies: dict[Use, Use] = {}
         self.rematerialized: dict[int, int] = {}
@@ -52,14 +52,7 @@ class _Writer:
                 self.write(equation)
         last = self.source.recorded.nodes[-1] if self.source.recorded.nodes else None
         results = zip(self.source.outputs, self.source.dtypes_of(self.source.result_precisions), strict=True)
-        outputs = tuple(self.read(Use(number, dtype), last).value for number, dtype in results)
-        return self.source.replace(
-            avals=self.avals,
-            constants=self.constants,
-            equations=self.equations,
-            outputs=outputs,
-            residuals=Residuals(),
-        )
+        return self.program.replace(outputs=tuple(self.read(Use(n, dtype), last).value for n, dtype in results))
 
     def write(self, equation: Equation) -> None:
         node = equation.node
@@ -86,9 +79,10 @@ class _Writer:
         value, dtype = use.value, use.dtype
         if dtype is None or dtype == self.avals[value].dtype:
             return value
-        if value in self.constants and value not in self.source.captured:
+        constants = self.program.constants
+        if value in constants and value not in self.source.captured:
             with np.errstate(over="ignore"):  # becomes infinity without a warning, as on a device
-                self.constants[self._new(value, dtype)] = np.asarray(self.constants[value], dtype)
+                constants[self._new(value, dtype)] = np.asarray(constants[value], dtype)
             return len(self.avals) - 1
         return self._cast(value, value, dtype, at)
 
@@ -143,12 +137,11 @@ class _Writer:
         return self.read(use._replace(residual=residual), at)
 
     def _add(self, op: Op, operand: int, result: int, at: Node | None) -> int:
-        node: Any = at  # a program without equations casts nothing
+        node: Any = at  # none of a program without equations, such as a branch that returns its operand
         dtype = self.source.low if op is Op.ROUND else self.avals[result].dtype
         params = {} if op is Op.SAVED else {"dtype": dtype}
         self.equations.append(Equation(node, ADDED, [Use(operand)], (result,), op, params, at=at))
         return result
 
     def _new(self, value: int, dtype: np.dtype | None = None) -> int:
-        self.avals.append(with_dtype(self.avals[value], dtype))
-        return len(self.avals) - 1
+        return self.program.new(with_dtype(self.avals[value], dtype))
