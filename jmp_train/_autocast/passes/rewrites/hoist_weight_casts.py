@@ -145,7 +145,8 @@ def _reading(
 ) -> Equation:
     """The equation given `copies`, at a position among the inputs of its body, which reads them in place of casts."""
     (body, *others), counts, params = equation.bodies, loop_counts(equation), equation.params
-    avals, weights, inputs, hoisted = [*body.avals], list[int](), list[int](), dict[int, list[Equation]]()
+    body = body.replace(avals=[*body.avals])
+    weights, inputs, hoisted = list[int](), list[int](), dict[int, list[Equation]]()
     for cast in casts:
         declared = varying.get(cast.operands[0])
         weights.append((declared or cast).operands[0])
@@ -153,19 +154,17 @@ def _reading(
             inputs.append(cast.results[0])
             hoisted[id(cast)] = []
             continue
-        inputs.append(len(avals))
-        avals.append(with_dtype(avals[weights[-1]], body.low))
-        before, copy = list[Equation](), inputs[-1]
+        copy = body.new(with_dtype(body.avals[weights[-1]], body.low))
+        inputs.append(copy)
+        hoisted[id(cast)] = made = []
         if declared is not None:
-            copy = len(avals)
-            avals.append(avals[cast.results[0]])
-            before = [declared.replace(uses=[Use(inputs[-1])], results=(copy,))]
-        hoisted[id(cast)] = [*before, cast.replace(op=Op.HOISTED, uses=[*cast.uses, Use(copy)], params={})]
+            copy = body.new(body.avals[cast.results[0]])
+            made.append(declared.replace(uses=[Use(inputs[-1])], results=(copy,)))
+        made.append(cast.replace(op=Op.HOISTED, uses=[*cast.uses, Use(copy)], params={}))
     if equation.node.name == "shard_map":  # a copy is on the devices that its weight is on
         specs = params.get("in_specs", equation.node.params["in_specs"])
         params = {**params, "in_specs": (*specs, *[specs[body.inputs.index(weight)] for weight in weights])}
     body = body.replace(
-        avals=avals,
         inputs=(*body.inputs[:at], *inputs, *body.inputs[at:]),
         equations=[made for each in body.equations for made in hoisted.get(id(each), [each])],
     )
