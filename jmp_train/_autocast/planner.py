@@ -63,6 +63,7 @@ class Planner:
         # By the ids of equations and jaxprs, which `_recorded` keeps alive, so that no other object gets the same.
         self.wide: set[int] = set()  # dots that do not run in 16 bits
         self._recorded: dict[tuple[int, Place], tuple[Any, FlatJaxpr, list[Entry]]] = {}
+        self._inlined: dict[int, FlatJaxpr] = {}
         self._uses: dict[tuple, Uses] = {}
 
     def fresh(self) -> Planner:
@@ -80,7 +81,7 @@ class Planner:
         self.find_products(jaxpr, precisions, place)
         program = self.plan(jaxpr, precisions, out_flags, place)
         # Lowering asks for none of these, and they would keep the jaxpr alive, by which `autocast` knows the plan.
-        for cache in (self._recorded, self._uses):
+        for cache in (self._recorded, self._inlined, self._uses):
             cache.clear()
         return program.returning_recorded()
 
@@ -135,7 +136,7 @@ class Planner:
         if key not in self._recorded:
             program = flatten(jaxpr, replaced=dict.fromkeys(LOOPS, f32_accumulators))
             for rewrite in self.rewrites:
-                program = rewrite.of_recorded(program)
+                program = rewrite.of_recorded(program) if rewrite.of_recorded else program
             entries = entries_of(program, self.rules, place, self.rewrites)
             self._recorded[key] = (jaxpr, program, entries)
             pairs = zip(program.nodes, entries, strict=True)
@@ -145,8 +146,11 @@ class Planner:
     def inlined(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place) -> FlatJaxpr:
         """The flattened program, rematerialized calls and functions with derivative rules written out, too."""
         program, _ = self.recorded(jaxpr, place)
-        is_flat = RUN_ONCE.isdisjoint([node.name for node in program.nodes])
-        return program if is_flat else flatten(jaxpr, also=RUN_ONCE)
+        if RUN_ONCE.isdisjoint([node.name for node in program.nodes]):
+            return program
+        if id(jaxpr) not in self._inlined:
+            self._inlined[id(jaxpr)] = flatten(jaxpr, also=RUN_ONCE)
+        return self._inlined[id(jaxpr)]
 
     def uses(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, out_flags: Sequence[Flags]) -> Uses:
         """What becomes of each value, given what becomes of the results."""

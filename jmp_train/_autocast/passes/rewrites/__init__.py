@@ -43,17 +43,17 @@ def rewrite_planned(program: Program) -> Program:
     equations = [*program.equations]
     for rewrite in program.context.planner.rewrites:
         for i, equation in enumerate(equations):
-            rewritten = rewrite.of_equation.get(equation.node.name)
-            if rewritten is not None and (found := rewritten(program, equation)):
+            name = equation.node.name
+            if name in rewrite.of_equation and (found := rewrite.of_equation[name](program, equation)):
                 equations[i] = equation.replace(rewrite=found)
     program = program.replace(equations=equations)
     for rewrite in program.context.planner.rewrites:
-        program = rewrite.of_planned(program)
+        program = rewrite.of_planned(program) if rewrite.of_planned else program
     return program
 
 
 def rewrite_lowered(program: Program) -> Program:
     """Applies the rewrites of programs whose casts are equations."""
     for rewrite in program.context.planner.rewrites:
-        program = rewrite.of_lowered(program)
+        program = rewrite.of_lowered(program) if rewrite.of_lowered else program
     return program

@@ -17,10 +17,6 @@ from ...primitives import Entry
 Computation = Callable[[Node, Sequence[Any]], list[Any]]  # of an equation's results, given its operands
 
 
-def _unchanged(program: Any) -> Any:
-    return program
-
-
 class Rewrite(NamedTuple):
     """A rewrite; it hooks into one of the stages, or several.
 
@@ -34,11 +30,11 @@ class Rewrite(NamedTuple):
     """
 
     name: str
-    of_recorded: Callable[[FlatJaxpr], FlatJaxpr] = _unchanged
+    of_recorded: Callable[[FlatJaxpr], FlatJaxpr] | None = None
     entry: Mapping[str, Callable[[Node], Entry | None]] = MappingProxyType({})
     of_equation: Mapping[str, Callable[[Program, Equation], Computation | None]] = MappingProxyType({})
-    of_planned: Callable[[Program], Program] = _unchanged
-    of_lowered: Callable[[Program], Program] = _unchanged
+    of_planned: Callable[[Program], Program] | None = None
+    of_lowered: Callable[[Program], Program] | None = None
 
 
 def loop_counts(equation: Equation) -> tuple[int, int] | None:
