@@ -18,7 +18,6 @@ scan or `shard_map` hands to another.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
@@ -81,7 +80,8 @@ class ResidualCosts:
     """
 
     def __init__(self, size_of: Callable[[int], Any], in_memory: Iterable[int] = ()):
-        self._size_of = functools.cache(size_of)
+        self._size_of = size_of
+        self._sizes: dict[int, Any] = {}
         self._in_memory = dict.fromkeys(in_memory, True)
         self._sources: dict[int, Sources] = {}
 
@@ -108,15 +108,18 @@ class ResidualCosts:
         """
         if len(sources) > _MOST_SOURCES:
             return False
-        size, cost, are_in_memory = self._size_of(number), 0, True
+        sizes, cost, are_in_memory = self._sizes, 0, True
+        for each in (number, *sources):
+            if each not in sizes:
+                sizes[each] = self._size_of(each)
         for source in sources:
-            if is_less(_NEGLIGIBLE * self._size_of(source), size):
+            if is_less(_NEGLIGIBLE * sizes[source], sizes[number]):
                 continue
             is_read_only = source in saved or self._in_memory[source]
             are_in_memory = are_in_memory and is_read_only
-            cost += self._size_of(source) * (1 if is_read_only else 2)
+            cost += sizes[source] * (1 if is_read_only else 2)
         is_new = not self._in_memory[number]
-        value = size * (2 if is_new else 1)
+        value = sizes[number] * (2 if is_new else 1)
         return is_less(cost, value) or (is_new and are_in_memory and cost == value)
 
     def rematerialize(self, number: int, sources: Sources) -> bool:
