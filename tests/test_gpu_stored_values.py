@@ -201,6 +201,19 @@ class Dense(nn.Module):
         return x
 
 
+class FeedForward(nn.Module):
+    """Residual blocks of two dense layers without biases, as in T5 (Raffel et al., 2020)."""
+
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: Any):
+        dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype)
+        for _ in range(3):
+            x = x + dense(512)(nn.relu(dense(2048)(nn.RMSNorm(dtype=self.dtype)(x))))
+        return dense(128)(x)
+
+
 class Recurrent(nn.Module):
     """Two layers of LSTM, whose cells join their kernels."""
 
@@ -257,6 +270,7 @@ ROWS_OF_TABLE = {
     "max pool": (MaxPooled, FEWER_IMAGES, mean_square, 0.6),
     "average pool": (Pooled, IMAGES, mean_square, 0.93),
     "relu": (lambda dtype: Dense(nn.relu, dtype), ROWS, mean_square, 1.03),
+    "relu without biases": (FeedForward, ROWS, mean_square, 1.03),
     "exact gelu": (lambda dtype: Dense(exact_gelu, dtype), ROWS, mean_square, 1.03),
     "silu": (lambda dtype: Dense(nn.silu, dtype), ROWS, mean_square, 1.03),
     "tanh": (lambda dtype: Dense(nn.tanh, dtype), ROWS, mean_square, 1.03),

@@ -152,6 +152,19 @@ def test_what_a_relu_passes_on_to_a_dot_is_in_memory():
     assert decided("custom_jvp_call", loss, W, np.ones((64, 16), np.float32)) == ["saved"]
 
 
+@pytest.mark.parametrize("activation, name", [(jax.nn.relu, "custom_jvp_call"), (lambda h: jnp.maximum(h, 0), "max")])
+def test_dots_of_both_sides_compute_a_relu_in_their_kernels(activation, name):
+    """Behind a barrier the dot of the backward pass would have it stored."""
+
+    def loss(w, x):
+        return jnp.sum((activation(x @ w) @ w) ** 2)
+
+    program = after("insert_casts", jax.grad(loss), W, X)
+    (relu,) = (equation.results[0] for equation in program.equations if equation.name == name)
+    readers = [equation.name for equation in program.equations if relu in equation.operands]
+    assert readers.count("dot_general") == 2
+
+
 CONVOLVED = {
     "relu of a convolution": (lambda h, x: jax.nn.relu(h), True),
     "relu of a biased one": (lambda h, x: jax.nn.relu(h + 1), True),

@@ -157,8 +157,9 @@ class _Decisions:
         if not (value.saved or value.remat) or (fact.has_low_copy and access is Access.CARRIED):
             return False
         # Dots of both sides read the same numbers in the same memory. Behind a barrier XLA would pad them once more for
-        # the dot of the other side where it pads: attention over 196 tokens would move 1.2 times the bytes.
-        if fact.has_low_copy and equation.is_narrow_dot:
+        # the dot of the other side where it pads: attention over 196 tokens would move 1.2 times the bytes. And a relu
+        # of a dot's result, which both dots compute in their own kernels, would be stored for one of them.
+        if (fact.has_low_copy or value.dot_reads_relu) and equation.is_narrow_dot:
             return False
         shared = fact.has_low_copy or (value.expensive and self._uses.readers[use.value] > 1)
         return equation.depth > fact.depth or (shared and access is not Access.FUSED)
