@@ -70,7 +70,17 @@ NORMS: dict[str, tuple[Callable[..., Any], tuple[int, int], str]] = {
     "over the batch, of fewer numbers": (lambda w, b, g, v, x: g * normalized(x @ w + b, 0), (2**13, 256), "stored"),
     "over a smaller batch": (lambda w, b, g, v, x: g * normalized(x @ w + b, 0), (2**12, 2**11), "stored"),
     "over the batch, behind an activation": (
+        lambda w, b, g, v, x: g * normalized(jax.nn.relu(x @ w + b), 0), (2**14, 256), "fused"),
+    "over the batch, behind a tanh, which is stored": (
         lambda w, b, g, v, x: g * normalized(jnp.tanh(x @ w + b), 0), (2**14, 256), "fused"),
+    "over the batch, behind an expensive activation": (
+        lambda w, b, g, v, x: g * normalized(jax.nn.gelu(x @ w + b), 0), (2**14, 256), "stored"),
+    "over the batch, before an expensive activation": (
+        lambda w, b, g, v, x: jax.nn.gelu(g * normalized(x @ w + b, 0)), (2**14, 256), "fused"),
+    "over the batch, of a stream behind an expensive activation": (
+        lambda w, b, g, v, x: g * normalized((h := jax.nn.silu(x @ w)) + h @ v + b, 0), (2**14, 256), "fused"),
+    "over the batch, of a row times an expensive function of parameters": (
+        lambda w, b, g, v, x: g * normalized((x @ w + b) * jnp.exp(g), 0), (2**14, 256), "fused"),
     "over the batch, before a layer": (lambda w, b, g, v, x: normalized(x @ w + b, 0) @ v, (2**14, 256), "fused"),
     "over groups of rows": (
         lambda w, b, g, v, x: g * normalized((x @ w + b).reshape(4, -1, 256), 1).reshape(-1, 256), (2**14, 256),

@@ -344,7 +344,7 @@ ROWS_OF_TABLE = {
         lambda dtype: ActivatedThenNormed(batch_norm, nn.gelu, dtype),
         FEWER_IMAGES,
         mean_square,
-        1.03,
+        0.86,
     ),
     "silu, then group norm": (
         lambda dtype: ActivatedThenNormed(group_norm, nn.silu, dtype),

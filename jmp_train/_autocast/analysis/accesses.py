@@ -3,7 +3,7 @@
 A sum is a kernel of its own and reads what is stored, and so does what sends values to other devices or to the host:
 half of the bytes. But what a loss's own softmax makes is only computed when the sum over its rows is known, in a kernel
 that can add up a bias's gradient as well: that sum is fused into it. So is that of a bias before a norm, whose backward
-pass computes the cotangent when its own sums over rows or batches are known.
+pass computes the cotangent when its own sums over rows or batches are known, unless a GELU or the like lies between.
 
 Above all this is about residual streams in loops. A loop's carry starts as its first value is. An embedding is a
 parameter, and the gradient of a network's head is float32, yet outside of a loop the first layer would narrow both.
@@ -16,6 +16,7 @@ stays as it starts; see `passes.control_flow`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Sequence
 
 from ..._jaxpr import FlatJaxpr, Node, scan_counts
@@ -24,6 +25,7 @@ from ..primitives import Entry, Rule, Trait, having
 from .dot_sizes import size_of
 
 _KERNELS = having(Trait.POOL | Trait.TRANSFERS)
+_EXPENSIVE = having(Trait.EXPENSIVE)
 _FUSED = having(Trait.FUSES | Trait.EXPENSIVE)
 # Compiled for an H200, heads with fewer logits keep the sum in a kernel of its own, and XLA stores float32 for it.
 _MANY_LOGITS = 2**20
@@ -89,7 +91,37 @@ class Accesses:
             return False
         # Two sums over different axes leave all of the axes, one or the other of them.
         gradients = self._summed.get(facts[cotangent].depth, ())
-        return not any([gradient * statistic >= size for gradient in gradients])
+        beside = any([gradient * statistic >= size for gradient in gradients])
+        return not (beside or self._is_behind_activation(cotangent, facts))
+
+    def _is_behind_activation(self, cotangent: int, facts: Sequence[Fact]) -> bool:
+        """Whether the norm is of an expensive function, whose derivative is a factor of the cotangent.
+
+        XLA stores that product anyway, and another sum would have it do so in float32.
+        """
+        size, seen, rest = self._size(cotangent), {cotangent}, [cotangent]
+        while rest:
+            result = rest.pop()
+            node = self._makers[result]
+            # What a tanh returns in the compute dtype is stored itself, and its derivative computed from that.
+            if node.name in _EXPENSIVE and not (node.name == "tanh" and facts[node.ins[0]].precision is Precision.LOW):
+                return True
+            for number in node.ins:
+                maker = self._makers.get(number)
+                if number in seen or maker is None or maker.name not in _FUSED or self._size(number) < size:
+                    continue
+                if self._place.is_backward(maker):
+                    follows = number in self._after_statistic
+                else:  # between two dots of the forward pass, as a norm and the activation that it reads are
+                    follows = self._place.is_backward(node) or facts[number].depth == facts[result].depth
+                if follows:
+                    seen.add(number)
+                    rest.append(number)
+        return False
+
+    @functools.cached_property
+    def _makers(self) -> dict[int, Node]:
+        return {number: node for node in self._program.nodes for number in node.outs}
 
     def _note(self, sums: dict[int, int], node: Node, entry: Entry, facts: Sequence[Fact], is_one: bool) -> None:
         """Adds the results of a node to `sums` if it computes them from values there, or is itself such a sum.
