@@ -117,12 +117,12 @@ GOOD, BAD = {"w": jnp.ones(3)}, {"w": jnp.array([1.0, jnp.nan, 1.0])}
 
 
 def test_the_average_of_the_parameters():
-    state, mean, w = simple(ema_decay=0.75), np.arange(3.0), np.arange(3.0)
+    state, mean, w = simple(ema_decay=0.9), np.arange(3.0), np.arange(3.0)
     for grads in (GOOD, BAD, GOOD, GOOD):
         state = jax.jit(TrainState.apply_gradients)(state, grads=grads)
         if grads is GOOD:
             w = w - 1
-            mean = 0.75 * mean + 0.25 * w
+            mean = 0.9 * mean + 0.1 * w
     np.testing.assert_allclose(state.ema_params["w"], mean, rtol=1e-6)
     assert simple().ema_params is None
 
@@ -189,6 +189,13 @@ def test_collections_keep_their_dtype():
     assert after.model_state["batch_stats"].dtype == jnp.float32 and after.model_state["batch_stats"][0] == 1
 
 
+def test_collections_keep_their_weak_type():
+    """Or a step that is compiled would be traced anew."""
+    state = simple(model_state={"count": jnp.asarray(0.0)})
+    after = state.apply_gradients(grads=GOOD, model_state={"count": state.model_state["count"] + 1})
+    assert jax.typeof(after.model_state["count"]) == jax.typeof(state.model_state["count"])
+
+
 def test_containers_are_those_of_the_state():
     """Or a step that is compiled would be traced anew."""
     state = simple(model_state={"batch_stats": jnp.zeros(2)})
@@ -252,6 +259,7 @@ class TestFloat8:
         assert_same_bits(trained(seen), trained(clean))
         statistics = clean.params["_overwrite_with_gradient"]
         assert not same_bits(statistics, state.params["_overwrite_with_gradient"])
+        assert not same_bits(clean.params["params"]["kernel"], state.params["params"]["kernel"])
         (history,) = (v for k, v in statistics["Fp8DirectDotGeneralOp_0"].items() if k == "input_amax_history")
         assert np.isclose(np.max(history), np.max(np.abs(2 * x)), rtol=1e-2)
         assert same_bits(clean.ema_params["_overwrite_with_gradient"], statistics)  # which are not averaged
@@ -269,6 +277,12 @@ class TestFloat8:
         want = jax.grad(loss, (0, 1, 2))(*args)
         assert_same_bits(jmp.autocast(jax.grad(loss, (0, 1, 2)), policy)(*args), want)
         assert jmp.explain(jax.grad(loss, (0, 1, 2)), policy)(*args).operations
+
+    def test_what_else_is_among_the_parameters_stays(self):
+        params = {"params": jnp.zeros(2), "_overwrite_with_gradient": jnp.zeros(3), "constants": jnp.ones(4)}
+        state = simple(params=params).apply_gradients(grads=jax.tree.map(jnp.ones_like, params))
+        expected = {"params": -jnp.ones(2), "_overwrite_with_gradient": jnp.ones(3), "constants": jnp.ones(4)}
+        assert_same_bits(state.params, expected)
 
     def test_the_optimizer_does_not_see_them(self):
         state, _, _ = self.training()
@@ -309,7 +323,9 @@ class TestErrors:
             "`tx` has optax.MultiSteps around with_loss_scale, where a non-finite gradient is accumulated before it is "
             "checked. Turn them round: with_loss_scale(optax.MultiSteps(optimizer, steps))."
         )
-        self.check(ValueError, message, simple, optax.MultiSteps(with_loss_scale(ADAM), 2))
+        around = optax.MultiSteps(with_loss_scale(ADAM), 2)
+        self.check(ValueError, message, simple, around)
+        self.check(ValueError, message, simple, optax.chain(optax.trace(0.9), around))
         simple(with_loss_scale(optax.MultiSteps(ADAM, 2)))
 
     def test_no_transformation(self):

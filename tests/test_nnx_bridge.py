@@ -14,7 +14,7 @@ import optax
 import pytest
 from comparisons import assert_same_bits, same_bits
 from flax import linen as nn
-from flax import nnx
+from flax import nnx, struct
 from flax_models import NNXCNN, digits, nnx_loss, nnx_training, run, spoiled, trained
 
 import jmp_train as jmp
@@ -216,6 +216,20 @@ class TestSemantics:
         model.w[...] = jnp.float32(7)
         assert state.params["w"][...] == 3
 
+    def test_a_step_may_leave_the_other_variables(self):
+        state = NNXTrainState.create(model=Scaled(), tx=with_loss_scale(optax.sgd(1.0)))
+        after = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
+        assert after.params["w"][...] == 2
+        assert_same_bits(after.model_state, state.model_state)
+
+    def test_a_field_of_a_subclass(self):
+        class WithCarry(NNXTrainState):
+            carry: object = struct.field(default=None)
+
+        state = WithCarry.create(model=Scaled(), tx=with_loss_scale(ADAM), carry=jnp.zeros(2))
+        grads = jax.tree.map(jnp.ones_like, state.params)
+        assert state.apply_gradients(grads=grads, carry=jnp.ones(2)).carry.tolist() == [1, 1]
+
     def test_a_module_with_the_average_is_a_copy(self):
         state = NNXTrainState.create(model=Scaled(), tx=with_loss_scale(ADAM), ema_decay=0.5)
         model = state.ema_model
@@ -301,13 +315,14 @@ class TestErrors:
         (_, sown), _, _ = grad_fn(Scaled(), True)
         assert leaf_paths(sown) == ["h/0"]
 
-    def test_an_added_parameter(self):
+    def test_added_parameters(self):
         def loss_fn(model):
-            model.extra = nnx.Param(jnp.ones(2))
+            for name in "cadbe":
+                setattr(model, name, nnx.Param(jnp.ones(2)))
             return model(1.0)
 
         message = (
-            "`loss_fn` added the variables ['extra'] to the module; take them out before it returns, as in "
+            "`loss_fn` added the variables ['a', 'b', 'c', 'd', 'e'] to the module; take them out before it returns, as in "
             "nnx.pop(model, nnx.Intermediate), and return them as aux."
         )
         self.check(ValueError, message, flax_bridge.value_and_grad(loss_fn, "float32"), Scaled())
