@@ -38,7 +38,7 @@ def init_optimizer(tx: optax.GradientTransformation, params: Any) -> Any:
             f"`tx` must hold exactly one with_loss_scale, which decides for the whole state whether a step is skipped: "
             f"{error} Where no loss scale is needed, with_loss_scale(tx, NoOpLossScale()) skips without scaling."
         ) from None
-    if any(_is_accumulating(node) and _holds_scale(node) for node in _nodes(opt_state, _is_accumulating)):
+    if any(map(_holds_scale, _nodes(opt_state, _is_accumulating))):
         raise ValueError(
             "`tx` has optax.MultiSteps around with_loss_scale, where a non-finite gradient is accumulated before "
             "it is checked. Turn them round: with_loss_scale(optax.MultiSteps(optimizer, steps))."
