@@ -140,6 +140,7 @@ def test_keys_move_with_the_steps_that_are_applied():
     first = state.step_rngs
     assert_same_bits(state.apply_gradients(grads=BAD).step_rngs, first)
     after = state.apply_gradients(grads=GOOD)
+    assert after.step.dtype == jnp.int32
     assert_same_bits(after.step_rngs, {"dropout": jax.random.fold_in(jax.random.key(3), 1)})
     assert same_bits(after.rngs, state.rngs) and not same_bits(after.step_rngs, first)
 
@@ -373,10 +374,11 @@ class TestErrors:
         new = {"batch_stats": {"mean": jnp.zeros(3)}}
         self.check(ValueError, message, state.apply_gradients, grads=GOOD, model_state=new)
 
-    @pytest.mark.parametrize("name", ["batch_stats", "params", "step"])
-    def test_no_such_field(self, name):
+    @pytest.mark.parametrize("names", [["batch_stats"], ["batch_stats", "ema_params", "opt_state", "params", "step"]])
+    def test_no_such_field(self, names):
         message = (
-            f"`apply_gradients` cannot change ['{name}']; it changes ['model_state', 'rngs', 'apply_fn'], and the rest "
+            f"`apply_gradients` cannot change {names}; it changes ['model_state', 'rngs', 'apply_fn'], and the rest "
             "by itself."
         )
-        self.check(TypeError, message, simple().apply_gradients, grads=GOOD, **{name: jnp.zeros(2)})
+        changes = dict.fromkeys(reversed(names), jnp.zeros(2))
+        self.check(TypeError, message, simple().apply_gradients, grads=GOOD, **changes)
