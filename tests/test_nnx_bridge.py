@@ -317,13 +317,13 @@ class TestErrors:
 
     def test_added_parameters(self):
         def loss_fn(model):
-            for name in "cadbe":
+            for name in "dcab":
                 setattr(model, name, nnx.Param(jnp.ones(2)))
             return model(1.0)
 
         message = (
-            "`loss_fn` added the variables ['a', 'b', 'c', 'd', 'e'] to the module; take them out before it returns, as "
-            "in nnx.pop(model, nnx.Intermediate), and return them as aux."
+            "`loss_fn` added the variables ['a', 'b', 'c', 'd'] to the module; take them out before it returns, "
+            "as in nnx.pop(model, nnx.Intermediate), and return them as aux."
         )
         self.check(ValueError, message, flax_bridge.value_and_grad(loss_fn, "float32"), Scaled())
 
