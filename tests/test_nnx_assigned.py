@@ -300,6 +300,7 @@ FORWARDED = {
         lambda x, y: jax.lax.while_loop(lambda c: c[0][0] < 3, lambda c: (c[1], c[0]), (x, y)), [None, None]),
     "branches": (lambda x, y: jax.lax.cond(x[0] > 0, lambda a, b: (b, a), lambda a, b: (b, b), x, y), [1, None]),
     "a remat": (lambda x, y: jax.checkpoint(lambda a, b: (b, a + b))(x, y), [1, None]),
+    "a remat of what is computed": (lambda x, y: jax.checkpoint(lambda a, b: (b, a))(x + 1, y), [1, None]),
     "a custom_jvp": (lambda x, y: (jax.nn.relu(x), y), [None, 1]),
     "a shard_map": (lambda x, y: split(jax.P(), jax.P())(x, y), [0, 1]),
     "a shard_map that gathers": (lambda x, y: split(jax.P("d"), jax.P())(x, y), [None, 1]),
