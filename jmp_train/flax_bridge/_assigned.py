@@ -32,10 +32,10 @@ def with_assigned(model_state: Any, params: Any, after: Any, run: Callable[[Any]
     # `nnx.jit` and `nnx.remat` give back every variable of the modules that they are given, as a result of the call.
     # The program shows which are those that came in.
     jaxpr, _ = trace(lambda *leaves: jax.tree.leaves(run(jax.tree.unflatten(structure, leaves))), *leaves)
-    sources = forwarded_arguments(flatten(jaxpr, also=("remat2",)))
+    sources = forwarded_arguments(flatten(jaxpr))
     unchanged = dict(nnx.to_flat_state(jax.tree.unflatten(structure, [i == at for i, at in enumerate(sources)])))
     found = [each for each in nnx.to_flat_state(after) if not all(jax.tree.leaves(unchanged[each[0]]))]
-    return nnx.merge_state(model_state, nnx.from_flat_state(found)) if found else model_state
+    return nnx.merge_state(model_state, nnx.from_flat_state(found))
 
 
 def split_assigned(model_state: Any, params: Any) -> tuple[Any, Any]:
@@ -49,8 +49,6 @@ def split_assigned(model_state: Any, params: Any) -> tuple[Any, Any]:
         return params, model_state
     known, flat = {path for path, _ in nnx.to_flat_state(params)}, nnx.to_flat_state(model_state)
     found = [(path, variable) for path, variable in flat if path in known]
-    if not found:
-        return params, model_state
     others = nnx.from_flat_state([(path, variable) for path, variable in flat if path not in known])
     return nnx.merge_state(params, nnx.from_flat_state(found)), others
 
@@ -92,7 +90,6 @@ def forwarded_arguments(program: FlatJaxpr) -> list[int | None]:
         if node.name == "transpose" and node.ins[0] in arguments:
             argument, axes = arguments[node.ins[0]]
             arguments[node.outs[0]] = argument, tuple(axes[axis] for axis in node.params["permutation"])
-            continue
         for result, operand in _forwarded_by(node):
             if node.ins[operand] in arguments:
                 arguments[node.outs[result]] = arguments[node.ins[operand]]
