@@ -102,6 +102,24 @@ def test_batches_of_any_rank_and_a_dtype():
     assert_near(got.astype(jnp.float32), want, "bfloat16")
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_without_a_dtype_it_is_that_of_the_arguments(dtype):
+    x = X.reshape(2, LENGTH, HEADS, 8).astype(dtype)
+    assert dot_product_attention(x, x, x).dtype == dtype
+
+
+def test_a_mask_for_all_examples_is_not_repeated():
+    x = jnp.ones((5, LENGTH, HEADS, 8))
+    program = jax.make_jaxpr(lambda mask: dot_product_attention(x, x, x, mask=mask))(jnp.ones((1, 1, LENGTH, LENGTH)))
+    assert f"5,1,{LENGTH},{LENGTH}" not in str(program)
+
+
+def test_source_lines_are_those_of_its_callers():
+    x = X.reshape(2, LENGTH, HEADS, 8)
+    report = explain(lambda x: dot_product_attention(x, x, x), "mixed_float16")(x)
+    assert all(op.source.partition(":")[0].endswith("test_flax_attention.py") for op in report.operations)
+
+
 @pytest.mark.parametrize("precision", [None, "default", jax.lax.Precision.DEFAULT])
 def test_arguments_of_other_forms(precision):
     """The default precision, a key of a wider dtype, few axes, and a mask of numbers below zero."""
@@ -118,6 +136,7 @@ def test_one_draw_serves_all_if_nothing_is_said():
     value = jnp.broadcast_to(jnp.eye(LENGTH)[None, :, None], x.shape)
     out = dot_product_attention(x, x, value, dropout_rng=jax.random.key(0), dropout_rate=0.5)
     np.testing.assert_array_equal(out, jnp.broadcast_to(out[:1, :, :1], out.shape))
+    assert np.any(np.asarray(out) == 0)
 
 
 REFUSED = {

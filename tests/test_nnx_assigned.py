@@ -139,6 +139,19 @@ def test_of_two_that_are_one_value_one_was_assigned():
     assert leaf_paths(model_state) == ["a"]
 
 
+def test_one_array_of_a_variable_that_holds_two():
+    class Tree(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param({"a": jnp.ones(2), "b": jnp.full(2, 2.0)})
+
+    def loss(model):
+        model.w.set_value({**model.w.get_value(), "a": jnp.zeros(2)})
+        return jnp.sum(model.w.get_value()["b"])
+
+    _, _, model_state = flax_bridge.value_and_grad(loss, "float32")(Tree())
+    assert leaf_paths(model_state) == ["w/a", "w/b"]
+
+
 def test_rounded_values_are_refused():
     grad_fn = flax_bridge.value_and_grad(loss_fn, "mixed_float16", autocast=False)
     message = (
@@ -286,6 +299,11 @@ def split(taken, put):
     return jax.shard_map(lambda x, y: (x, y), mesh=mesh, check_vma=False, **specs)
 
 
+@jax.checkpoint
+def same(x):
+    return x
+
+
 FORWARDED = {
     "a carry": (lambda x, y: jax.lax.scan(lambda c, _: ((c[0], c[1] + c[0]), None), (x, y), None, 3)[0], [0, None]),
     "carries that change places": (
@@ -294,6 +312,10 @@ FORWARDED = {
     "rows of another": (lambda x, y: jax.lax.scan(lambda c, rows: (c, rows[1]), y[0], (x, y))[1], [1]),
     "rows of what is computed": (lambda x, y: jax.lax.scan(lambda c, row: (c, c * row), y[0], x)[1], [None]),
     "a constant stacked": (lambda x, y: jax.lax.scan(lambda c, _: (c, y), x, None, 3)[1], [None]),
+    "rows of another, by a remat": (
+        lambda x, y: jax.lax.scan(lambda c, rows: (c + rows[0], same(rows[1])), y[0], (x, y))[1], [1]),
+    "a constant stacked, by a remat": (
+        lambda x, y: jax.lax.scan(lambda c, _: (c + 1, same(y)), x, None, 3)[1], [None]),
     "a while": (
         lambda x, y: jax.lax.while_loop(lambda c: c[0][0] < 3, lambda c: (c[0] + 1, c[1]), (x, y)), [None, 1]),
     "a while whose carries change places": (
@@ -313,3 +335,8 @@ FORWARDED = {
 def test_which_arguments_a_program_forwards(name):
     fn, expected = FORWARDED[name]
     assert forwarded_arguments(flatten(jax.make_jaxpr(fn)(np.ones(3, np.float32), np.ones(3, np.float32)))) == expected
+
+
+def test_a_transposed_argument_is_another_value():
+    program = jax.make_jaxpr(lambda x: (x.T, jnp.transpose(x.T), x.T + x))(np.ones((3, 3), np.float32))
+    assert forwarded_arguments(flatten(program)) == [None, 0, None]
