@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jmp_train import DynamicLossScale, NoOpLossScale, StaticLossScale, all_finite, select_tree
+from jmp_train._diagnostics.interpreter import Interpreter, Value, Watcher
+from jmp_train._scaling import _reciprocal
 
 SCALES = [NoOpLossScale(), StaticLossScale(2.0**10), DynamicLossScale(2.0**10)]
 NARROW = [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2]
@@ -120,6 +122,28 @@ def test_a_power_of_two_scales_exactly(exponent, gradient):
         expected = np.ldexp(np.float32(gradient), -exponent)
     if abs(expected) >= np.finfo(np.float32).tiny or expected == 0:  # subnormals may be flushed
         assert got == expected
+
+
+class _WithoutQuotients(Watcher):
+    """Makes NaN of every quotient: on a GPU they are approximations."""
+
+    def before(self, site, inputs):
+        return [inputs[0]._replace(array=jnp.float32(jnp.nan)), inputs[1]] if site.primitive == "div" else inputs
+
+
+@pytest.mark.parametrize("exponent", [-126, -1, 0, 7, 126])
+def test_the_reciprocal_of_a_power_of_two_is_no_quotient(exponent):
+    program = Interpreter(jax.make_jaxpr(_reciprocal)(jnp.float32(1)))
+    power = np.ldexp(np.float32(1), exponent)
+    (found,) = program.run([Value(power)], _WithoutQuotients())
+    assert found.array == 1 / power
+    (found,) = program.run([Value(np.nextafter(power, np.float32(np.inf)))], _WithoutQuotients())
+    assert np.isnan(found.array)
+
+
+def test_float32_gradients_are_multiplied():
+    program = str(jax.make_jaxpr(DynamicLossScale(8.0).unscale)(jnp.ones(7)))
+    assert "f32[7] = mul" in program and "f32[7] = div" not in program
 
 
 def test_the_reciprocal_is_exact_for_every_traced_power_of_two():
