@@ -267,12 +267,13 @@ class TestStochasticRounding:
         params = {"w": jnp.ones(64, jnp.bfloat16), "v": jnp.ones(64, jnp.bfloat16)}
         grads = jax.tree.map(lambda x: jnp.ones(64), params)
 
-        def updated(key):
-            tx = with_stochastic_rounding(optax.sgd(1e-3), key=key)
+        def updated(**key):
+            tx = with_stochastic_rounding(optax.sgd(1e-3), **key)
             return jax.jit(tx.update)(grads, tx.init(params), params)[0]
 
-        assert as_bytes(updated(1)) == as_bytes(updated(jax.random.key(1))) != as_bytes(updated(2))
-        assert as_bytes(updated(1)["w"]) != as_bytes(updated(1)["v"])  # no two leaves draw the same bits
+        assert as_bytes(updated(key=1)) == as_bytes(updated(key=jax.random.key(1))) != as_bytes(updated(key=2))
+        assert as_bytes(updated(key=0)) == as_bytes(updated())
+        assert as_bytes(updated()["w"]) != as_bytes(updated()["v"])  # no two leaves draw the same bits
 
     def test_every_step_draws_afresh(self):
         tx = with_stochastic_rounding(optax.sgd(2.0**-8))
@@ -288,6 +289,15 @@ class TestStochasticRounding:
         tx = with_stochastic_rounding(optax.adam(0.1))
         updates, state = jax.jit(tx.update)(jax.tree.map(lambda x: jnp.ones(64), params), tx.init(params), params)
         assert jnp.all(updates["f32"] == updates["f32"][0]) and state.inner_state[0].nu["w"].dtype == jnp.float32
+
+    def test_what_is_not_bfloat16_is_not_widened(self):
+        tx = with_stochastic_rounding(optax.GradientTransformation(lambda params: params, optax.identity().update))
+        state = tx.init({"w": jnp.ones(2, jnp.bfloat16), "ids": jnp.arange(3)})
+        assert jax.tree.map(lambda x: x.dtype, state.inner_state) == {"w": jnp.float32, "ids": jnp.int32}
+
+    def test_what_is_no_key(self):
+        with pytest.raises(TypeError, match=r"^`key` must be an integer or one PRNG key, got str\."):
+            with_stochastic_rounding(optax.sgd(0.1), key="0")
 
 
 class TestErrors:
