@@ -390,6 +390,7 @@ def test_the_key_decides_and_steps_draw_afresh():
     assert not np.array_equal(after(1)["dense"]["w"], after(2)["dense"]["w"])
     tx = with_low_precision_state(optax.sgd(1.0, momentum=0.5))
     state, grads = tx.init(jnp.zeros(1000)), jnp.full(1000, 1.001)
+    assert_same_bits(state.key, with_low_precision_state(optax.sgd(1.0), key=0).init(jnp.zeros(1000)).key)
     first = tx.update(grads, state)[1].inner_state[0].trace
     second = tx.update(grads, state._replace(step=state.step + 1))[1].inner_state[0].trace
     assert not np.array_equal(first, second)
