@@ -187,6 +187,12 @@ def test_the_warning_names_three(names, shown):
         tx.init(parameters())
 
 
+def test_the_warning_begins_at_two_numbers():
+    tx = with_low_precision_state(optax.GradientTransformation(lambda p: jnp.zeros((1, 2)), optax.identity().update))
+    with pytest.warns(UserWarning, match="stores nothing in 16 bits"):
+        tx.init({"w": jnp.ones(1)})
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kind", ["copies", "integers", "one number"])
 def test_no_warning_and_nothing_stored_where_nothing_can_be(kind):
@@ -391,7 +397,9 @@ def test_the_key_decides_and_steps_draw_afresh():
     tx = with_low_precision_state(optax.sgd(1.0, momentum=0.5))
     state, grads = tx.init(jnp.zeros(1000)), jnp.full(1000, 1.001)
     assert_same_bits(state.key, with_low_precision_state(optax.sgd(1.0), key=0).init(jnp.zeros(1000)).key)
-    first = tx.update(grads, state)[1].inner_state[0].trace
+    after = tx.update(grads, state)[1]
+    assert (state.step, after.step) == (1, 2) and state.step.dtype == after.step.dtype == jnp.uint32
+    first = after.inner_state[0].trace
     second = tx.update(grads, state._replace(step=state.step + 1))[1].inner_state[0].trace
     assert not np.array_equal(first, second)
 
@@ -403,6 +411,13 @@ def test_moments_of_a_parameter_and_equal_parameters_draw_other_bits():
     grads = jax.tree.map(lambda x: jnp.full(1000, 1.001), params)
     made = [np.asarray(x) for x in jax.tree.leaves(tx.update(grads, tx.init(params), params)[1].inner_state)]
     assert len({x.tobytes() for x in made}) == 4
+
+
+def test_leaves_of_no_parameter_draw_other_bits():
+    state = {"a": jnp.full(1000, 1.001), "b": jnp.full(1000, 1.001)}
+    tx = with_low_precision_state(optax.GradientTransformation(lambda p: state, optax.identity().update), where="*")
+    a, b = jax.tree.leaves(tx.init(jnp.zeros(3)).inner_state)
+    assert not np.array_equal(a, b)
 
 
 def test_resumed_from_a_checkpoint_it_is_the_same_run():

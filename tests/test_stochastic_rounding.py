@@ -88,10 +88,13 @@ def test_what_is_a_bfloat16_number_stays():
 def test_a_seed_and_every_kind_of_key():
     expected = start_key(5)
     assert expected.shape == (2,) and expected.dtype == jnp.uint32
-    keys = (np.int64(5), jnp.int32(5), jax.random.key(5, impl="threefry2x32"), np.array([0, 5], np.uint32))
+    seeds = np.int64(5), np.uint32(5), jnp.int32(5), jnp.uint32(5)
+    keys = (*seeds, jax.random.key(5, impl="threefry2x32"), np.array([0, 5], np.uint32))
     for key in keys:
         np.testing.assert_array_equal(start_key(check_key(key)), expected)
     with jax.default_prng_impl("rbg"):
+        np.testing.assert_array_equal(start_key(5), expected)
+        noise_at(expected, jnp.uint32(0))
         for make in (jax.random.key, jax.random.PRNGKey):
             others = [start_key(check_key(make(seed))) for seed in range(2)]
             assert others[0].shape == (2,) and not np.array_equal(others[0], others[1])
@@ -104,6 +107,8 @@ def test_a_seed_and_every_kind_of_key():
         (True, "bool"),
         (None, "NoneType"),
         (np.zeros(2), "float64[2]"),
+        (np.float32(0), "float32[]"),
+        (jnp.uint32, "uint32[]"),
         (np.zeros((3, 2), np.uint32), "uint32[3, 2]"),
     ],
     ids=str,
