@@ -169,7 +169,7 @@ def test_matmul_precision_holds_forward_and_backward():
 # The calling convention of jax.value_and_grad
 
 
-@pytest.mark.parametrize("argnums", [0, 1, -1, (0,), (1, 0), [0, 2]])
+@pytest.mark.parametrize("argnums", [0, 1, -1, -3, (0,), (1, 0), [0, 2]])
 def test_argnums_and_structure_are_those_of_jax(argnums):
     def f(a, b, c, *, power=1):
         return (a["x"] * b + c) ** power

@@ -54,6 +54,21 @@ def test_every_dot_of_an_unmodified_function_is_narrow_with_autocast_alone(polic
     assert dots(plain) == [np.float32] * 2  # the data are float32, and nobody told the model
 
 
+@pytest.mark.parametrize("argnums", [0, -2])
+def test_python_numbers_are_data_where_they_are_differentiated(argnums):
+    traced = []
+
+    def f(tree, n):
+        traced.append(n)
+        return tree["w"] * len(range(n))
+
+    gradient = grad(f, "mixed_bfloat16", argnums=argnums)
+    last = grad(lambda n, tree: f(tree, n), "mixed_bfloat16", argnums=argnums + 1)
+    for number in (1.5, 2.5):
+        assert gradient({"w": number}, 3)["w"] == last(3, {"w": number})["w"] == 3
+    assert traced == [3, 3]
+
+
 def test_arguments_that_are_no_arrays_reach_the_loss_function_as_they_are():
     params, x, y = data()
     seen = []

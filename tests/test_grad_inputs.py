@@ -1,8 +1,10 @@
 """What `value_and_grad` makes of every kind of differentiated leaf, and what it says to wrong arguments."""
 
+import dataclasses
 import functools
 import importlib
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +123,19 @@ def test_nnx_state_works_and_modules_are_refused():
             grad(lambda w, m: w, "float32")(jnp.float32(1), m=argument)
 
 
+def test_a_module_of_another_library_is_a_tree():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Module:
+        w: jax.Array
+
+    assert grad(lambda module: module.w**2, "float32")(Module(jnp.float32(3))).w == 6
+
+
+def test_a_complex_number_of_python():
+    assert grad(lambda z: jnp.abs(z) ** 2, "float32")(3 + 4j) == 6 - 8j
+
+
 # Errors
 
 
@@ -150,6 +165,16 @@ def test_float16_parameters_or_overrides_need_one_under_any_policy():
     "wrong, got",
     [
         (1024.0, "an object of type float; wrap the number: StaticLossScale(number)."),
+        (1024, "an object of type int; wrap the number: StaticLossScale(number)."),
+        (np.ones(2), "float64[2]; wrap the number: StaticLossScale(number)."),
+        (
+            types.SimpleNamespace(scale=abs),
+            "an object of type SimpleNamespace; take it out of the optimizer's state: get_loss_scale(opt_state).",
+        ),
+        (
+            types.SimpleNamespace(unscale=abs),
+            "an object of type SimpleNamespace; take it out of the optimizer's state: get_loss_scale(opt_state).",
+        ),
         (jnp.float32(1024), "float32[]; wrap the number: StaticLossScale(number)."),
         (np.float32(1024), "float32[]; wrap the number: StaticLossScale(number)."),
         (DynamicLossScale, "the class DynamicLossScale; build one: DynamicLossScale()."),
@@ -196,6 +221,9 @@ def test_other_things_where_the_policy_or_argnums_belong():
     [
         (lambda w: w * jnp.ones(3), "float32[3]; take its mean or its sum."),
         (lambda w: w[None], "float32[1]; take its mean or its sum."),
+        (lambda w: np.ones(3, np.float32), "float32[3]; take its mean or its sum."),
+        (lambda w: np.int32(3), "int32[]; convert it, or take its real part or absolute value."),
+        (lambda w: 1j, "an object of type complex; convert it, or take its real part or absolute value."),
         (lambda w: 3, "an object of type int; convert it, or take its real part or absolute value."),
         (lambda w: jnp.int32(w), "int32[]; convert it, or take its real part or absolute value."),
         (lambda w: w * 1j, "complex64[]; convert it, or take its real part or absolute value."),
@@ -234,10 +262,12 @@ def test_aux_that_is_missing():
         ({"key": jax.random.key(0)}, "key<fry>[] for the leaf 'key'"),
         ({"activation": print}, "an object of type builtin_function_or_method for the leaf 'activation'"),
         ({"name": "dense"}, "an object of type str for the leaf 'name'"),
+        ({"type": jnp.float32}, "an object of type _ScalarMeta for the leaf 'type'"),
+        ({"spec": types.SimpleNamespace(shape=())}, "an object of type SimpleNamespace for the leaf 'spec'"),
     ],
 )
 def test_leaves_without_gradients(argument, got):
-    integer = "type builtin" not in got and "type str" not in got
+    integer = not any(f"type {name}" in got for name in ("builtin", "str", "_ScalarMeta", "SimpleNamespace"))
     message = (
         f"a differentiated argument must hold floating or complex numbers only, got {got}; pass it as an argument that "
         f"`argnums` does not name{', or pass allow_int=True for a gradient of float0' if integer else ''}."

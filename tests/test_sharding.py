@@ -19,7 +19,7 @@ from comparisons import TOLERANCE
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jmp_train as jmp
-from jmp_train._sharding import axes_of, mean_gradients, mean_values
+from jmp_train._sharding import axes_of, local, mean_gradients, mean_values
 
 DTYPES = ("float32", "float16", "bfloat16")
 BATCH = 64
@@ -615,6 +615,48 @@ def test_the_mean_of_16_bit_gradients_is_not_rounded_to_16_bits(sharded):
     assert grads.dtype == jnp.float32
     if not sharded:  # the transpose of the gather adds up in bfloat16
         assert grads.tolist() == [1 + 2**-8]
+
+
+def test_what_crosses_no_wire_is_not_rounded_for_it():
+    def step(grad, shard):
+        return mean_gradients(grad, shard, ("data",), jnp.float16)
+
+    data = PartitionSpec("data")
+    run = jax.shard_map(step, mesh=mesh_of(4), in_specs=(data, data), out_specs=data)
+    assert jax.jit(run)(jnp.full(4, 4 * (1 + 2.0**-20)), jnp.ones(4)).tolist() == [1 + 2.0**-20] * 4
+
+
+def test_several_arguments():
+    def step(w, b, x):
+        return jmp.grad(lambda w, b: jnp.mean(w * x + b), "float32", argnums=(-2, 1), axis_name="data")(w, b)
+
+    specs = PartitionSpec(), PartitionSpec(), PartitionSpec("data")
+    run = jax.shard_map(step, mesh=mesh_of(4), in_specs=specs, out_specs=PartitionSpec())
+    assert jax.jit(run)(jnp.float32(2), jnp.float32(3), jnp.arange(4.0)) == (1.5, 1)
+
+
+def test_a_constant_loss_is_its_own_mean():
+    def step(w):
+        return jmp.value_and_grad(lambda w: 2.0, "float32", axis_name="data")(w)
+
+    run = jax.shard_map(step, mesh=mesh_of(4), in_specs=PartitionSpec(), out_specs=PartitionSpec())
+    assert jax.jit(run)(jnp.float32(2)) == (2, 0)
+
+
+def test_integers_stay_equal_on_all_devices():
+    whole, floating = PartitionSpec(), PartitionSpec("data")
+    run = jax.shard_map(
+        lambda tree: local(tree, ("data",)), mesh=mesh_of(4), in_specs=whole, out_specs={"n": whole, "x": floating}
+    )
+    tree = run({"n": jnp.arange(1), "x": jnp.ones(1)})
+    assert (tree["n"].shape, tree["x"].shape) == ((1,), (4,))
+
+
+def test_the_mean_of_complex_values_that_a_model_changes():
+    (mean,) = jax.vmap(lambda x: mean_values([x], [jnp.complex64(0)], ("batch",)), axis_name="batch")(
+        jnp.array([1j, 3 + 1j])
+    )
+    assert mean.tolist() == [1.5 + 1j] * 2
 
 
 def test_16_bit_gradients_cross_the_devices_in_float32():
