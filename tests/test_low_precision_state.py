@@ -154,10 +154,11 @@ def test_masters_and_hyperparameters_are_never_picked():
 def test_what_starts_as_the_parameters_stays(same):
     def init(params):
         moment = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float16).astype(x.dtype), params)
-        return {"average": jax.tree.map(same, params), "moment": moment}
+        return {"average": jax.tree.map(same, params), "moment": moment, "twice": jax.tree.map(lambda x: 2 * x, params)}
 
     tx = with_low_precision_state(optax.GradientTransformation(init, lambda g, s, p=None: (g, s)))
-    assert stored(tx.init(parameters()).inner_state) == {"moment/dense/w", "moment/dense/b"}
+    expected = {"moment/dense/w", "moment/dense/b", "twice/dense/w", "twice/dense/b"}
+    assert stored(tx.init(parameters()).inner_state) == expected
 
 
 def test_a_warning_if_nothing_is_stored():
@@ -646,6 +647,23 @@ def test_what_the_inner_transformation_makes_is_found_out_once():
     made = len(calls)
     for _ in range(2):
         _, state = tx.update(params, state, params)
+    assert len(calls) == made
+
+
+@pytest.mark.parametrize("numbers", [(True, False), (2, 3), (1.5, 2.5), (1j, 2j)])
+def test_a_number_of_python_among_the_parameters_is_data(numbers):
+    calls = []
+
+    def init(params):
+        calls.append(params)
+        return {"w": jnp.zeros_like(params["w"])}
+
+    tx = with_low_precision_state(optax.GradientTransformation(init, optax.identity().update))
+    grads = {"w": jnp.ones(3), "n": 0.0}
+    state = tx.init(grads | {"n": numbers[0]})
+    made = len(calls)
+    for number in numbers:
+        tx.update(grads, state, grads | {"n": number})
     assert len(calls) == made
 
 

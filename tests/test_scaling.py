@@ -5,6 +5,7 @@
 
 import dataclasses
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from jmp_train import DynamicLossScale, NoOpLossScale, StaticLossScale, all_finite, select_tree
 from jmp_train._diagnostics.interpreter import Interpreter, Value, Watcher
+from jmp_train._finite import leaves_finite
 from jmp_train._scaling import _reciprocal
 
 SCALES = [NoOpLossScale(), StaticLossScale(2.0**10), DynamicLossScale(2.0**10)]
@@ -124,6 +126,14 @@ def test_a_power_of_two_scales_exactly(exponent, gradient):
         assert got == expected
 
 
+@pytest.mark.parametrize(
+    ("sizes", "kernels"), [([4] * 16, 1), ([4] * 17, 2), ([4] * 33, 3), ([2**16] * 2, 1), ([2**16 + 1] * 2, 2)]
+)
+def test_small_leaves_are_checked_sixteen_at_a_time(sizes, kernels):
+    tree = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
+    assert str(jax.make_jaxpr(leaves_finite)(tree)).count(" reduce[") == kernels
+
+
 class _WithoutQuotients(Watcher):
     """Makes NaN of every quotient: on a GPU they are approximations."""
 
@@ -194,8 +204,6 @@ SHAPES = [(), (1,), (7,), (4, 3), (3, 4), (2, 3, 2), (0,), (70_000,)]
 
 def test_many_leaves_are_checked_each_for_itself():
     """Leaves of one shape share a reduction: an infinity in one must not be reported for another."""
-    from jmp_train._finite import leaves_finite
-
     rng = np.random.default_rng(0)
     tree = {f"{i:03}": np.ones(SHAPES[i % len(SHAPES)], np.float32) for i in range(50)}
     tree["flag"] = np.array(True)
@@ -244,18 +252,26 @@ def bits(tree):
     return jax.tree.map(of, tree)
 
 
-def test_select_tree_names_what_only_one_tree_has():
+@pytest.mark.parametrize(("one", "other"), [("a", "b"), ("a", ""), ("", "b")])
+def test_select_tree_names_what_only_one_tree_has(one, other):
     message = (
-        "`on_true` and `on_false` must have the same structure: only in `on_true` are ['a'], only in `on_false` ['b']."
+        f"`on_true` and `on_false` must have the same structure: only in `on_true` are {[*one]}, only in `on_false` "
+        f"{[*other]}."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        select_tree(True, {"a": 1.0, "c": 2.0}, {"b": 1.0, "c": 2.0})
+        select_tree(True, dict.fromkeys(one + "c", 1.0), dict.fromkeys(other + "c", 1.0))
 
 
 def test_select_tree_takes_one_boolean():
     with pytest.raises(ValueError, match=r"^`pred` must be one boolean, got int32 of shape \(\)\. Pass the result of"):
         select_tree(1, 2, 3)
-    for flag, name in (({"w": True}, "dict"), (None, "NoneType")):
+    shape_alone = types.SimpleNamespace(shape=())
+    for flag, name in (
+        ({"w": True}, "dict"),
+        (None, "NoneType"),
+        (jnp.bool_, "_ScalarMeta"),
+        (shape_alone, "SimpleNamespace"),
+    ):
         with pytest.raises(ValueError, match=rf"^`pred` must be one boolean, got {name}\. Pass the result of"):
             select_tree(flag, 2, 3)
         with pytest.raises(ValueError, match=rf"^`grads_finite` must be one boolean, got {name}\. Pass"):
