@@ -114,7 +114,7 @@ def check_where(where: Any) -> Any:
     """
     if where is None or callable(where):
         return where
-    several = isinstance(where, Iterable) and not isinstance(where, str | Mapping)
+    several = isinstance(where, Iterable) and not isinstance(where, Mapping)
     globs = (where,) if isinstance(where, str) else tuple(where) if several else ()
     if not globs or not all(isinstance(glob, str) for glob in globs):
         raise TypeError(
