@@ -33,13 +33,21 @@ def static_size(shape: Sequence[Any]) -> int | None:
 
 
 def is_single(aval: Any) -> bool:
-    """Whether a value is one number. Flax's mutable variables are values without a shape."""
+    """Whether a value is one number. Flax's mutable variables are values without a shape.
+
+    >>> [is_single(jax.ShapeDtypeStruct(shape, "int8")) for shape in ((), (1, 1), (0,), (2,))], is_single("text")
+    ([True, True, False, False], False)
+    """
     shape = getattr(aval, "shape", None)
     return shape is not None and math.prod(shape) == 1
 
 
 def itemsize(dtype: Any) -> int:
-    """The bytes of a number; zero of an extended dtype that does not say, as those of Flax's fp8 scales."""
+    """The bytes of a number; zero of an extended dtype that does not say, as those of Flax's fp8 scales.
+
+    >>> itemsize(jax.numpy.dtype("float32")), itemsize(jax.random.key(0).dtype), itemsize(object())
+    (4, 8, 0)
+    """
     return getattr(dtype, "itemsize", 0)
 
 
@@ -48,6 +56,8 @@ def size_in_bytes(aval: Any, dtype: Any = None) -> Any:
 
     >>> size_in_bytes(jax.ShapeDtypeStruct((2, 3), "float32")), size_in_bytes(jax.ShapeDtypeStruct((2,), "int8"))
     (24, 2)
+    >>> size_in_bytes(jax.ShapeDtypeStruct((2, 3), "float32"), jax.numpy.dtype("float16"))
+    12
     """
     return math.prod(aval.shape) * itemsize(dtype or aval.dtype)
 

@@ -154,7 +154,7 @@ def test_masters_and_hyperparameters_are_never_picked():
 def test_what_starts_as_the_parameters_stays(same):
     def init(params):
         moment = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float16).astype(x.dtype), params)
-        return {"average": jax.tree.map(same, params), "moment": moment, "twice": jax.tree.map(lambda x: 2 * x, params)}
+        return {"average": jax.tree.map(same, params), "moment": moment, "twice": jax.tree.map(lambda x: x * 2, params)}
 
     tx = with_low_precision_state(optax.GradientTransformation(init, lambda g, s, p=None: (g, s)))
     expected = {"moment/dense/w", "moment/dense/b", "twice/dense/w", "twice/dense/b"}
