@@ -16,6 +16,8 @@ from jax import lax
 from overflow_faults import F16, F32, FAULTS, W, X
 
 import jmp_train as jmp
+from jmp_train._diagnostics.interpreter import Value
+from jmp_train._diagnostics.overflow._taint import Tag, Taint, TaintTracker, _by_element, _earliest, _makes_nan
 from jmp_train.diagnostics import Verdict, find_overflow
 
 SOURCE = Path(overflow_faults.__file__).read_text().splitlines()
@@ -47,6 +49,49 @@ def test_the_planted_line_is_named(fault):
     if report.verdict is not Verdict.INPUT and report.primitive != "sub":
         assert not any(x.infs or x.nans for x in report.operands)
     json.dumps(report.as_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize("by_autocast", [True, False])
+def test_operands_that_were_rounded_before(by_autocast):
+    def fn(x):
+        return jnp.log((x @ x @ x).astype(F32))
+
+    x = jnp.full((64, 64), 1e-6, F32 if by_autocast else F16)
+    report = find_overflow(jmp.autocast(fn, "mixed_float16") if by_autocast else fn)(x)
+    assert (report.primitive, report.verdict) == ("log", Verdict.KEEP_FLOAT32)
+    assert report.why.startswith("Its operands were rounded in 16 bits before, to zero or too far;")
+    if by_autocast:
+        assert report.cure.startswith("Put `with jax.named_scope('wide'):` around ")
+    else:
+        assert report.cure.startswith("The program itself computes this in 16 bits:")
+
+
+IN_FLOAT32_TOO = {
+    "log": (lambda x: jnp.log(x - 1), "the logarithm of zero", "jnp.maximum"),
+    "log1p": (lambda x: jnp.log1p(x - 2), "the logarithm of zero", "keep its operand above -1"),
+    "div": (lambda x: 1 / (x - 1), "a division by zero", "jnp.where(d == 0, 1, d)"),
+    "rem": (lambda x: lax.rem(x, x - 1), "a remainder by zero", "jnp.where(d == 0, 1, d)"),
+    "sqrt": (lambda x: jnp.sqrt(x - 2), "the root of a negative number", "jnp.maximum(x, 0)"),
+    "rsqrt": (lambda x: lax.rsqrt(x - 1), "the reciprocal root of zero", "add an epsilon inside the root"),
+    "pow": (lambda x: (100 * x) ** (50 * x), "a power beyond float32", "keep the base positive"),
+    "integer_pow": (lambda x: (x - 1) ** -2, "a negative power of zero", "keep the base away from zero"),
+    "exp": (lambda x: jnp.exp(x * 100), "the exponential of a number above 88", "subtract the maximum first"),
+    "atanh": (jnp.arctanh, "the inverse hyperbolic tangent of 1", "keep its operand inside (-1, 1)"),
+}
+
+
+@pytest.mark.parametrize("fn", [lambda x: lax.rsqrt(x), lambda x: 1 / x, lambda x: jnp.log(x)])
+def test_a_constant_that_is_zero_in_float16(fn):
+    report = find_overflow(lambda x: fn(x.astype(F16)))(jnp.float32(0))
+    assert report.verdict is Verdict.MODEL and "(a constant of 3e-08 or less is zero in float16)" in report.cure
+
+
+@pytest.mark.parametrize("primitive", IN_FLOAT32_TOO)
+def test_what_is_the_models_own(primitive):
+    fn, why, cure = IN_FLOAT32_TOO[primitive]
+    report = find_overflow(fn)(jnp.float32(1))
+    assert (report.primitive, report.verdict) == (primitive, Verdict.MODEL)
+    assert why in report.why and cure in report.cure
 
 
 # Scales that fit
@@ -583,3 +628,42 @@ def test_twenty_kinds_of_fault():
     assert {fault.verdict for fault in FAULTS} >= {"lower_scale", "keep_float32", "model", "input"}
     kinds = itertools.chain(*(fault.loops for fault in FAULTS))
     assert {primitive for primitive, _ in kinds} == {"scan", "while"}
+
+
+class TestTaint:
+    """What the tracker makes of single equations."""
+
+    def test_nan_of_infinities_is_an_origin_and_nan_of_nan_is_not(self):
+        finite, infinite = np.ones(2, np.float32), np.array([np.inf, 1], np.float32)
+        nan = np.array([np.nan, 1], np.float32)
+        assert _makes_nan([infinite, finite], [True, False], [nan])
+        assert not _makes_nan([infinite, nan], [True, True], [nan])
+        assert not _makes_nan([finite], [False], [nan])
+        assert not _makes_nan([infinite], [True], [infinite])
+        assert _makes_nan([infinite, nan], [True, False], [nan])
+
+    def test_elements_are_told_apart(self):
+        one = np.array([np.nan, np.inf, 1, 1], np.float32)
+        other = np.array([0, -np.inf, 1, 1], np.float32)
+        total = np.array([np.nan, np.nan, 2, 2], np.float32)
+        assert _by_element([one, other], [True, True], total) == ([True, True], False, True)
+        overflown = np.array([np.nan, 1, np.inf, 1], np.float32)
+        assert _by_element([one, other], [True, True], overflown) == ([True, False], True, False)
+
+    def test_the_first_are_remembered(self):
+        assert _earliest(frozenset({64, *range(1, 9)})) == frozenset(range(1, 9))
+
+    def test_a_barrier_tells_its_operands_apart(self):
+        def fn(x):
+            first, second = jax.lax.optimization_barrier((jnp.log(x - 1), jnp.exp(100 * x)))
+            return jnp.where(x > 2, first, second)
+
+        report = find_overflow(fn)(jnp.float32(1))
+        assert report and report.primitive == "exp"
+
+    def test_pieces_of_one_value(self):
+        bad, good = np.array([np.inf], np.float32), np.ones(1, np.float32)
+        taints = [Taint(origins=frozenset({number})) for number in (3, 5)]
+        tags = [Tag(True, taints[0], True), Tag(True, taints[1], False)]
+        joined = TaintTracker().join([Value(bad, tags[0]), Value(good), Value(bad, tags[1])])
+        assert joined == Tag(True, Taint(origins=frozenset({3, 5})), True)
