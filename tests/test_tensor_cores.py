@@ -11,14 +11,17 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from product_tools import CONVOLUTIONS, array, convolution, product, products
 
 from jmp_train import StaticLossScale, autocast, value_and_grad
+from jmp_train import dot_product_attention as jmp_attention
 from jmp_train._diagnostics.gpu._gpus import get_gpu
-from jmp_train._diagnostics.products._amdahl import Estimate
+from jmp_train._diagnostics.products._amdahl import Estimate, _bytes_in_float32, _bytes_outside_products
+from jmp_train._jaxpr import flatten
 from jmp_train.diagnostics import TensorCoreReport, round_up, tensor_core_report
 
-H200 = get_gpu("H200")
+H200, F32 = get_gpu("H200"), jnp.float32
 
 
 # Bytes, intensity, alignment
@@ -124,6 +127,50 @@ def test_what_is_no_product_is_the_rest_of_the_time():
     slow = 2 * n**3 / 67e12
     rest = 3 * 4 * n * n / 4.8e12  # the product and c are read, the sum is written
     assert report.estimate.f == pytest.approx(slow / (slow + rest))
+
+
+X8 = jnp.ones((8, 8))
+FREE = {
+    "reshape": lambda x: lax.reshape(x, (4, 16)).reshape(8, 8),
+    "transpose": jnp.transpose,
+    "squeeze": lambda x: lax.squeeze(lax.reshape(x, (1, 8, 8)), [0]),
+    "convert_element_type": lambda x: x.astype(jnp.float16).astype(jnp.float32),
+    "copy": lambda x: lax.copy_p.bind(x),
+    "name": lambda x: checkpoint_name(x, "h"),
+    "optimization_barrier": lax.optimization_barrier,
+}
+OUTSIDE = {  # how many arrays of 8 x 8 are read and written outside of products
+    "one fusion": (lambda x, y: jnp.sin(jnp.tanh(x)) + y, 3),
+    "what a product reads": (lambda x, y: jnp.tanh(x) @ y, 2),
+    "what two products read": (lambda x, y: (h := jnp.tanh(x)) @ (h @ y), 2),
+    "a barrier between two": (lambda x, y: jnp.tanh(lax.optimization_barrier((x @ y, y @ x))[1]), 3),
+    "attention": (lambda x, y: jmp_attention(*(z.reshape(1, 8, 1, 8) for z in (x, y, y))), 0),
+    **{name: (lambda x, y, free=free: free(x @ y) @ y, 0) for name, free in FREE.items()},
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_bytes_outside_of_products(name):
+    fn, arrays = OUTSIDE[name]
+    assert _bytes_outside_products(flatten(jax.make_jaxpr(fn)(X8, X8))) == arrays * X8.nbytes
+
+
+def test_what_is_bound_by_memory_halves_its_bytes():
+    small = tensor_core_report(lambda a, b: jnp.matmul(a, b, precision="highest"))(*(array(64, 64, dtype=F32),) * 2)
+    assert small.repaired.f == 1 and small.repaired.s == pytest.approx(2)
+    (narrow,) = tensor_core_report(jnp.matmul)(array(64, 32), array(32, 16)).products
+    assert _bytes_in_float32(narrow) == 4 * (64 * 32 + 32 * 16 + 64 * 16)
+
+
+def test_tf32_and_eight_bits_have_rates_of_their_own():
+    n = 8192
+    tf32 = tensor_core_report(jnp.matmul)(*(array(n, n, dtype=F32),) * 2)
+    assert tf32.products[0].unit == "tf32"
+    assert tf32.estimate.f == 1 and tf32.estimate.s == pytest.approx(H200.rate("tf32") / H200.rate("float32"))
+    f8 = tensor_core_report(lambda a, b: lax.dot(a, b, preferred_element_type=F32))(
+        *(array(n, n, dtype=jnp.float8_e4m3fn),) * 2
+    )
+    assert f8.repaired.s == pytest.approx(H200.rate("8 bits") / H200.rate("float32"))
 
 
 # The value
