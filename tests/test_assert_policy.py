@@ -68,6 +68,7 @@ def test_a_wide_dot_is_found_with_its_reason():
         "narrow, or except its scope: no_wide_dots(except_scopes=('Router',))."
     )
     assert faults(fn, W, X, checks=[no_wide_dots(except_scopes=("Router",))]) == []
+    assert faults(fn, W, X, checks=[no_wide_dots(except_scopes=("Rout*",))]) == []
     assert faults(fn, W, X, checks=[no_wide_dots(except_scopes=("Layer",))]) != []
     assert faults(fn, W, X, checks=[no_narrow_sums(), no_float64(), float32_loss()]) == []
 
@@ -100,6 +101,9 @@ def test_equal_faults_are_one_sentence():
         return x
 
     assert ", 3 times (full_precision region)" in only_fault(fn, W, X)
+    product = full_precision(lambda x: x @ x)
+    fault = only_fault(lambda w: lax.fori_loop(0, 3, lambda _, x: product(x), product(w)), W)
+    assert ", 2 times (full_precision region)" in fault and "(except_scopes=('a jax.named_scope around it',))" in fault
     assert ", 2 times (full_precision region)" in only_fault(
         lambda w: jnp.stack([full_precision(jnp.matmul)(w, w) for _ in "ab"]), W
     )

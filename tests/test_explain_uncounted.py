@@ -126,6 +126,12 @@ def test_other_programs_that_are_no_jaxprs(name):
     assert rows(found(fn)) == [(name, 1, "float32", reason, None)]
 
 
+def test_an_operation_that_nobody_knows_of_complex_numbers():
+    bind = fake("mystery")
+    ((name, number, dtype, _, _),) = rows(found(lambda x: bind(x, x), W.astype(jnp.complex64)))
+    assert (name, number, dtype) == ("mystery", 1, "complex64")
+
+
 def test_an_exported_function():
     exported = jax.export.export(jax.jit(lambda w: w @ w))(W)
     assert rows(found(lambda w: exported.call(w @ w))) == [("call_exported", 1, "float32", "compiled elsewhere", None)]
@@ -136,6 +142,18 @@ def test_fused_attention_has_its_flops():
     bind = fake("dot_product_attention_fwd_wrapper")
     ((name, _, dtype, _, flops),) = rows(found(lambda q: bind(q, q, q, layout=0), q))
     assert (name, dtype, flops) == ("dot_product_attention_fwd_wrapper", "bfloat16", 2 * 2 * (2 * 4 * 16 * 16 * 8))
+
+
+def test_fused_attention_of_symbolic_size():
+    (length,) = symbolic_shape("t")
+    bind = fake("dot_product_attention_fwd_wrapper")
+    q = jax.ShapeDtypeStruct((2, length, 4, 8), jnp.bfloat16)
+    assert [flops for *_, flops in rows(found(lambda q: bind(q, q, q, layout=0), q))] == [None]
+
+
+def test_a_scan_of_symbolic_length_that_multiplies_nothing_is_not_named():
+    x = jax.ShapeDtypeStruct(symbolic_shape("t, 8"), jnp.float32)
+    assert rows(found(lambda x: lax.scan(lambda c, row: (c + row, c * 2), jnp.ones(8), x), x)) == []
 
 
 def test_what_multiplies_nothing_is_not_named():

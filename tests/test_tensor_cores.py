@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
 from product_tools import CONVOLUTIONS, array, convolution, product, products
 
 from jmp_train import StaticLossScale, autocast, value_and_grad
@@ -129,7 +130,8 @@ def test_what_is_no_product_is_the_rest_of_the_time():
     assert report.estimate.f == pytest.approx(slow / (slow + rest))
 
 
-X8 = jnp.ones((8, 8))
+X8, CUDNN = jnp.ones((8, 8)), Primitive("dot_product_attention_fwd_wrapper")
+CUDNN.def_abstract_eval(lambda *avals: avals[0])
 FREE = {
     "reshape": lambda x: lax.reshape(x, (4, 16)).reshape(8, 8),
     "transpose": jnp.transpose,
@@ -144,6 +146,7 @@ OUTSIDE = {  # how many arrays of 8 x 8 are read and written outside of products
     "what a product reads": (lambda x, y: jnp.tanh(x) @ y, 2),
     "what two products read": (lambda x, y: (h := jnp.tanh(x)) @ (h @ y), 2),
     "a barrier between two": (lambda x, y: jnp.tanh(lax.optimization_barrier((x @ y, y @ x))[1]), 3),
+    "cuDNN's attention": (lambda x, y: CUDNN.bind(x, y, y), 0),
     "attention": (lambda x, y: jmp_attention(*(z.reshape(1, 8, 1, 8) for z in (x, y, y))), 0),
     **{name: (lambda x, y, free=free: free(x @ y) @ y, 0) for name, free in FREE.items()},
 }
