@@ -398,9 +398,9 @@ def test_the_key_decides_and_steps_draw_afresh():
     tx = with_low_precision_state(optax.sgd(1.0, momentum=0.5))
     state, grads = tx.init(jnp.zeros(1000)), jnp.full(1000, 1.001)
     assert_same_bits(state.key, with_low_precision_state(optax.sgd(1.0), key=0).init(jnp.zeros(1000)).key)
-    after = tx.update(grads, state)[1]
-    assert (state.step, after.step) == (1, 2) and state.step.dtype == after.step.dtype == jnp.uint32
-    first = after.inner_state[0].trace
+    updated = tx.update(grads, state)[1]
+    assert (state.step, updated.step) == (1, 2) and state.step.dtype == updated.step.dtype == jnp.uint32
+    first = updated.inner_state[0].trace
     second = tx.update(grads, state._replace(step=state.step + 1))[1].inner_state[0].trace
     assert not np.array_equal(first, second)
 
