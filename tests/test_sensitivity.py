@@ -430,6 +430,11 @@ def test_arguments_are_those_of_value_and_grad():
          "`max_scopes` is 1, but the outermost level has 6 scopes; raise it, or use by='primitive'."),
         (lambda: sensitivity(lambda w: jnp.sum(0 * w), "bfloat16")(W), ValueError,
          "the gradient is zero everywhere in float32, so that no error is relative to it; take another batch."),
+        (lambda: sensitivity(lambda tree: 1.0, "bfloat16")({}), ValueError,
+         "the gradient is zero everywhere in float32, so that no error is relative to it; take another batch."),
+        (lambda: sensitivity(lambda w: jnp.sum(jnp.sqrt(w)), "bfloat16")(jnp.zeros(2)), ValueError,
+         "the gradient holds infinities or NaN in float32 already, whatever the policy; find_overflow(fn)(*args) finds "
+         "the operation that makes the first one."),
         (lambda: sensitivity(lambda w: jnp.sum(jnp.log(0 * w)), "bfloat16")(W), ValueError,
          "the gradient holds infinities or NaN in float32 already, whatever the policy; find_overflow(fn)(*args) finds "
          "the operation that makes the first one."),
@@ -471,3 +476,13 @@ def test_brackets_in_the_name_of_a_scope_are_no_glob():
     )
     assert {row.scope for row in report.rows} == {"layers[[]0]", "layers[[]1]"}
     assert report.floor < report.error
+
+
+def test_several_arguments_are_differentiated():
+    def loss(w, v, x):
+        return jnp.mean(jnp.tanh(x @ w) @ v)
+
+    both = sensitivity(loss, "mixed_bfloat16", argnums=(0, 1))(W, W, X)
+    assert relative_error(
+        jmp.grad(loss, "mixed_bfloat16", argnums=(0, 1))(W, W, X), jmp.grad(loss, "float32", argnums=(0, 1))(W, W, X)
+    ) == pytest.approx(both.error, rel=0.2)

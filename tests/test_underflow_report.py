@@ -397,3 +397,10 @@ def test_bad_input(call, sentence):
     with pytest.raises(ValueError) as error:
         call()
     assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize(("mantissa", "exponent"), [(1.5, 19), (1.99, 19), (1.9995, 18)])
+def test_a_scale_for_a_subnormal_number_under_an_enormous_margin(mantissa, exponent):
+    """65504 / 2**126 is 1.999 * 2**-111."""
+    gradient = np.float32(mantissa * 2.0**-130)
+    assert diagnostics.suggest_loss_scale(gradient, margin=2.0**126) == 2.0**exponent
