@@ -100,6 +100,17 @@ def scanned(w, x):
     return lax.scan(lambda c, _: (layer(w, c), None), x, None, length=3)[0]
 
 
+def test_what_is_not_wide_has_the_reason_of_its_rule():
+    def fn(w, i):
+        return (w @ w).reshape(4, 16) @ w.reshape(16, 4), i.reshape(4, 2), w[0] + lax.iota(jnp.float32, 8)
+
+    found = report(fn, W, jnp.arange(8))
+    reshapes = [op for op in only(found, "reshape") if op.dtype != "float32"]
+    assert {op.dtype for op in reshapes} == {"float16", "int32"}
+    assert {op.reason for op in reshapes} == {DEFAULT_RULES.entry("reshape").reason, "not recorded in float32"}
+    assert [op.recorded for op in only(found, "iota")] == ["float32"]
+
+
 def test_loops_branches_and_remat_are_listed_with_their_scope():
     with_scan = report(scanned, W, X)
     assert [(op.primitive, op.holds_program, op.times) for op in with_scan.operations] == [

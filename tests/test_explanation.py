@@ -60,6 +60,39 @@ def test_as_dict_is_json():
     assert values["kept_bytes"] == dict(found.kept_bytes) and "text" not in values
 
 
+def test_products_as_dict_and_as_text():
+    found = report(jax.grad(loss), W, X)
+    (row,) = found.as_dict()["products"]
+    assert row == dict(zip(("dtype", "reason", "number"), found.products[0], strict=True))
+    assert f"{row['number']} products in float16: {row['reason']}" in str(found).splitlines()
+    assert "The backward pass reads" not in str(report(loss, W, X))
+
+
+def test_what_the_text_notes():
+    found = report(lambda x: jax.pure_callback(lambda x: x, x, x), X)
+    assert "Runs as recorded: pure_callback x1: calls the host" in str(found).splitlines()
+    found = report(lambda w, x: jnp.sum(jnp.exp((x @ w).astype(jnp.float32)) @ w), W, X)
+    assert found.hidden_casts and "Casts to float32 that autocast cannot see" in str(found)
+
+
+def test_operations_that_stay_narrow_are_not_widened():
+    assert report(jnp.abs, X.astype(jnp.float16)).widened == 0
+
+
+def test_the_share_of_flops_in_a_difference():
+    def fn(w):
+        return full_precision(jnp.matmul)(w, w) + full_precision(jnp.matmul)(w, jnp.sin(w)) + w @ w
+
+    rows = {name: values for name, *values in report(fn, W).diff(report(fn, W, policy="float32")).numbers}
+    assert rows["low_flop_share"] == [0.3333, 0.0]
+
+
+def test_wide_products_of_the_backward_pass():
+    found = report(jax.grad(lambda w: jnp.sum(full_precision(lambda w: w @ w)(jnp.sin(w)))), W)
+    rows = str(found).partition("product in float32")[2].splitlines()
+    assert [row.split()[:2] for row in rows[1:]] == [["fwd", "1"], ["bwd", "2"]]
+
+
 def test_table_and_text():
     found = report(jax.grad(loss), W, X)
     assert len(found.table().splitlines()) == 1 + len(found.operations)
