@@ -34,7 +34,9 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("scale", [jmp.DynamicLossScale(2.0**10, growth_interval=5), NO_SCALE])
+@pytest.mark.parametrize(
+    "scale", [jmp.DynamicLossScale(2.0**10, growth_interval=5), jmp.StaticLossScale(8.0), NO_SCALE]
+)
 def test_flax_serialization_writes_and_reads_a_state(scale):
     params, grads = {"w": jnp.ones((2, 3))}, {"w": jnp.full((2, 3), jnp.nan)}
     start = train_state.TrainState.create(apply_fn=jnp.sum, params=params, tx=with_loss_scale(ADAM, scale))
