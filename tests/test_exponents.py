@@ -1,5 +1,6 @@
 """exponent_histogram against NumPy's float64 and math.frexp: every format, every kind of leaf, every transformation."""
 
+import contextlib
 import dataclasses
 import json
 
@@ -14,7 +15,7 @@ from flax import nnx
 from float_tools import FP8, all_values, awkward, exponents_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jmp_train as jmp
 from jmp_train import diagnostics
@@ -278,6 +279,17 @@ def test_sharded_arrays_and_shard_map():
         check(together, values)
         for device, part in enumerate(values):
             check(jax.tree.map(lambda counts, i=device: counts[i], each), part)
+
+
+@pytest.mark.parametrize("within", [jax.set_mesh, lambda mesh: contextlib.nullcontext()])
+def test_arrays_over_a_mesh_with_explicit_axes(within):
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    values = np.random.default_rng(0).standard_normal((8, 64), np.float32)
+    with within(mesh):
+        for spec in (PartitionSpec(), PartitionSpec("data"), PartitionSpec("data", "model")):
+            split = jax.device_put(values, NamedSharding(mesh, spec))
+            check(HISTOGRAM(split), values)
+            check(diagnostics.exponent_histogram(split), values)
 
 
 def test_the_sum_over_devices_carries():

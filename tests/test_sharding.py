@@ -547,6 +547,47 @@ def test_layers_in_a_scan_over_an_explicitly_sharded_batch(length):
     assert jnp.linalg.norm(got - want) <= TOLERANCE["float16"].gradient * jnp.linalg.norm(want)
 
 
+def max_pooled(w, x):
+    h = jax.nn.relu((x @ w).reshape(-1, 4, 4, 1))
+    return jax.lax.reduce_window(h, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+
+def max_pooled_rows(w, x):
+    """Along the axis that the devices share."""
+    return jax.lax.reduce_window(x @ w, -jnp.inf, jax.lax.max, (2, 1), (2, 1), "VALID")
+
+
+def in_automatic_axes(w, x):
+    """Layers whose shardings the compiler chooses, with JAX's `reshard` before and after each."""
+
+    def layer(w, x):
+        return jnp.tanh(x @ w)
+
+    if jax.sharding.get_abstract_mesh().axis_names:
+        layer = jax.sharding.auto_axes(layer, out_sharding=PartitionSpec("data"))
+    return layer(w, layer(w, x))
+
+
+@pytest.mark.parametrize("layers", [max_pooled, max_pooled_rows, in_automatic_axes])
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_explicit_mesh_gives_the_gradient_of_one_device(layers, inside):
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.standard_normal(shape, np.float32)) / 4 for shape in ((16, 16), (32, 16)))
+
+    def loss(w, x):
+        return jnp.mean((layers(w, x) - 1) ** 2)
+
+    def autocast(fn):
+        return jmp.autocast(fn, "mixed_float16")
+
+    gradient = jax.jit(autocast(jax.grad(loss)) if inside else jax.grad(autocast(loss)))
+    want, mesh = gradient(w, x), mesh_of(8, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        split = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+        got = gradient(jax.device_put(w, NamedSharding(mesh, PartitionSpec())), split)
+    assert jnp.linalg.norm(got - want) <= TOLERANCE["float16"].gradient * jnp.linalg.norm(want)
+
+
 def test_several_axes_may_be_a_list():
     assert axes_of(["data", "model"]) == axes_of(("data", "model")) == ("data", "model")
     assert axes_of("data") == ("data",) and axes_of(None) == ()

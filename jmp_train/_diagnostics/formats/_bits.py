@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 from jax.typing import DTypeLike
 
 from ..._dtypes import BFLOAT16, FLOAT32, FLOAT64, Format, facts
@@ -196,6 +197,15 @@ def bincount(index: jax.Array, length: int) -> jax.Array:
     >>> to_int64(bincount(jnp.array([[0, 2], [2, 2]]), 3))
     array([1, 0, 3])
     """
+    mesh, count = jax.typeof(index).sharding.mesh, functools.partial(_bincount, length=length)
+    if AxisType.Explicit not in mesh.axis_types:
+        return count(index)
+    # The place of an index in its array is a number whose sharding no type follows, and so is a sum over devices.
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.sharding.auto_axes(count, out_sharding=PartitionSpec())(index)
+
+
+def _bincount(index: jax.Array, length: int) -> jax.Array:
     rows = min(_MOST_ROWS, max(1, index.size // _VALUES_PER_ROW))
     # The sum of the indices of all axes, not the flat index: a reshape might gather an array that is sharded.
     steps = [lax.broadcasted_iota(np.int32, index.shape, axis) for axis in range(index.ndim)]

@@ -77,9 +77,9 @@ def scatter_to_windows(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
     """
     source, operand = operands
     strides, starts = node.params["window_strides"], starts_of_places(node)
-    chosen = _chosen(operand, source.shape, starts, strides, node.params["select_prim"].name == "ge")
+    chosen = _chosen(operand, source, starts, strides, node.params["select_prim"].name == "ge")
     nothing, zero = lax.full_like(source, 0), np.zeros((), at_least_float32(source.dtype))
-    total = lax.full(operand.shape, 0, zero.dtype)
+    total = lax.full_like(operand, 0, zero.dtype)
     for place, start in enumerate(starts):
         handed = lax.select(lax.eq(chosen, np.uint8(place)), source, nothing)
         padding = _placing(start, strides, source.shape, operand.shape)
@@ -93,15 +93,15 @@ def compare_in_float32(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
     return [lax.convert_element_type(result, operands[0].dtype)]
 
 
-def _chosen(operand: Any, windows: tuple[int, ...], starts: list[list[int]], strides: Any, largest: bool) -> jax.Array:
-    """The number of the place of each window's first extreme element, `uint8[m_0, m_1, ...]`.
+def _chosen(operand: Any, source: Any, starts: list[list[int]], strides: Any, largest: bool) -> jax.Array:
+    """The number of the place of each window's first extreme element, `uint8[m_0, m_1, ...]`, sharded as `source`.
 
     Compares in the order and manner of XLA's SelectAndScatter, so that ties choose the same element. Places in the
     padding are never chosen, also where all others are infinite or NaN.
     """
     compare, nowhere = lax.ge if largest else lax.le, len(starts)  # at most _MOST_PLACES, so that a byte holds both
-    chosen = lax.full(windows, nowhere, jnp.uint8)
-    extreme = value = lax.full(windows, 0, operand.dtype)
+    windows, chosen = source.shape, lax.full_like(source, nowhere, jnp.uint8)
+    extreme = value = lax.full_like(source, 0, operand.dtype)
     keep = chosen == nowhere
     for place, start in enumerate(starts):
         extreme = lax.select(keep, extreme, value)

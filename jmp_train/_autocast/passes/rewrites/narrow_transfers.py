@@ -38,7 +38,9 @@ def casts_first(low: np.dtype) -> Computation:
     def send_copy(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
         @jax.custom_jvp
         def sent(x: jax.Array) -> jax.Array:
-            return bind(node.eqn, [cast(x, low)])[0]
+            with jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh):  # a `reshard` runs in the other one
+                narrow = cast(x, low)
+            return bind(node.eqn, [narrow])[0]
 
         @sent.defjvp
         def derivative(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -29,7 +29,11 @@ def are_small(node: Node, windows: Any, most_places: int) -> bool:
       most_places: how many places a window may have.
     """
     places = static_size(node.params["window_dimensions"])
-    return places is not None and places <= most_places and all(is_less(0, count) for count in windows.shape)
+    if places is None or places > most_places or not all(is_less(0, count) for count in windows.shape):
+        return False
+    # Slices along an axis that is split between devices, by type, are no parts of equal size.
+    split = zip(node.params["window_dimensions"], node.params["window_strides"], windows.sharding.spec, strict=True)
+    return all(axes is None or window == stride == 1 for window, stride, axes in split)
 
 
 def starts_of_places(node: Node) -> list[list[int]]:
