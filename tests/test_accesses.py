@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from pass_tools import after
 
+from jmp_train import autocast
+
 LARGE, SMALL = 2**12, 2**11  # rows of 256 logits
 
 
@@ -31,6 +33,8 @@ HEADS: dict[str, tuple[Callable[..., Any], int, str]] = {
         lambda w, b, g, v, x: -jnp.mean(jax.nn.log_softmax((x @ w + b).T, 0)[0]), LARGE, "fused"),
     "of a softmax before another layer": (
         lambda w, b, g, v, x: cross_entropy(jax.nn.log_softmax(x @ w + b) @ v), LARGE, "stored"),
+    "of a softmax of averaged logits": (
+        lambda w, b, g, v, x: cross_entropy(jnp.mean(x @ w + b, 0, keepdims=True)), SMALL, "fused"),
     "without a sum before": (lambda w, b, g, v, x: jnp.mean(jnp.tanh(x @ w + b)), LARGE, "stored"),
     "of the layer before": (lambda w, b, g, v, x: cross_entropy(jnp.tanh(x @ w + b) @ v), LARGE, "stored"),
     "before a norm, whose scale has its gradient summed first": (
@@ -49,6 +53,23 @@ def test_how_the_gradient_of_a_bias_reads_the_cotangent_of_the_logits(name):
     sums = [e for e in program.equations if e.name == "reduce_sum" and e.node.params["axes"] == (0,)]
     bias = [e for e in sums if program.avals[e.operands[0]].shape == (batch, 256)][-1]
     assert [access.value for access in bias.accesses] == [expected]
+
+
+def test_the_gradient_of_a_bias_of_averaged_logits_is_that_of_float32():
+    """What the mean hands back to each logit is stored once, in float32, though dots read it in 16 bits."""
+    rng = np.random.default_rng(3)
+    params = [rng.standard_normal(shape).astype(np.float32) / 6 for shape in ((32, 32), (32, 10), (10,))]
+    x = rng.standard_normal((60, 6, 32)).astype(np.float32)
+
+    def loss(params, x):
+        v, w, b = params
+        logits = jnp.mean(jnp.tanh(x @ v) @ w + b, 1)
+        return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(60), jnp.arange(60) % 10])
+
+    narrow, wide = (
+        jax.jit(gradient)(params, x)[2] for gradient in (autocast(jax.grad(loss), "mixed_bfloat16"), jax.grad(loss))
+    )
+    assert jnp.linalg.norm(narrow - wide) <= 4e-3 * jnp.linalg.norm(wide)
 
 
 def window_sums(x):

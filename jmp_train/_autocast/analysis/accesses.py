@@ -3,7 +3,8 @@
 A sum is a kernel of its own and reads what is stored, and so does what sends values to other devices or to the host:
 half of the bytes. But what a loss's own softmax makes is only computed when the sum over its rows is known, in a kernel
 that can add up a bias's gradient as well: that sum is fused into it. So is that of a bias before a norm, whose backward
-pass computes the cotangent when its own sums over rows or batches are known, unless a GELU or the like lies between.
+pass computes the cotangent when its own sums over rows or batches are known, unless a GELU or the like lies between. And
+of numbers that are repeated, as behind a mean, it is these that are stored, in float32.
 
 Above all this is about residual streams in loops. A loop's carry starts as its first value is. An embedding is a
 parameter, and the gradient of a network's head is float32, yet outside of a loop the first layer would narrow both.
@@ -52,7 +53,11 @@ class Accesses:
             backward, adds = is_sum and self._place.is_backward(node), node.name == "reduce_sum"
             # Of a bias, as autodiff records it: a sum of the cotangent that is returned as it is.
             gradient = backward and adds and node.outs[0] in self._returned
-            fused = gradient and (self._is_bias_of_head(node, facts) or self._is_bias_before_norm(node, facts))
+            fused = gradient and (
+                self._repeats(node.ins[0])
+                or self._is_bias_of_head(node, facts)
+                or self._is_bias_before_norm(node, facts)
+            )
             if gradient:
                 self._summed.setdefault(facts[node.ins[0]].depth, []).append(self._size(node.outs[0]))
             if self._after_sum or (is_sum and not backward):
@@ -68,6 +73,11 @@ class Accesses:
         accesses[consts : consts + carry] = self._carried(node, facts, node.ins[consts : consts + carry])
         self._scans.update(dict.fromkeys(node.outs, node))
         return accesses
+
+    def _repeats(self, number: int) -> bool:
+        """Whether a value repeats fewer numbers, as the cotangent behind a mean does: what is stored is these."""
+        maker = self._makers.get(number)
+        return maker is not None and maker.name == "broadcast_in_dim"
 
     def _is_bias_of_head(self, node: Node, facts: Sequence[Fact]) -> bool:
         """Whether a sum is the gradient of the bias of a network's head: over a large cotangent of the loss's softmax.
