@@ -3,8 +3,8 @@
 A sum is a kernel of its own and reads what is stored, and so does what sends values to other devices or to the host:
 half of the bytes. But what a loss's own softmax makes is only computed when the sum over its rows is known, in a kernel
 that can add up a bias's gradient as well: that sum is fused into it. So is that of a bias before a norm, whose backward
-pass computes the cotangent when its own sums over rows or batches are known, unless a GELU or the like lies between. And
-of numbers that are repeated, as behind a mean, it is these that are stored, in float32.
+pass computes the cotangent when its own sums over rows or batches are known, unless a GELU or the like lies between.
+Of a cotangent that repeats numbers, as behind a mean, it is these that are stored, in float32.
 
 Above all this is about residual streams in loops. A loop's carry starts as its first value is. An embedding is a
 parameter, and the gradient of a network's head is float32, yet outside of a loop the first layer would narrow both.
