@@ -214,6 +214,21 @@ class FeedForward(nn.Module):
         return dense(128)(x)
 
 
+class Gated(nn.Module):
+    """Residual blocks of gated linear units (Shazeer, 2020), with biases or without."""
+
+    activation: Any
+    use_bias: bool
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: Any):
+        dense = functools.partial(nn.Dense, use_bias=self.use_bias, dtype=self.dtype)
+        for _ in range(3):
+            x = x + dense(512)(self.activation(dense(1024)(x)) * dense(1024)(x))
+        return dense(128)(x)
+
+
 class Recurrent(nn.Module):
     """Two layers of LSTM, whose cells join their kernels."""
 
@@ -271,6 +286,8 @@ ROWS_OF_TABLE = {
     "average pool": (Pooled, IMAGES, mean_square, 0.93),
     "relu": (lambda dtype: Dense(nn.relu, dtype), ROWS, mean_square, 1.03),
     "relu without biases": (FeedForward, ROWS, mean_square, 1.03),
+    "swiglu": (lambda dtype: Gated(nn.silu, False, dtype), ROWS, mean_square, 0.93),
+    "swiglu with biases": (lambda dtype: Gated(nn.silu, True, dtype), ROWS, mean_square, 1.0),
     "exact gelu": (lambda dtype: Dense(exact_gelu, dtype), ROWS, mean_square, 1.03),
     "silu": (lambda dtype: Dense(nn.silu, dtype), ROWS, mean_square, 1.03),
     "tanh": (lambda dtype: Dense(nn.tanh, dtype), ROWS, mean_square, 1.03),

@@ -89,9 +89,18 @@ def _copy_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any,
     return primals[1], lax.convert_element_type(tangents[0], primals[1].dtype)
 
 
+def _saved(x: Any, joined: bool = False) -> Any:
+    """`x` behind a barrier: what is computed from it is no expression that XLA would find on the other side of a dot.
+
+    A slice of joined dots would be copied for that. Times a one behind a barrier it is another expression as well, has
+    the same bits, and fuses with what reads it.
+    """
+    return lax.mul(x, lax.optimization_barrier(np.ones((), x.dtype))) if joined else lax.optimization_barrier(x)
+
+
 _ADDED: dict[Op, Callable[..., Any]] = {
     Op.CAST: cast,
-    Op.SAVED: lax.optimization_barrier,
+    Op.SAVED: _saved,
     Op.ROUND: _round,
     Op.CHAINED: _chained,
     Op.HOISTED: _copy_of,

@@ -269,6 +269,7 @@ class Residuals:
       in_full: saved values that are rematerialized too, in float32, for what is rematerialized from them.
       rounded: values in the compute dtype that every float32 reader has to see rounded.
       squared: those among them that a product, here or in a body, multiplies with themselves.
+      joined: saved results of dots that XLA computes as one, and as slices of it.
     """
 
     saved: frozenset[int] = frozenset()
@@ -276,6 +277,7 @@ class Residuals:
     in_full: frozenset[int] = frozenset()
     rounded: frozenset[int] = frozenset()
     squared: frozenset[int] = frozenset()
+    joined: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

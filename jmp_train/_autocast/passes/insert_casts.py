@@ -97,7 +97,8 @@ class _Writer:
             return self._add(Op.CAST, self.read(Use(value, low, True), at).value, self._new(value, dtype), at)
         # Behind a barrier XLA cannot compute the value again in each reader, in float32 and from more than it is.
         copy = self.read(Use(value, dtype), at).value
-        return self._add(Op.SAVED, copy, self._new(copy), at)
+        params = {"joined": True} if value in self.residuals.joined else {}
+        return self._add(Op.SAVED, copy, self._new(copy), at, params)
 
     def _cast(self, value: int, source: int, dtype: np.dtype | None, at: Node | None) -> int:
         """`source`, which is `value` or equal to it, in another dtype, on the compute dtype's grid where it must be."""
@@ -138,10 +139,10 @@ class _Writer:
         residual = use.value in self.residuals.saved or use.value in self.residuals.remat
         return self.read(use._replace(residual=residual), at)
 
-    def _add(self, op: Op, operand: int, result: int, at: Node | None) -> int:
+    def _add(self, op: Op, operand: int, result: int, at: Node | None, params: dict[str, Any] | None = None) -> int:
         node: Any = at  # none of a program without equations, such as a branch that returns its operand
         dtype = self.source.low if op is Op.ROUND else self.avals[result].dtype
-        params = {} if op is Op.SAVED else {"dtype": dtype}
+        params = {"dtype": dtype} if params is None else params
         self.equations.append(Equation(node, ADDED, [Use(operand)], (result,), op, params, at=at))
         return result
 

@@ -42,6 +42,7 @@ import numpy as np
 
 from ..._jaxpr import Node
 from ..._sizes import is_less, size_in_bytes
+from ..analysis.joined_dots import joined_dots
 from ..analysis.residual_costs import ResidualCosts, Sources, fuses, is_expensive
 from ..ir import Access, Equation, Precision, Program, Residuals, Use, is_on_host
 from ..primitives import Rule
@@ -65,7 +66,8 @@ def save_or_remat(program: Program) -> Program:
     saved = frozenset(number for number, value in values.items() if value.saved)
     remat = frozenset(number for number, value in values.items() if value.remat)
     in_full = frozenset(decisions.computed_again(equations, remat) - remat)
-    return program.replace(equations=equations, residuals=Residuals(saved, remat, in_full))
+    residuals = Residuals(saved, remat, in_full, joined=joined_dots(program) & saved)
+    return program.replace(equations=equations, residuals=residuals)
 
 
 @dataclasses.dataclass(slots=True)

@@ -1,0 +1,45 @@
+"""Which dots XLA for GPUs computes as one: those that read the same operand, as a gate and what it multiplies do.
+
+    g:f16 = dot_general x w             joined = dot_general x (concatenate w v)
+    u:f16 = dot_general x v      ->     g, u = slices of it, computed in the kernels that read them
+
+Behind an optimization barrier such a slice is copied: written once more and read once more. What is saved of these dots
+is kept apart from the forward pass in another way, see `emit.py`. Of attention, whose dots read these results in turn,
+the parts are rearranged, and so copied anyway.
+
+Decides which results these are. Does not decide which of them are saved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..._sizes import is_less, size_in_bytes
+from ..ir import Equation, Program
+
+# The bytes of a dot's operands and result up to which XLA joins it with others (`xla_gpu_dot_merger_threshold_mb`).
+_MOST_BYTES = 2**26
+
+
+def joined_dots(program: Program) -> frozenset[int]:
+    """The results of dots that read one operand in the same way, if one of these dots is small.
+
+    Not of dots that share a parameter only, as those of a primal and its tangent, and not those that dots read.
+    """
+    dots: dict[Any, list[Equation]] = {}
+    for equation in program.equations:
+        if equation.is_narrow_dot and equation.node.name == "dot_general":
+            for position, number in enumerate(equation.node.ins):
+                if not program.facts[number].parameter:
+                    way = position, number, equation.node.params["dimension_numbers"]
+                    dots.setdefault(way, []).append(equation)
+    found: list[int] = []
+    for several in dots.values():
+        if len(several) > 1 and any(_is_small(program, equation) for equation in several):
+            found += [equation.results[0] for equation in several]
+    return frozenset(number for number in found if not program.context.uses[number].to_dot)
+
+
+def _is_small(program: Program, equation: Equation) -> bool:
+    sizes = [size_in_bytes(program.avals[n], program.low) for n in (*equation.operands, *equation.results)]
+    return is_less(sum(sizes), _MOST_BYTES)
