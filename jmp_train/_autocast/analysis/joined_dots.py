@@ -28,7 +28,7 @@ def joined_dots(program: Program) -> frozenset[int]:
     """
     dots: dict[Any, list[Equation]] = {}
     for equation in program.equations:
-        if equation.is_narrow_dot and equation.node.name == "dot_general":
+        if equation.node.name == "dot_general" and equation.is_narrow_dot:
             for position, number in enumerate(equation.node.ins):
                 if not program.facts[number].parameter:
                     way = position, number, equation.node.params["dimension_numbers"]

@@ -218,8 +218,14 @@ class _Decisions:
         saved = {n for n, value in self.values.items() if value.saved and self._is_mask(n)}
         if not saved:
             return
-        residual = {use.value for equation in equations for use in equation.uses if use.residual}
-        read = self._costs.sources_of(residual)
+        facts = self._program.facts
+        far = {
+            use.value
+            for equation in equations
+            for use in equation.uses
+            if use.residual or (equation.entry.rule is Rule.LOW and equation.depth > facts[use.value].depth)
+        }
+        read = self._costs.sources_of(far)
         masks: dict[Sources, list[_Value]] = {}
         for number in saved & read & self._in_full.keys():
             sources = self._in_full[number]
