@@ -60,4 +60,5 @@ def test_every_number_keeps_its_value(dtype):
     numbers = jnp.asarray(np.arange(2**16, dtype=np.uint16).view(jnp.dtype(dtype)))
     saved = jax.jit(functools.partial(_saved, joined=True))(numbers)
     normal = ~(jnp.abs(numbers) < jnp.finfo(dtype).tiny) if dtype == "bfloat16" else ...  # CPUs flush those of float32
-    np.testing.assert_array_equal(*(np.asarray(each[normal], np.float32) for each in (saved, numbers)))
+    got, expected = (np.asarray(each[normal], np.float32) for each in (saved, numbers))
+    np.testing.assert_array_equal(got, expected)

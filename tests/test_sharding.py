@@ -563,9 +563,10 @@ def in_automatic_axes(w, x):
     def layer(w, x):
         return jnp.tanh(x @ w)
 
+    apply: Any = layer
     if jax.sharding.get_abstract_mesh().axis_names:
-        layer = jax.sharding.auto_axes(layer, out_sharding=PartitionSpec("data"))
-    return layer(w, layer(w, x))
+        apply = jax.sharding.auto_axes(layer, out_sharding=PartitionSpec("data"))
+    return apply(w, apply(w, x))
 
 
 @pytest.mark.parametrize("layers", [max_pooled, max_pooled_rows, in_automatic_axes])
