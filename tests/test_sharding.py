@@ -563,10 +563,10 @@ def in_automatic_axes(w, x):
     def layer(w, x):
         return jnp.tanh(x @ w)
 
-    apply: Any = layer
+    auto_axes: Any = jax.sharding.auto_axes
     if jax.sharding.get_abstract_mesh().axis_names:
-        apply = jax.sharding.auto_axes(layer, out_sharding=PartitionSpec("data"))
-    return apply(w, apply(w, x))
+        layer = auto_axes(layer, out_sharding=PartitionSpec("data"))
+    return layer(w, layer(w, x))
 
 
 @pytest.mark.parametrize("layers", [max_pooled, max_pooled_rows, in_automatic_axes])

@@ -202,7 +202,7 @@ def bincount(index: jax.Array, length: int) -> jax.Array:
         return count(index)
     # The place of an index in its array is a number whose sharding no type follows, and so is a sum over devices.
     with jax.sharding.use_abstract_mesh(mesh):
-        return jax.sharding.auto_axes(count, out_sharding=PartitionSpec())(index)
+        return jnp.asarray(jax.sharding.auto_axes(count, out_sharding=PartitionSpec())(index))
 
 
 def _bincount(index: jax.Array, length: int) -> jax.Array:
