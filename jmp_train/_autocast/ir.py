@@ -158,7 +158,7 @@ class Op(enum.Enum):
 
     RECORDED = "recorded"  # what was recorded, perhaps with other parameters and bodies, or computed in another way
     CAST = "cast"  # a conversion that autocast adds
-    SAVED = "saved"  # an optimization barrier: XLA stores the operand once, and all later readers read that
+    SAVED = "saved"  # behind an optimization barrier: XLA stores the operand once, and all later readers read that
     ROUND = "round"  # keeps float32 numbers on the compute dtype's grid, where XLA might drop a cast and its inverse
     CHAINED = "chained"  # a cast of the first operand, which is NaN where the second is: written as a selection of both
     HOISTED = "hoisted"  # a cast of the first operand, which was made before the loop and is the second

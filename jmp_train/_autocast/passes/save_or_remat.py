@@ -18,7 +18,8 @@ A value that is read across a dot is, in this order:
    computed from one: then 2 bytes a number are written once, behind an `optimization_barrier`, and read by all. Of a
    convolution it is the sum with the bias, and a relu of that, or of a residual sum, which another convolution reads:
    cuDNN computes them in the same kernel, if nothing else reads the convolution. All read that copy, the mask of the
-   relu's derivative too: XLA takes `max(a, 0) > 0` for `a > 0`, for which it would store `a`;
+   relu's derivative too: XLA takes `max(a, 0) > 0` for `a > 0`, for which it would store `a`. Of dots that XLA joins it
+   is a slice, see `analysis/joined_dots.py`;
 2. *rematerialized*, if it is elementwise in values of which the reader finds the very numbers that the equation read,
    and to read those costs fewer bytes than to write and read it (`analysis/residual_costs.py`). Where the equation
    read a value before it was rounded to its low copy, that is computed again too: `exp(x - softplus(x))` from `x`;
