@@ -71,8 +71,6 @@ class _Writer:
 
     def read(self, use: Use, at: Node | None) -> Use:
         """The value that a use in the equation `at` is, as it is."""
-        if at is not None and at.name == "reshard":  # it runs in the mesh that it sends to, a cast for it in the other
-            at = self.producers[use.value].node if use.value in self.producers else None
         if use not in self.copies:
             self.copies[use] = Use(self._residual(use, at) if use.residual else self._plain(use, at))
         return self.copies[use]
