@@ -291,6 +291,18 @@ ROWS_OF_TABLE = {
     "exact gelu": (lambda dtype: Dense(exact_gelu, dtype), ROWS, mean_square, 1.03),
     "silu": (lambda dtype: Dense(nn.silu, dtype), ROWS, mean_square, 1.03),
     "tanh": (lambda dtype: Dense(nn.tanh, dtype), ROWS, mean_square, 1.03),
+    "layer norm, then relu": (
+        lambda dtype: Dense(lambda x: nn.relu(nn.LayerNorm(dtype=dtype)(x)), dtype),
+        ROWS,
+        mean_square,
+        1.02,
+    ),
+    "RMS norm, then relu": (
+        lambda dtype: Dense(lambda x: nn.relu(nn.RMSNorm(dtype=dtype)(x)), dtype),
+        ROWS,
+        mean_square,
+        0.97,
+    ),
     "lstm": (Recurrent, STEPS, mean_square, 1.03),
     "head": (lambda dtype: nn.Dense(32768, dtype=dtype), (4096, 256), cross_entropy, 0.62),
     "head without bias": (lambda dtype: nn.Dense(32768, use_bias=False, dtype=dtype), (4096, 256), cross_entropy, 0.62),

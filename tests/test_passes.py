@@ -334,6 +334,31 @@ def test_relu_mask_compares_what_the_relu_returns():
     assert relu_mask(after("insert_casts", fn, *args, rewrites=())) == {"dot_general"}
 
 
+def scaled(y, axis, mean=True):
+    centered = y - y.mean(axis, keepdims=True) if mean else y
+    return centered * (lax.rsqrt(jnp.mean(centered**2, axis, keepdims=True) + 1e-6) * jnp.arange(1.0, y.shape[-1] + 1))
+
+
+@pytest.mark.parametrize(
+    ("norm", "source"),
+    [
+        (lambda y: scaled(y, -1), "mul"),
+        (lambda y: scaled(y, -1) + 1, "add"),
+        (lambda y: scaled(y, -1, mean=False), "mul"),
+        (lambda y: y / (1e-6 + jnp.linalg.norm(y, axis=-1, keepdims=True)), "div"),
+        (lambda y: scaled(y, 0), "custom_jvp_call"),
+        (lambda y: y * jnp.mean(y**2), "custom_jvp_call"),
+        (lambda y: scaled(y, -1) + y, "custom_jvp_call"),
+        (lambda y: jnp.sin(scaled(y, -1)), "custom_jvp_call"),
+        (lambda y: y[:, :1] * y.mean(-1, keepdims=True), "custom_jvp_call"),
+    ],
+    ids=["LayerNorm", "bias", "RMSNorm", "unit", "columns", "whole", "residual", "function of it", "rows of one"],
+)
+def test_the_mask_behind_a_norm_over_rows_is_of_what_the_relu_is_given(norm, source):
+    gradient = jax.grad(lambda w, x: jnp.sum((y := jax.nn.relu(norm(x @ w))) @ w[: y.shape[1]]))
+    assert relu_mask(after("insert_casts", gradient, W, X)) == {source}
+
+
 @pytest.mark.parametrize(
     ("parts", "saved"),
     [
