@@ -190,7 +190,7 @@ def _check_wide(leaves: Sequence[StateLeaf], of_wide: Sequence[StateLeaf]) -> No
 def _warn_if_nothing(leaves: Sequence[StateLeaf], is_low: Sequence[bool], params: Any) -> None:
     sizes = [math.prod(jnp.shape(x)) for x in jax.tree.leaves(params) if is_array(x)]
     could = [
-        leaf.path
+        leaf.path or "the state itself"
         for leaf in leaves
         if leaf.can_be_stored and not leaf.is_copy and math.prod(leaf.shape) >= max([*sizes, 2])
     ]
