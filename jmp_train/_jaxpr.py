@@ -91,7 +91,7 @@ class Node:
         object.__setattr__(self, "params", self.eqn.params)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class FlatJaxpr:
     """A jaxpr with its calls inlined, as a straight list of nodes over numbered values.
 
@@ -108,6 +108,11 @@ class FlatJaxpr:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     nodes: tuple[Node, ...]
+
+    @functools.cached_property
+    def producers(self) -> dict[int, Node]:
+        """The node that computes each value; none of inputs and of what is known."""
+        return {number: node for node in self.nodes for number in node.outs}
 
 
 def trace(fn: Callable, /, *avals, **kwavals) -> tuple[ClosedJaxpr, Any]:

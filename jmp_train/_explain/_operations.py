@@ -134,11 +134,10 @@ def flops_of(visit: Visit) -> int:
 
 def operations_of(program: Program, times: int = 1) -> Iterator[tuple[Operation, Visit]]:
     """Describes every equation of a planned program, and of the programs inside it."""
-    producers = {number: node.name for node in program.recorded.nodes for number in node.outs}
     for equation in program.equations:
         node = equation.node
         visit = Visit(program.recorded, node, program.place, times)
-        yield _planned(program, equation, visit, producers), visit
+        yield _planned(program, equation, visit), visit
         inside, more = program.place.inside(node), times * repeats(node)
         for body in equation.bodies:
             yield from operations_of(body, more)
@@ -157,7 +156,7 @@ def _result(visit: Visit) -> Any:
     return getattr(visit.program.avals[visit.node.outs[0]], "dtype", None) if visit.node.outs else None
 
 
-def _planned(program: Program, equation: Equation, visit: Visit, producers: dict[int, str]) -> Operation:
+def _planned(program: Program, equation: Equation, visit: Visit) -> Operation:
     node = equation.node
     read = [dtype for dtype in equation.reads if dtype is not None]
     dtype = max(read, key=lambda dtype: dtype.itemsize) if read else _recorded(visit)
@@ -166,7 +165,7 @@ def _planned(program: Program, equation: Equation, visit: Visit, producers: dict
         result = dtype_of(program.precision(node.outs[0]), program.low)
     wide = dtype == FLOAT32 and any(map(is_float32, visit.avals((*node.ins, *node.outs))))
     follows = wide and equation.entry.rule in _FOLLOWING
-    reason = _why_wide(program, equation, producers) if follows else equation.entry.reason
+    reason = _why_wide(program, equation) if follows else equation.entry.reason
     return dataclasses.replace(_describe(visit, equation.entry.rule, dtype, result, reason), unread=equation.dead)
 
 
@@ -191,7 +190,7 @@ def _describe(visit: Visit, rule: Rule, dtype: Any, result: Any, reason: str) ->
 _FOLLOWING = (Rule.FOLLOW, Rule.SHAPE, Rule.WIDEST)
 
 
-def _why_wide(program: Program, equation: Equation, producers: dict[int, str]) -> str:
+def _why_wide(program: Program, equation: Equation) -> str:
     """What keeps an equation in float32 that could have followed a narrow operand."""
     precisions = [program.precision(use.value) for use in equation.uses]
     saved = program.residuals.saved
@@ -201,15 +200,15 @@ def _why_wide(program: Program, equation: Equation, producers: dict[int, str]) -
         if precision is Precision.FULL and not (use.residual and use.value in saved)
     ]
     if wide:
-        return f"float32, for {_maker(program, wide[0], producers)}"
+        return f"float32, for {_maker(program, wide[0])}"
     if Precision.LOW in precisions:
         return "float32, for only float32 operations read it"
     return "float32, until a narrow value meets it"
 
 
-def _maker(program: Program, number: int, producers: dict[int, str]) -> str:
-    if number in producers:
-        return f"{producers[number]} leaves its operand in float32"
+def _maker(program: Program, number: int) -> str:
+    if (producer := program.recorded.producers.get(number)) is not None:
+        return f"{producer.name} leaves its operand in float32"
     if number in program.captured:
         return "a captured array is data"
     if number in program.constants:

@@ -17,7 +17,6 @@ stays as it starts; see `passes.control_flow`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Container, Sequence
 
 from ..._jaxpr import FlatJaxpr, Node, scan_counts
@@ -39,7 +38,6 @@ class Accesses:
 
     def __init__(self, program: FlatJaxpr, place: Place, returned: Container[int]):
         self._program, self._place, self._returned = program, place, returned
-        self._scans: dict[int, Node] = {}
         self._summed: dict[int, list[int]] = {}  # the sizes of the gradients summed and returned so far, by depth
         # Values computed from sums of the forward pass, and from others of the backward pass, without a dot between,
         # and how many numbers the largest of these sums has.
@@ -71,13 +69,12 @@ class Accesses:
         consts, carry = scan_counts(node.eqn)
         accesses = [Access.STORED] * len(node.ins)  # a loop is no kernel: it reads memory
         accesses[consts : consts + carry] = self._carried(node, facts, node.ins[consts : consts + carry])
-        self._scans.update(dict.fromkeys(node.outs, node))
         return accesses
 
     def _repeats(self, number: int) -> bool:
         """Whether a value repeats fewer numbers, as the cotangent behind a mean does: what is stored is these."""
-        maker = self._makers.get(number)
-        return maker is not None and maker.name == "broadcast_in_dim"
+        producer = self._program.producers.get(number)
+        return producer is not None and producer.name == "broadcast_in_dim"
 
     def _is_bias_of_head(self, node: Node, facts: Sequence[Fact]) -> bool:
         """Whether a sum is the gradient of the bias of a network's head: over a large cotangent of the loss's softmax.
@@ -112,15 +109,15 @@ class Accesses:
         size, seen, rest = self._size(cotangent), {cotangent}, [cotangent]
         while rest:
             result = rest.pop()
-            node = self._makers[result]
+            node = self._program.producers[result]
             # What a tanh returns in the compute dtype is stored itself, and its derivative computed from that.
             if node.name in _EXPENSIVE and not (node.name == "tanh" and facts[node.ins[0]].precision is Precision.LOW):
                 return True
             for number in node.ins:
-                maker = self._makers.get(number)
-                if number in seen or maker is None or maker.name not in _FUSED or self._size(number) < size:
+                producer = self._program.producers.get(number)
+                if number in seen or producer is None or producer.name not in _FUSED or self._size(number) < size:
                     continue
-                if self._place.is_backward(maker):
+                if self._place.is_backward(producer):
                     follows = number in self._after_statistic
                 else:  # between two dots of the forward pass, as a norm and the activation that it reads are
                     follows = self._place.is_backward(node) or facts[number].depth == facts[result].depth
@@ -128,10 +125,6 @@ class Accesses:
                     seen.add(number)
                     rest.append(number)
         return False
-
-    @functools.cached_property
-    def _makers(self) -> dict[int, Node]:
-        return {number: node for node in self._program.nodes for number in node.outs}
 
     def _note(self, sums: dict[int, int], node: Node, entry: Entry, facts: Sequence[Fact], is_one: bool) -> None:
         """Adds the results of a node to `sums` if it computes them from values there, or is itself such a sum.
@@ -166,6 +159,7 @@ class Accesses:
 
     def _narrow_shapes(self, node: Node, facts: Sequence[Fact]) -> set[tuple[int, ...]]:
         """The shapes of the streams whose gradients a backward scan carries: those of the scans that it reads."""
-        forward = {id(self._scans[number]): self._scans[number] for number in node.ins if number in self._scans}
-        carried = [number for scan in forward.values() for number in scan.outs[: scan_counts(scan.eqn)[1]]]
+        producers = [self._program.producers[number] for number in node.ins if number in self._program.producers]
+        scans = [producer for producer in dict.fromkeys(producers) if producer.name == "scan"]
+        carried = [number for scan in scans for number in scan.outs[: scan_counts(scan.eqn)[1]]]
         return {self._program.avals[number].shape for number in carried if facts[number].precision is Precision.LOW}

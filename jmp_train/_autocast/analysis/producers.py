@@ -40,7 +40,7 @@ class Producers:
 
     def __init__(self, program: FlatJaxpr, same: tuple[Any, ...] = ()):
         self.program = program
-        self._producers = {number: node for node in program.nodes for number in node.outs}
+        self._producers = program.producers
         self._tokens = dict(zip(program.inputs, same, strict=True)) if same else {}
         self._followed: dict[tuple[frozenset[str], bool], dict[int, Any]]
         self._followed = collections.defaultdict(lambda: dict(self._tokens))
@@ -53,10 +53,6 @@ class Producers:
         """The equation that computes the source of a value; `None` of an argument or a constant."""
         source = self.source(number)
         return self._producers.get(source) if isinstance(source, int) else None
-
-    def node(self, number: int) -> Node | None:
-        """The equation that computes a value; `None` of an argument or a constant."""
-        return self._producers.get(number)
 
     def whole(self, number: int) -> Any:
         """The value that a value is a part of, rearranged but not scaled; `None` if it is all of a value."""

@@ -71,7 +71,7 @@ class Updates:
         for each in reached:  # grows; the nearest first, since others are of earlier steps
             if len(seen) >= _MOST_STEPS:
                 return False
-            node = values.producers.node(each)
+            node = values.program.producers.get(each)
             if node is None or id(node) in self._ends:
                 continue
             if place.is_backward(node):
