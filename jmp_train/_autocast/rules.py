@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from .._dtypes import BFLOAT16, FLOAT16, FLOAT32, cast_floating, did_you_mean, facts, to_dtype
 from .._jaxpr import FULL_PRECISION_MARK, LOW_PRECISION_MARK
 from .._paths import check_glob, glob_matches
+from .._static import hide_static, of_hidden
 from .._text import short_repr
 from .._values import check_callable, set_fields
 from .primitives import TABLE, UNKNOWN, Entry, Rule
@@ -173,21 +174,12 @@ DEFAULT_RULES = Rules()
 def _marked(fn: Callable[P, R], mark: str) -> Callable[P, R]:
     check_callable("fn", fn, "pass the function whose operations are to be marked")
 
-    unchecked: Callable[..., R] = fn
-
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        def body(*leaves: Any) -> Any:
-            traced = iter(leaves)
-            merged = [next(traced) if is_array else leaf for is_array, leaf in zip(arrays, flat, strict=True)]
-            args, kwargs = jax.tree.unflatten(tree, merged)
-            return unchecked(*args, **kwargs)
-
-        flat, tree = jax.tree.flatten((args, kwargs))
-        arrays = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in flat]
+        body = of_hidden(fn)
         # JAX records the name as a parameter of the call, which `grad`, `vmap` and loops hand on.
         body.__name__ = body.__qualname__ = mark
-        return jax.jit(body)(*(leaf for is_array, leaf in zip(arrays, flat, strict=True) if is_array))
+        return jax.jit(body)(*hide_static(args), **hide_static(kwargs))
 
     return call
 
