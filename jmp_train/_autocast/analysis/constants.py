@@ -28,17 +28,10 @@ _FEW_EQUATIONS = 8
 # A sum that is so much smaller than what was added is zero, but for float32's rounding.
 _ROUNDED_TO_ZERO = 1e-6
 
-_CONSTANT = having(Trait.CONSTANT)
 _ARITHMETIC = (Rule.LOW, Rule.HIGH, Rule.FOLLOW, Rule.SHAPE, Rule.WIDEST)
-_ENTERED = frozenset({"jit", "custom_jvp_call", "custom_vjp_call"})
-
-
-def makes_constants(node: Node) -> bool:
-    """Whether a node gives the same result for the same operands, wherever it can be run, and costs little to run."""
-    if node.eqn.effects:
-        return False
-    rule = TABLE[node.name].rule if node.name in TABLE else None
-    return node.name in _CONSTANT or node.name in _ENTERED or rule in _ARITHMETIC
+# What gives the same result for the same operands, wherever it can be run, and costs little to run.
+_MAKES_CONSTANTS = having(Trait.CONSTANT) | {"jit", "custom_jvp_call", "custom_vjp_call"}
+_MAKES_CONSTANTS |= {name for name, entry in TABLE.items() if entry.rule in _ARITHMETIC}
 
 
 def is_zero(value: Any) -> bool:
@@ -79,7 +72,7 @@ class Constants:
         constant = True
         for number in node.ins:
             constant = constant and self.is_constant[number]
-        constant = constant and makes_constants(node)
+        constant = constant and node.name in _MAKES_CONSTANTS and not node.eqn.effects
         for number in node.outs:
             self.is_constant[number] = constant
         return constant
