@@ -87,43 +87,39 @@ def _with_wide(jaxpr: ClosedJaxpr | Jaxpr, wide: Positions, results: Positions) 
         sums.update(number for number, relation in found.items() if relation in HANDED_ON)
 
     def run(*args: Any) -> list[Any]:
-        exact, stored = {}, {number: _as_array(value, program.avals[number]) for number, value in program.known.items()}
-
-        def write(number: int, value: Any) -> None:
-            if number in sums:
-                exact[number] = cast(value, FLOAT32)
-            stored[number] = cast(value, getattr(program.avals[number], "dtype", None))
-
-        for number, arg in zip(program.inputs, args, strict=True):
-            write(number, arg)
+        values = {number: _as_array(value, program.avals[number]) for number, value in program.known.items()}
+        values.update(zip(program.inputs, args, strict=True))
         for node in program.nodes:
             source, settings = contexts(node)
             with source, settings:
-                for number, value in zip(node.outs, _run(program, node, exact, stored, sums), strict=True):
-                    write(number, value)
-        outputs = enumerate(program.outputs)
-        return [cast(exact.get(n, stored[n]), FLOAT32) if i in results else stored[n] for i, n in outputs]
+                values.update(zip(node.outs, _run(program, node, values, sums), strict=True))
+        dtypes = [FLOAT32 if i in results else _dtype(program, number) for i, number in enumerate(program.outputs)]
+        return [cast(values[number], dtype) for number, dtype in zip(program.outputs, dtypes, strict=True)]
 
     return trace(run, *(aval.update(dtype=FLOAT32) if i in wide else aval for i, aval in enumerate(avals)))[0]
 
 
-def _run(program: FlatJaxpr, node: Node, exact: dict[int, Any], stored: dict[int, Any], sums: set[int]) -> list[Any]:
-    """Runs a node as recorded or, where its result is a sum, in float32."""
+def _dtype(program: FlatJaxpr, number: int) -> Any:
+    return getattr(program.avals[number], "dtype", None)
+
+
+def _run(program: FlatJaxpr, node: Node, values: dict[int, Any], sums: set[int]) -> list[Any]:
+    """Runs a node as recorded or, where its result is a sum, in float32, as the sums among the `values` are."""
     results = [i for i, number in enumerate(node.outs) if number in sums]
-    operands = [stored[number] for number in node.ins]
+    exact = [values[number] for number in node.ins]
+    operands = [cast(values[number], _dtype(program, number)) for number in node.ins]
     if not results:
         if node.low_region:  # binding alone would lose the mark of the call that was inlined
             return low_precision(lambda *args: bind(node.eqn, args))(*operands)
         return bind(node.eqn, operands)
     if node.name == "convert_element_type":  # of a sum to another width: its float32 value is the same
-        return [exact[node.ins[0]]]
+        return exact
     if node.name in HOLDS_SUMS:
-        related = {i: relations_through(node, i) for i, number in enumerate(node.ins) if number in exact}
+        related = {i: relations_through(node, i) for i, number in enumerate(node.ins) if number in sums}
         wide = [i for i, found in related.items() if any(found[k] in HANDED_ON for k in results)]
-        given = [exact[node.ins[i]] if i in wide else operand for i, operand in enumerate(operands)]
+        given = [exact[i] if i in wide else operand for i, operand in enumerate(operands)]
         return _bind_wide(node.eqn, given, wide, results)
-    pairs = zip(node.ins, operands, strict=True)
-    return bind(node.eqn, [cast(exact.get(n, x), FLOAT32) if is_sixteen_bit(x) else x for n, x in pairs])
+    return bind(node.eqn, [cast(x, FLOAT32) if is_sixteen_bit(x) else x for x in exact])
 
 
 def _as_array(value: Any, aval: Any) -> Any:
