@@ -102,13 +102,13 @@ def accumulates(program: FlatJaxpr, start: int, result: int) -> bool:
 
 
 def relations(program: FlatJaxpr, start: int) -> dict[int, Relation]:
-    """What the values that depend on `start` have to do with it."""
+    """What the values that depend on `start` have to do with it; nothing, for some results of these equations."""
     found = {start: Relation.CARRY}
     for node in program.nodes:
         operands = [found.get(number, Relation.NOTHING) for number in node.ins]
         if any(operands):
             found.update(zip(node.outs, _results(program, node, operands), strict=True))
-    return {number: relation for number, relation in found.items() if relation}
+    return found
 
 
 def _results(program: FlatJaxpr, node: Node, operands: list[Relation]) -> list[Relation]:
