@@ -157,7 +157,7 @@ class Values:
         """
         if node.name == BARRIER:
             for number, result in zip(node.ins, node.outs, strict=True):
-                self.give(result, Known(self.provenances[number], numbers=self._numbers(number)))
+                self.give(result, self.result(number))
             return
         provenances, name, rule = self.provenances, node.name, entry.rule
         constant = self.constants.add(node)
