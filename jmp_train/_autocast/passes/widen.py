@@ -17,7 +17,6 @@ stacked for the backward pass, and the gate computed again from it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from ..._dtypes import FLOAT32
@@ -56,7 +55,6 @@ def _wide(program: Program) -> set[int]:
     """The results that run in float32. A comparison decides nothing: it reads what the other readers do."""
     remat, facts, avals, (rounded, sums) = program.residuals.remat, program.facts, program.avals, _rounded(program)
     narrow_readers, wide, saved = set(program.outputs), set(), rounded - remat
-    dots: dict[int, Equation] = {}
     for equation in program.equations:
         # What runs again across a dot does so on the values that are saved. That includes what nothing reads there: for
         # an H200, Transformers would move 1 % more bytes with such a relu in float32. Statistics of rows cost none.
@@ -65,14 +63,12 @@ def _wide(program: Program) -> set[int]:
             for number in saved.intersection(equation.operands):
                 if not _is_small(avals[number], result):
                     narrow_readers.add(number)
-        if equation.node.name in DOTS:
-            dots.update(dict.fromkeys(equation.results, equation))
     for equation in reversed(program.equations):
         widens = narrow_readers.isdisjoint(equation.results) and not rounded.isdisjoint(equation.results)
         if widens and equation.node.name in _ADDS:
             biased = any([facts[number].parameter for number in equation.operands])
             stacked = program.place.is_scan and not sums.isdisjoint(equation.results)
-            widens = not stacked and not (biased and _has_large_dot(program, equation, dots))
+            widens = not stacked and not (biased and _has_large_dot(program, equation))
         if widens:
             wide.update(equation.results)
         depth, reads_any = equation.depth, widens or equation.node.name in _COMPARES
@@ -86,14 +82,15 @@ def _wide(program: Program) -> set[int]:
     return wide
 
 
-def _has_large_dot(program: Program, total: Equation, dots: Mapping[int, Equation]) -> bool:
+def _has_large_dot(program: Program, total: Equation) -> bool:
     """Whether a term is the result of a dot, and not much smaller than the activations that the dot reads."""
-    facts, avals = program.facts, program.avals
-    return any(
-        not any([not facts[each].parameter and _is_small(avals[number], avals[each]) for each in dots[number].operands])
-        for number in total.operands
-        if number in dots
-    )
+    for number in total.operands:
+        dot = program.recorded.producers.get(number)
+        if dot is not None and dot.name in DOTS:
+            activations = [program.avals[each] for each in dot.ins if not program.facts[each].parameter]
+            if not any([_is_small(program.avals[number], each) for each in activations]):
+                return True
+    return False
 
 
 def _is_small(aval: Any, other: Any) -> bool:
