@@ -60,11 +60,11 @@ class Consumers:
     @functools.cached_property
     def delicate(self) -> set[int]:
         """The products that, perhaps with others added, are angles, divisors or operands of a logarithm."""
-        readers = [node for node in self._program.nodes if node.name in _DELICATE]
         found: set[int] = set()
-        for node in readers:
-            products = self._products_in(node.ins[_DELICATE[node.name]], magnitudes=node.name in _LOGARITHMS)
-            found.update(each.outs[0] for each in products)
+        for node in self._program.nodes:
+            if node.name in _DELICATE:
+                products = self._products_in(node.ins[_DELICATE[node.name]], magnitudes=node.name in _LOGARITHMS)
+                found.update(each.outs[0] for each in products)
         return found
 
     @functools.cached_property
@@ -172,8 +172,10 @@ class Consumers:
             is_square = range_of(self._program.known.get(others[0], 0)) == Range(2, 2)
         else:
             is_square = node.params.get("y", 2) == 2
-        producer = self._producers.producer(value) if is_square else None
-        return producer.ins[0] if producer is not None and producer.name == "abs" else value if is_square else None
+        if not is_square:
+            return None
+        producer = self._producers.producer(value)
+        return producer.ins[0] if producer is not None and producer.name == "abs" else value
 
     def _products_in(
         self, number: int, through: Container[str] = _ADDS | _BOUNDS, magnitudes: bool = False
