@@ -97,7 +97,7 @@ class _Walk:
             self.facts[number] = Fact(precision, numbers=Numbers(known))
 
     def finished(self) -> Program:
-        carried = {self.program.inputs[position] for position in self.context.roundable if self.context.saves_low}
+        carried = {self.program.inputs[position] for position in self.context.roundable if self.saves_low}
         outputs = zip(self.program.outputs, self.context.out_flags, strict=True)
         results = [self._for_readers_outside(number, flags, number in carried) for number, flags in outputs]
         return self.program.replace(facts=self.facts, equations=self.equations, result_precisions=results)
