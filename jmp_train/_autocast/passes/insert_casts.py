@@ -100,7 +100,7 @@ class _Writer:
 
     def _cast(self, value: int, source: int, dtype: np.dtype | None, at: Node | None) -> int:
         """`source`, which is `value` or equal to it, in another dtype, on the compute dtype's grid where it must be."""
-        put = self.producers[value] if value in self.producers else None
+        put = self.producers.get(value)
         if put is not None and put.node.name == "device_put" and is_on_host(self.avals[value]):
             (operand,) = put.uses  # cast before it goes to the host, where XLA would do so slowly
             result = self._new(value, dtype)
