@@ -13,7 +13,7 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,49 +42,49 @@ def multiply_and_add(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
     >>> multiply_and_add(node, [np.full((2, 3), 2.0), np.ones((3, 4))])[0].shape
     (2, 4)
     """
-    left, right = (lax.convert_element_type(operand, np.float32) for operand in operands)  # from integers, too
-    contracted, batch = node.params["dimension_numbers"]
-    lefts, rights = left.ndim - len(batch[0]) - len(contracted[0]), right.ndim - len(batch[1]) - len(contracted[1])
-    terms, axis = math.prod(left.shape[i] for i in contracted[0]), len(batch[0])
-    written_out = is_less(terms, _MOST_TERMS + 1)
+    left, right = map(_Operand.of, operands, *node.params["dimension_numbers"])
+    start = len(left.batch)
+    if is_less(math.prod(left.x.shape[axis] for axis in left.contracted), _MOST_TERMS + 1):
+        one, other = left.aligned(0, len(right.free)), right.aligned(len(left.free), 0)
+        places = itertools.product(*(range(left.x.shape[axis]) for axis in left.contracted))
+        return [functools.reduce(operator.add, (_taken(one, start, at) * _taken(other, start, at) for at in places))]
     # Compilers keep the order of axes: that of the larger operand, its free axes after those of the other one.
-    swapped = not written_out and left.size > right.size
-    larger = (contracted[0], batch[0], left) if swapped else (contracted[1], batch[1], right)
-    leading = written_out or _precede(*larger)
-    one = _aligned(left, batch[0], contracted[0], *((rights, 0) if swapped else (0, rights)), leading)
-    other = _aligned(right, batch[1], contracted[1], *((0, lefts) if swapped else (lefts, 0)), leading)
-    if written_out:
-        places = itertools.product(*(range(left.shape[i]) for i in contracted[0]))
-        return [functools.reduce(operator.add, (_taken(one, axis, at) * _taken(other, axis, at) for at in places))]
-    axis += 0 if leading else lefts + rights
-    total = jnp.sum(one * other, tuple(range(axis, axis + len(contracted[0]))))
-    if not swapped:
-        return [total]
-    start, middle = len(batch[0]), len(batch[0]) + rights
-    return [lax.transpose(total, (*range(start), *range(middle, middle + lefts), *range(start, middle)))]
+    if left.x.size <= right.x.size:
+        return [_reduced(left, right)]
+    total, middle = _reduced(right, left), start + len(right.free)
+    return [lax.transpose(total, (*range(start), *range(middle, total.ndim), *range(start, middle)))]
 
 
-def _precede(contracted: Sequence[int], batch: Sequence[int], x: Any) -> bool:
-    """Whether the contracted axes of an operand stand before its free ones."""
-    free = [axis for axis in range(x.ndim) if axis not in contracted and axis not in batch]
-    return bool(free) and min(contracted) < min(free)
+class _Operand(NamedTuple):
+    """A float32 operand of a dot, and which of its axes are contracted, which a batch, and which are free."""
+
+    x: jax.Array
+    contracted: Sequence[int]
+    batch: Sequence[int]
+    free: Sequence[int]
+
+    @staticmethod
+    def of(x: Any, contracted: Sequence[int], batch: Sequence[int]) -> _Operand:
+        free = [axis for axis in range(x.ndim) if axis not in contracted and axis not in batch]
+        return _Operand(lax.convert_element_type(x, np.float32), contracted, batch, free)  # from integers, too
+
+    def aligned(self, before: int, after: int, leading: bool = True) -> jax.Array:
+        """`[batch..., contracted..., before..., free..., after...]`, or with the contracted axes last.
+
+        As many axes of size one stand before and after the free ones as the other operand has there.
+        """
+        order = (*self.batch, *self.contracted, *self.free) if leading else (*self.batch, *self.free, *self.contracted)
+        start = len(self.batch) + (len(self.contracted) if leading else 0)
+        end = start + before + len(self.free)
+        return lax.expand_dims(lax.transpose(self.x, order), [*range(start, start + before), *range(end, end + after)])
 
 
-def _aligned(
-    x: Any, batch: Sequence[int], contracted: Sequence[int], before: int, after: int, leading: bool
-) -> jax.Array:
-    """An operand as `[batch..., contracted..., before..., free..., after...]`, its size one along the other's axes.
-
-    Args:
-      x, batch, contracted: the operand and its axes.
-      before, after: how many free axes of the other operand stand before and after its own.
-      leading: whether the contracted axes come before the free ones, or last.
-    """
-    free = [axis for axis in range(x.ndim) if axis not in contracted and axis not in batch]
-    order = (*batch, *contracted, *free) if leading else (*batch, *free, *contracted)
-    start = len(batch) + (len(contracted) if leading else 0)
-    end = start + before + len(free)
-    return lax.expand_dims(lax.transpose(x, order), [*range(start, start + before), *range(end, end + after)])
+def _reduced(smaller: _Operand, larger: _Operand) -> jax.Array:
+    """The sum of products as one reduction, `[batch..., smaller's free..., larger's free...]`."""
+    leading = bool(larger.free) and min(larger.contracted) < min(larger.free)
+    one, other = smaller.aligned(0, len(larger.free), leading), larger.aligned(len(smaller.free), 0, leading)
+    first = len(larger.batch) + (0 if leading else len(smaller.free) + len(larger.free))
+    return jnp.sum(one * other, tuple(range(first, first + len(larger.contracted))))
 
 
 def _taken(x: jax.Array, axis: int, place: Sequence[int]) -> jax.Array:
