@@ -271,5 +271,6 @@ def having(traits: Trait) -> frozenset[str]:
 
 
 DOTS = having(Trait.DOT | Trait.ATTENTION)
+ADDS = having(Trait.ADDS)
 SYSTEMS = having(Trait.SYSTEM)
 EXPONENTIALS = having(Trait.EXPONENTIAL)

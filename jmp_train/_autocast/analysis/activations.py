@@ -17,10 +17,9 @@ from typing import NamedTuple
 
 from ..._sizes import is_less
 from ..ir import Precision, Program
-from ..primitives import LARGEST_RESULT, Trait, having
+from ..primitives import ADDS, LARGEST_RESULT, Trait, having
 from .residual_costs import is_expensive
 
-_ADDS = having(Trait.ADDS)
 _SAME = having(Trait.MOVES | Trait.PICKS | Trait.FLIPS)
 
 
@@ -54,7 +53,7 @@ def activations(program: Program) -> set[int]:
             bounds[equation.results[0]] = _Bound(0, LARGEST_RESULT[name])
         elif name in _SAME and (found := bound(operands[0])) is not None:
             bounds.update(dict.fromkeys(equation.results, found))
-        elif name == "mul" or name in _ADDS:
+        elif name == "mul" or name in ADDS:
             one, other = map(bound, operands)
             if one is None or other is None:
                 continue

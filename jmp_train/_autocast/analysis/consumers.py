@@ -17,12 +17,11 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 from ..._jaxpr import BARRIER, FlatJaxpr, Node
-from ..primitives import DELICATE_OPERAND, SYSTEMS, Trait, having
+from ..primitives import ADDS, DELICATE_OPERAND, SYSTEMS, Trait, having
 from .dot_sizes import DotSizes, size_of
 from .producers import Producers
 from .ranges import Range, range_of
 
-_ADDS = having(Trait.ADDS)
 _BOUNDS = having(Trait.BOUNDS)
 _PICKS = having(Trait.PICKS)
 _PRODUCTS = having(Trait.DOT)
@@ -77,7 +76,7 @@ class Consumers:
         pending = [node for system in systems for number in system.ins for node in self._products_in(number)]
         found = {node.outs[0]: True for node in pending}
         while pending:
-            for factor in [each for number in pending.pop().ins for each in self._products_in(number, _ADDS)]:
+            for factor in [each for number in pending.pop().ins for each in self._products_in(number, ADDS)]:
                 if factor.outs[0] not in found:
                     found[factor.outs[0]] = False
                     pending.append(factor)
@@ -134,7 +133,7 @@ class Consumers:
             for number in node.ins:
                 if number in sums and name == "sqrt":  # a norm, to be squared again
                     roots[result] = sums[number]
-                elif number in sums and (name in _ADDS or self._moves(node)):
+                elif number in sums and (name in ADDS or self._moves(node)):
                     terms |= sums[number]
                 elif number in sums and name in _PICKS:
                     terms = frozenset((source, size_of(self._program.avals[result])) for source, _ in sums[number])
@@ -178,7 +177,7 @@ class Consumers:
         return producer.ins[0] if producer is not None and producer.name == "abs" else value
 
     def _products_in(
-        self, number: int, through: Container[str] = _ADDS | _BOUNDS, magnitudes: bool = False
+        self, number: int, through: Container[str] = ADDS | _BOUNDS, magnitudes: bool = False
     ) -> Iterator[Node]:
         """The products that are terms of a value, moved, scaled or bounded; of `magnitudes` their squares and roots."""
         pending = [number]

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 
 from ..._jaxpr import BARRIER, FlatJaxpr, Loop, Node, branches_of, flatten, loop_of
 from ..ir import Place, is_float32, is_sixteen_bit
-from ..primitives import DOTS, Trait, having
+from ..primitives import ADDS, DOTS, Trait, having
 
 _COMMUTES = frozenset({"add", "add_any"})
-_ADDS = having(Trait.ACCUMULATES)
+_ACCUMULATES = having(Trait.ACCUMULATES)
 _PASSES = having(Trait.MOVES) | {"convert_element_type"}
 _HANDS_ON = having(Trait.MOVES | Trait.TRANSFERS)
-_ADDS_TO_STREAM = having(Trait.ADDS) | _PASSES | {"select_n"}
+_ADDS_TO_STREAM = ADDS | _PASSES | {"select_n"}
 
 
 def dependents(
@@ -130,7 +130,7 @@ def _results(program: FlatJaxpr, node: Node, operands: list[Relation]) -> list[R
     if node.name in _PASSES:
         aval = program.avals[node.outs[0]]
         return related if is_float32(aval) or is_sixteen_bit(aval) else other
-    if node.name in _ADDS and (node.name in _COMMUTES or position == 0):
+    if node.name in _ACCUMULATES and (node.name in _COMMUTES or position == 0):
         return [Relation.SUM]
     return other
 

@@ -29,7 +29,7 @@ from ..._jaxpr import (
     sub_jaxprs,
 )
 from ..ir import Place, Precision, is_float32, is_sixteen_bit
-from ..primitives import SYSTEMS, TABLE, Entry, Rule, Trait, having
+from ..primitives import ADDS, SYSTEMS, TABLE, Entry, Rule, Trait, having
 from .consumers import sums_of_rows
 from .derivatives import Forward, Registry
 from .dot_sizes import DotSizes, asks_for_float32
@@ -54,7 +54,6 @@ _AS_SUMS = frozenset({Cause.SHORT, Cause.INNER})
 
 _PROVENANCE_OF = {Precision.LOW: Provenance.NARROW, Precision.WEAK: Provenance.PARAMETER}
 _PRODUCTS = having(Trait.DOT)
-_ADDS = having(Trait.ADDS)
 
 
 class Products:
@@ -102,7 +101,7 @@ class Products:
                     entry = wide
             elif node.name in SYSTEMS:
                 self.registry.systems.add(visit.line(node))
-            elif node.name in _ADDS:
+            elif node.name in ADDS:
                 if (update := self._updates.of(node, entry, visit.values, place)) is not None:
                     found.append((entries, position, node, update))
                     entry = update

@@ -21,13 +21,13 @@ from jax.core import Tracer
 
 from ..._dtypes import facts
 from ..._jaxpr import Node
-from ..primitives import Trait, having
+from ..primitives import ADDS, Trait, having
 
 _JOINS = having(Trait.JOINS | Trait.BOUNDS)
 _MOVES = having(Trait.MOVES | Trait.PICKS | Trait.FLIPS) | {"convert_element_type"}
 _SAME = _MOVES | having(Trait.EXTREMES)
 # Numbers beyond the compute dtype stay among the others, or add to them.
-_MIXES = _JOINS | {"add", "sub", "add_any", "scatter-add"}
+_MIXES = _JOINS | ADDS | {"scatter-add"}
 _CARRIES = _MOVES | {"sort", "reduce_sum", "cumsum", "cumlogsumexp", "integer_pow", "square"}
 _BOUNDS = having(Trait.BOUNDS)
 
@@ -76,7 +76,7 @@ def range_through(node: Node, operands: Sequence[Range | None]) -> Range | None:
     first, last = known[0], known[-1]
     if node.name in _JOINS:
         return Range(min(r.smallest for r in known), max(r.largest for r in known))
-    if node.name in ("add", "sub", "add_any"):
+    if node.name in ADDS:
         # Numbers that almost cancel are taken for zero: as `1 - mask` of ones, they mostly are.
         return Range(min(first.smallest, last.smallest), first.largest + last.largest)
     if node.name in ("mul", "div") and Range() in known:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._jaxpr import BARRIER, FlatJaxpr, Node, branches_of, loop_of
 from ..ir import Place
-from ..primitives import DELICATE_OPERAND, DOTS, EXPONENTIALS, Entry, Rule, Trait, having
+from ..primitives import ADDS, DELICATE_OPERAND, DOTS, EXPONENTIALS, Entry, Rule, Trait, having
 from .wide_product import WideProduct
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Rounding before these is rounding after them: every element of the result is one of an operand's, or its negative.
 _EXACT = having(Trait.JOINS | Trait.BOUNDS | Trait.FLIPS)
 _EXACT_OR_POOLS = _EXACT | having(Trait.POOL)
-_AFFINE = having(Trait.ADDS) | {"mul"}
+_AFFINE = ADDS | {"mul"}
 _PERIODIC = having(Trait.PERIODIC)
 
 

@@ -51,10 +51,9 @@ from ..ir import (
     precision_of,
     recorded_reads,
 )
-from ..primitives import CAST_FIRST, DOTS, Entry, Rule, Trait, having
+from ..primitives import ADDS, CAST_FIRST, DOTS, Entry, Rule, Trait, having
 from . import control_flow
 
-_ADDS = having(Trait.ADDS)
 _ROUNDS = having(Trait.ROUNDS)
 _ATTENTION = having(Trait.ATTENTION)
 _TRANSFERS = having(Trait.TRANSFERS | Trait.PLACES)
@@ -254,7 +253,7 @@ class _Walk:
     def _is_stream(self, node: Node, seen: list[Precision]) -> bool:
         """Whether a node adds narrow values or a bias: the sum is off by little more than they are, and is stored."""
         pairs = zip(node.ins, seen, strict=True)
-        return node.name in _ADDS and all([p is Precision.LOW or self.facts[n].parameter for n, p in pairs])
+        return node.name in ADDS and all([p is Precision.LOW or self.facts[n].parameter for n, p in pairs])
 
     def _is_mean_to_store(self, node: Node) -> bool:
         flags, asked_for = self.uses[node.outs[0]], node.outs[0] in self.program.outputs

@@ -22,12 +22,11 @@ from typing import Any
 from ..._dtypes import FLOAT32
 from ..analysis.dot_sizes import size_of
 from ..ir import Equation, Precision, Program
-from ..primitives import DOTS, Rule, Trait, having
+from ..primitives import ADDS, DOTS, Rule, Trait, having
 
 # A value that is that many times smaller than another one costs nothing in float32.
 _SMALL = 8
 _ROUNDS = having(Trait.ROUNDS)
-_ADDS = having(Trait.ADDS)
 _COMPARES = having(Trait.COMPARES) | {"eq", "ne"}
 # What hands on numbers as they are within a kernel: no buffer of its own and no other device is between.
 _EXACT = having(Trait.JOINS | Trait.BOUNDS | Trait.FLIPS | Trait.PICKS | Trait.EXTREMES) | {"stop_gradient"}
@@ -65,7 +64,7 @@ def _wide(program: Program) -> set[int]:
                     narrow_readers.add(number)
     for equation in reversed(program.equations):
         widens = narrow_readers.isdisjoint(equation.results) and not rounded.isdisjoint(equation.results)
-        if widens and equation.node.name in _ADDS:
+        if widens and equation.node.name in ADDS:
             biased = any([facts[number].parameter for number in equation.operands])
             stacked = program.place.is_scan and not sums.isdisjoint(equation.results)
             widens = not stacked and not (biased and _has_large_dot(program, equation))
@@ -111,7 +110,7 @@ def _rounded(program: Program) -> tuple[set[int], set[int]]:
         rounds = name in _ROUNDS or (name in _EXACT and not rounded.isdisjoint(operands) and sums.isdisjoint(operands))
         if rounds and program.low in equation.reads and equation.entry.rule is not Rule.LOW:
             rounded.update(equation.results)
-            if name in _ADDS and not any([_widens(program, equation, number) for number in operands]):
+            if name in ADDS and not any([_widens(program, equation, number) for number in operands]):
                 here = all([number in rounded and number not in sums for number in operands])
                 sums.update(equation.results if parts.isdisjoint(operands) and not here else ())
             if name == "pad":

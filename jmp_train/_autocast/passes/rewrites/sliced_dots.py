@@ -19,11 +19,11 @@ Decides which dots those are: read in parts only, as they are or in a sum with a
 from __future__ import annotations
 
 from ...ir import Equation, Op, Program, Use
-from ...primitives import ADDED, Trait, having
+from ...primitives import ADDED, ADDS, Trait, having
 
 _DOTS = having(Trait.DOT)
 _PICKS = having(Trait.PICKS)
-_SUMS = having(Trait.ADDS) | {Op.CAST.value}
+_SUMS = ADDS | {Op.CAST.value}
 
 
 def sliced_dots(program: Program) -> Program:
