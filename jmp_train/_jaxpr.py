@@ -114,6 +114,11 @@ class FlatJaxpr:
         """The node that computes each value; none of inputs and of what is known."""
         return {number: node for node in self.nodes for number in node.outs}
 
+    def known_array(self, number: int) -> Any:
+        """A known value as an array of its recorded dtype, which a literal that is a Python number does not have."""
+        value = self.known[number]
+        return value if hasattr(value, "dtype") else np.asarray(value, self.avals[number].dtype)
+
 
 def trace(fn: Callable, /, *avals, **kwavals) -> tuple[ClosedJaxpr, Any]:
     """The jaxpr of `fn` on abstract values (or arrays) and the tree of its result; cached by JAX per function."""

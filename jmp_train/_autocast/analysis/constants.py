@@ -106,10 +106,10 @@ class Constants:
         def read(each: int) -> Any:
             if each in values:
                 return values[each]
-            value = program.known[each] if each in program.known else self._given[each]()
+            value = program.known_array(each) if each in program.known else self._given[each]()
             if value is None:
                 raise LookupError(f"constant {each} is not known")
-            return value if hasattr(value, "dtype") else np.asarray(value, program.avals[each].dtype)
+            return value
 
         def run() -> Any:
             for node in nodes:

@@ -18,7 +18,6 @@ from collections.abc import Collection
 from typing import Any
 
 import jax
-import numpy as np
 
 from ..._dtypes import FLOAT32
 from ..._jaxpr import (
@@ -87,7 +86,7 @@ def _with_wide(jaxpr: ClosedJaxpr | Jaxpr, wide: Positions, results: Positions) 
         sums.update(number for number, relation in found.items() if relation in HANDED_ON)
 
     def run(*args: Any) -> list[Any]:
-        values = {number: _as_array(value, program.avals[number]) for number, value in program.known.items()}
+        values = {number: program.known_array(number) for number in program.known}
         values.update(zip(program.inputs, args, strict=True))
         for node in program.nodes:
             source, settings = contexts(node)
@@ -120,7 +119,3 @@ def _run(program: FlatJaxpr, node: Node, values: dict[int, Any], sums: set[int])
         given = [exact[i] if i in wide else operand for i, operand in enumerate(operands)]
         return _bind_wide(node.eqn, given, wide, results)
     return bind(node.eqn, [cast(x, FLOAT32) if is_sixteen_bit(x) else x for x in exact])
-
-
-def _as_array(value: Any, aval: Any) -> Any:
-    return value if hasattr(value, "dtype") else np.asarray(value, aval.dtype)
