@@ -81,4 +81,4 @@ def asks_for_float32(precision: Any, policys: str | None) -> bool:
         return precision.name in _FLOAT32_PRESETS and precision.name != policys
     if isinstance(precision, jax.lax.DotAlgorithm):
         return precision.lhs_precision_type == np.float32
-    return isinstance(precision, tuple) and jax.lax.Precision.HIGHEST in precision and policys != "highest"
+    return jax.lax.Precision.HIGHEST in precision and policys != "highest"
