@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Container, Iterable
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -136,17 +137,17 @@ def _results(program: FlatJaxpr, node: Node, operands: list[Relation]) -> list[R
 
 
 def relations_through(node: Node, position: int) -> list[Relation]:
-    """What the results of a loop, a branch or a call have to do with one of its operands."""
-    count, (skip, bodies) = len(node.outs), branches_of(node.eqn)
-    if bodies and position >= skip:
+    """What the results of a loop, a branch or a call have to do with one of its operands, which is a carry or sum."""
+    skip, bodies = branches_of(node.eqn)
+    if bodies:  # whose predicate, of integers, is no sum
         programs = list(map(flatten, bodies))
         found = [(program, relations(program, program.inputs[position - skip])) for program in programs]
         each = [[inner.get(number, Relation.NOTHING) for number in program.outputs] for program, inner in found]
         return list(map(max, zip(*each, strict=True)))
-    loop = loop_of(node.eqn)
-    carried = -1 if loop is None else position - loop.skip - loop.consts
-    if loop is None or not 0 <= carried < loop.carry:
-        return [Relation.OTHER] * count
+    loop: Any = loop_of(node.eqn)
+    carried = position - loop.skip - loop.consts
+    if not 0 <= carried < loop.carry:
+        return [Relation.OTHER] * len(node.outs)
     program = flatten(loop.body)
     inner = relations(program, program.inputs[loop.consts + carried])
     found = [Relation.OTHER if inner.get(number) else Relation.NOTHING for number in program.outputs]
