@@ -154,9 +154,7 @@ class Producers:
 
     def _is_number(self, number: int) -> bool:
         source = self._follow(number, _MOVES, scales=False)
-        if not isinstance(source, int) or source not in self.program.known:
-            return False
-        return source not in self.program.captured or is_single(self.program.avals[source])
+        return source in self.program.known and is_single(self.program.avals[source])
 
     def are_one(self, left: int, right: int) -> bool:
         """Whether two values are one but for moves and factors, as `x` and `2 * x.T`, or were computed alike."""
@@ -173,7 +171,7 @@ class Producers:
     def _equal(self, left: Any, right: Any, budget: list[int]) -> bool:
         if left == right:
             return True
-        if isinstance(left, int) and left in self.program.known:
+        if left in self.program.known:
             return self._equal_known(left, right)
         one, other = self._producers.get(left), self._producers.get(right)
         budget[0] -= 1
@@ -188,10 +186,9 @@ class Producers:
         return same and all(self._equal(a, b, budget) for a, b in tokens)
 
     def _equal_known(self, left: int, right: Any) -> bool:
-        known = self.program.known
-        if not isinstance(right, int) or right not in known:
+        if right not in self.program.known:
             return False
-        one, other = known[left], known[right]
+        one, other = self.program.known[left], self.program.known[right]
         if isinstance(one, Tracer) or isinstance(other, Tracer) or np.size(one) != 1 or np.size(other) != 1:
             return one is other
         return bool(np.asarray(one) == np.asarray(other))
