@@ -48,7 +48,7 @@ def fuses(equation: Equation) -> bool:
         inside = equation.bodies[0].equations
         return rule and all([inner.node.name in _IN_RULES or _is_test(inner.node) for inner in inside])
     if equation.op is Op.RECORDED:
-        return (equation.node.name in _FUSES or _is_test(equation.node)) and equation.rewrite is None
+        return equation.node.name in _FUSES or _is_test(equation.node)
     return equation.op in (Op.CAST, Op.ROUND, Op.SAVED)
 
 
