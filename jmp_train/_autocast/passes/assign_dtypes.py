@@ -213,7 +213,7 @@ class _Walk:
         if node.name in _TRANSFERS and seen == [Precision.WEAK] and self._is_weight_for_dots(node):
             return equation_of(node, CAST_FIRST, [FLOAT32], computes=[FLOAT32]), [Precision.LOW]
         fill = filled_with(node)
-        if fill is not None and seen[0] is not Precision.RECORDED and not fill.fits(self.low):
+        if fill is not None and not fill.fits(self.low):
             high = Entry(Rule.HIGH, f"{self.low.name} cannot hold its fill_value")
             return self._pairwise(node, high, seen, Precision.FULL)
         flags = self.uses[node.outs[0]]
