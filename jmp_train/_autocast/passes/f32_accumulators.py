@@ -45,9 +45,7 @@ Positions = Collection[int]
 
 def f32_accumulators(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
     """The loop that `eqn` is, with its 16-bit sums carried in float32 and rounded at the end; `None` without any."""
-    loop = loop_of(eqn)
-    if loop is None:
-        return None
+    loop: Any = loop_of(eqn)
     avals: list[Any] = [var.aval for var in eqn.invars]
     start = loop.skip + loop.consts
     narrow = [i for i in range(loop.carry) if is_sixteen_bit(avals[start + i])]
