@@ -30,8 +30,7 @@ _MOST_TERMS = 16  # of a sum that is written out: more are reduced
 
 
 def dot_as_sums(program: Program, equation: Equation) -> Computation | None:
-    as_sums = isinstance(equation.entry, WideProduct) and equation.entry.as_sums
-    return multiply_and_add if as_sums and program.low not in equation.reads else None
+    return multiply_and_add if isinstance(equation.entry, WideProduct) and equation.entry.as_sums else None
 
 
 def multiply_and_add(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
