@@ -68,7 +68,7 @@ def _with_copies_inside(equation: Equation) -> Equation:
 
     def inputs(inner: Equation) -> _Inputs | None:
         counts = loop_counts(inner) if inner.node.name == "scan" and not has_backward else None
-        if counts is None and not (inner.node.name in ("remat2", "shard_map") and inner.bodies):
+        if counts is None and inner.node.name not in ("remat2", "shard_map"):
             return None
         count, first, are_parts = len(inner.uses), sum(counts or ()), inner.node.name != "remat2"
         return _Inputs([i for i in range(first, count) if inner.operands[i] in constant], count, are_parts)
