@@ -39,7 +39,7 @@ def adds_one_per_row(node: Node, avals: Sequence[Any]) -> bool:
       node: the operation.
       avals: of its operand, indices and updates.
     """
-    operand, indices, updates = avals
+    operand, _, updates = avals
     numbers = node.params["dimension_numbers"]
     rows = numbers.operand_batching_dims
     return (
@@ -48,7 +48,6 @@ def adds_one_per_row(node: Node, avals: Sequence[Any]) -> bool:
         and numbers.inserted_window_dims == numbers.scatter_dims_to_operand_dims
         and not numbers.update_window_dims
         and math.prod(updates.shape) == math.prod(operand.shape[row] for row in rows)
-        and math.prod(indices.shape) == math.prod(updates.shape)
         and _mode(node) in _MODES
     )
 
