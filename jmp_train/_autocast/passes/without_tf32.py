@@ -74,5 +74,4 @@ def _precision_of(name: str, params: dict[str, Any], operands: Sequence[np.dtype
     if name in _ATTENTION:
         settings = params["settings"]
         return {"settings": dataclasses.replace(settings, precision="highest")} if settings.precision is None else {}
-    is_open = "precision" in params and params["precision"] is None
-    return {"precision": (lax.Precision.HIGHEST, lax.Precision.HIGHEST)} if is_open else {}
+    return {"precision": (lax.Precision.HIGHEST, lax.Precision.HIGHEST)} if params["precision"] is None else {}
