@@ -50,30 +50,34 @@ class ProductCauses:
 
     def of(self, node: Node) -> Cause | None:
         """The cause of a dot or convolution; `None` for a layer's."""
-        provenances = self._provenances(node)
         if node.name == "conv_general_dilated":
-            if self._is_fixed_filter(node):
-                return Cause.FILTER
-            exceeds = any(table is not None and table.exceeds for table in self._tables(node))
-            return Cause.TABLE if exceeds else self._magnified(node, provenances)
-        if node.name != "dot_general":
-            return None
-        sizes = DotSizes.of(self._program, node)
+            return self._of_convolution(node)
+        sizes = DotSizes.of(self._program, node) if node.name == "dot_general" else None
+        return None if sizes is None else self._of_dot(node, sizes)
+
+    def _of_convolution(self, node: Node) -> Cause | None:
+        if self._is_fixed_filter(node):
+            return Cause.FILTER
+        if any(table.exceeds for table in self._tables(node) if table is not None):
+            return Cause.TABLE
+        return self._magnified(node, self._provenances(node))
+
+    def _of_dot(self, node: Node, sizes: DotSizes) -> Cause | None:
+        provenances = self._provenances(node)
         are_data, are_one = _are_data(provenances), self._producers.are_one(*node.ins)
         rounded = any(each in ROUNDED_PROVENANCES for each in provenances)
         if self._contracts_one_axis(node) if are_one else not rounded and self._is_weighted_square(node):
             return Cause.SQUARE
-        if sizes is None:
-            return None
         free = (sizes.left, sizes.right)
         if max(free) == 1 or (min(free) == 1 and self._is_in_memory(node, provenances)):
             return Cause.INNER
         if sizes.contracted < TENSOR_CORE_DEPTH and self._is_data(node, provenances, sizes):
             return Cause.SHORT
         tables = self._tables(node)  # after what is decided without the numbers: to compute them takes time
-        if any(table is not None and table.exceeds for table in tables):
+        known = [table for table in tables if table is not None]
+        if any(table.exceeds for table in known):
             return Cause.TABLE
-        if any(table is not None and table.staircase for table in tables):
+        if any(table.staircase for table in known):
             return Cause.CUMULATIVE
         if self._is_cross_term(node, provenances):
             return Cause.DISTANCE
@@ -83,7 +87,7 @@ class ProductCauses:
         kernel = Provenance.KERNEL in provenances and Provenance.PARAMETER not in provenances
         if solution or ((kernel or Provenance.ESTIMATE in provenances) and not rounded):
             return Cause.SOLUTION
-        if not rounded and any(table is not None and table.differences for table in tables):
+        if not rounded and any(table.differences for table in known):
             return Cause.DIFFERENCES
         if are_data and Provenance.STATE in provenances:
             return Cause.STATE
