@@ -274,11 +274,15 @@ class _Walk:
         if any(name != "bias" and self.facts[number].numbers.exceed(self.low) for name, number in pairs):
             infinite = Entry(Rule.RECORDED, f"some of its numbers are infinite in {self.low.name}")
             return self._as_recorded(node, infinite, seen)
-        if settings is not None:
-            return self._attention(node, entry, seen, names)
-        avals = [self.avals[number] for number in node.ins]
+        avals = [self.avals[number] for number in node.ins[:3]]  # not of an attention's bias
         low = next((aval.dtype for aval in avals if is_sixteen_bit(aval)), self.low)
-        reads = [None if precision is Precision.RECORDED else low for precision in seen]
+        pairs = zip(names, seen, strict=True)
+        reads = [None if precision is Precision.RECORDED or name == "lse" else low for name, precision in pairs]
+        return self._dot(node, entry, reads) if settings is None else self._attention(node, entry, reads)
+
+    def _dot(self, node: Node, entry: Entry, reads: list[np.dtype | None]) -> Decided:
+        """A matrix product or convolution of 16-bit operands, and the dtype in which its result leaves it."""
+        low = next(dtype for dtype in reads if dtype is not None)
         if not is_float32(self.avals[node.outs[0]]):
             return equation_of(node, entry, reads), [Precision.RECORDED]
         are_parameters = [self.facts[number].parameter for number in node.ins]
@@ -298,11 +302,8 @@ class _Walk:
             return equation_of(node, entry, reads, params=params), [Precision.LOW]
         return equation_of(node, entry, reads, params=params, computes=[leaves]), [Precision.FULL]
 
-    def _attention(self, node: Node, entry: Entry, seen: list[Precision], names: Sequence[str]) -> Decided:
+    def _attention(self, node: Node, entry: Entry, reads: list[np.dtype | None]) -> Decided:
         settings, avals = node.params["settings"], [self.avals[number] for number in node.ins]
-        low = next((aval.dtype for aval in avals[:3] if is_sixteen_bit(aval)), self.low)
-        pairs = zip(names, seen, strict=True)
-        reads = [None if precision is Precision.RECORDED or name == "lse" else low for name, precision in pairs]
         why = why_not_fused(avals[0], avals[1], avals[3 : 3 + len(settings.extras)], settings)
         fused = f"fused by cuDNN on GPUs from {generation(avals[0])} on" if why is None else ""
         reason = fused or f"in jax.numpy, every sum in float32: {why}"
