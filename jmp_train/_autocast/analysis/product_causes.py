@@ -109,9 +109,7 @@ class ProductCauses:
     def interpolates(self, node: Node) -> bool:
         """Whether a dot averages or selects rounded values with exact weights, which rounds no operand."""
         rounded = [provenance in ROUNDED_PROVENANCES for provenance in self._provenances(node)]
-        if node.name != "dot_general" or sum(rounded) != 1:
-            return False
-        table = self._table(node, rounded.index(False))
+        table = self._table(node, rounded.index(False)) if sum(rounded) == 1 else None
         return table is not None and table.averages
 
     def _provenances(self, node: Node) -> list[Provenance]:
