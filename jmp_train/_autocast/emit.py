@@ -151,15 +151,14 @@ def _run_scan(equation: Equation, operands: list[Any]) -> list[Any]:
     """Through `jax.lax.scan` where the scan has other operands than it was recorded with."""
     if equation.counts is None:
         return _with_bodies(equation, operands)
-    (body,), (consts, carry) = equation.bodies, equation.counts
-    params, rows = equation.node.params, list(operands[consts + carry :])
-    length = params["length"]
+    (body,), (consts, carry), params = equation.bodies, equation.counts, equation.node.params
+    start, rows, length = operands[consts : consts + carry], operands[consts + carry :], params["length"]
 
     def iteration(state: list[Any], row: Any) -> tuple[list[Any], list[Any]]:
         results = emit(body, [*operands[:consts], *state, *(row if rows else ())])
         return results[:carry], results[carry:]
 
-    start, xs = list(operands[consts : consts + carry]), rows
+    xs: Any = rows
     if not is_static((length,)):  # `lax.scan` takes a symbolic length as the size of its rows only
         xs, length = rows or jnp.zeros((length, 0)), None
     last, stacked = lax.scan(iteration, start, xs, length, params["reverse"], params["unroll"])
