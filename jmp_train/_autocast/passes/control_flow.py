@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from ..._dtypes import FLOAT32
-from ..._jaxpr import ClosedJaxpr, Loop, Node, branches_of, loop_of, open_jaxpr, trace
+from ..._jaxpr import Loop, Node, branches_of, loop_of, open_jaxpr, sub_jaxprs, trace
 from ..._static import hide_static, reveal_static
 from ..analysis.loop_ends import narrowed_decision, narrowed_stop
 from ..analysis.loops import is_counted, may_be_narrow
@@ -169,13 +169,12 @@ def run_rule(call: _Entered, rule: Callable, args: Sequence[Any], precisions: Se
 
 
 def _boundary(call: _Entered) -> Decided:
-    """Any other primitive with closed bodies: float32 at the boundary, the bodies planned behind it."""
+    """Any other primitive with bodies: float32 at the boundary, the bodies planned behind it."""
     bodies = []
-    for body in call.node.params.values():
-        if isinstance(body, ClosedJaxpr):
-            jaxpr = open_jaxpr(body)
-            program = call.plan(body, _recorded(jaxpr.invars), [Flags()] * len(jaxpr.outvars))
-            bodies.append(program.returning_recorded())
+    for body in sub_jaxprs(call.node.params):
+        jaxpr = open_jaxpr(body)
+        program = call.plan(body, _recorded(jaxpr.invars), [Flags()] * len(jaxpr.outvars))
+        bodies.append(program.returning_recorded())
     return _as_recorded(call.node, call.entry, call.seen, bodies)
 
 
