@@ -25,7 +25,7 @@ def saved_values(program: Program) -> Iterator[tuple[str, int | None]]:
     one that is cast or only rearranged as what it was made of, in the narrowest dtype on the way, and each once. Where
     the backward pass is inside a loop or a `shard_map`, one iteration (one device) counts.
     """
-    makers = {number: equation for equation in program.equations for number in equation.results}
+    producers = program.producers()
     saved: dict[int, np.dtype] = {}
     for equation in program.equations:
         if not _is_backward(program, equation):
@@ -33,7 +33,7 @@ def saved_values(program: Program) -> Iterator[tuple[str, int | None]]:
                 yield from saved_values(body)
             continue
         for number in equation.operands:
-            for source, dtype in _sources(program, makers, number):
+            for source, dtype in _sources(program, producers, number):
                 saved[source] = max(saved.get(source, dtype), dtype, key=itemsize)
     for number, dtype in saved.items():
         size = static_size(getattr(program.avals[number], "shape", ()))
@@ -44,12 +44,12 @@ def _is_backward(program: Program, equation: Equation) -> bool:
     return equation.op is Op.RECORDED and not equation.remat and program.place.is_backward(equation.node)
 
 
-def _sources(program: Program, makers: dict[int, Equation], number: int) -> Iterator[tuple[int, np.dtype]]:
+def _sources(program: Program, producers: dict[int, Equation], number: int) -> Iterator[tuple[int, np.dtype]]:
     """The forward values that reading `number` needs, and the dtype in which each is saved."""
     pending, seen = [(number, program.avals[number].dtype)], set()
     while pending:
         number, dtype = pending.pop()
-        equation = makers.get(number)
+        equation = producers.get(number)
         if equation is None or number in seen or _is_backward(program, equation):
             continue
         seen.add(number)
