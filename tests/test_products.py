@@ -215,6 +215,8 @@ WIDE = {
         Cause.CUMULATIVE),
     "distances between two sets": (
         lambda w, x: squares(x * w[0])[:, None] + squares(x + 1) - 2 * (x * w[0]) @ (x + 1).T, W, X, Cause.DISTANCE),
+    "squares of codes beside a product with activations": (
+        lambda w, x: squares(w) - 2 * jnp.tanh(x @ w) @ w.T, W, X, Cause.DISTANCE),
     "an angle": (lambda w, x: jnp.cos(7 + (x * w[0]) @ (x + 1).T / 3), W, X, Cause.DELICATE),
     "under a logarithm": (
         lambda w, x: jnp.log(jnp.maximum((x * w[0]) ** 2 @ jnp.exp(x.T), 1e-6)), W, X, Cause.DELICATE),
