@@ -120,8 +120,8 @@ def _results(program: FlatJaxpr, node: Node, operands: list[Relation]) -> list[R
     other = [Relation.OTHER] * len(node.outs)
     if Relation.OTHER in related:
         return other
-    if node.name == "select_n":
-        return other if operands[0] else [max(related)]
+    if node.name == "select_n":  # whose predicate is no carry or sum: these are floating
+        return [max(related)]
     if len(related) > 1:
         return other
     position = next(i for i, relation in enumerate(operands) if relation)
