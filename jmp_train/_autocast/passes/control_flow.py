@@ -116,7 +116,7 @@ def _plan_loop(call: _Entered, loop: Loop) -> tuple[Program, list[Precision]]:
         carried.append(precision if stays else Precision.FULL)
     while True:  # a carry can only widen, so this ends
         # A narrow carry is rounded at the end of each iteration, as for a dot.
-        to_low = [Flags(precision is Precision.LOW, precision is Precision.LOW, False) for precision in carried]
+        to_low = [Flags(reaches_dot=each is Precision.LOW, to_dot=each is Precision.LOW) for each in carried]
         arguments = [*seen[:consts], *carried, *seen[first:]]
         program = call.plan(body, arguments, [*to_low, *call.outs[carry:]], roundable=range(consts, first))
         wider = [joined_precision(pair) for pair in zip(carried, program.result_precisions, strict=False)]
