@@ -100,12 +100,10 @@ class Numbers(NamedTuple):
     Attributes:
       range: if it is made of literals and booleans alone.
       overflows: whether some are literals beyond the compute dtype, or sums with them, beside others.
-      terms: how many values in the compute dtype each is the sum of at most, where a window was summed.
     """
 
     range: Range | None = None
     overflows: bool = False
-    terms: int | None = None
 
     def exceed(self, dtype: np.dtype) -> bool:
         """Whether some would be infinite in `dtype`."""
@@ -115,13 +113,12 @@ class Numbers(NamedTuple):
 UNKNOWN_NUMBERS = Numbers()
 
 
-def divides_by_terms(sums: Numbers, divisor: Numbers) -> bool:
-    """Whether the quotients are means of values in the compute dtype, which are no larger than these: they fit, too."""
-    if sums.terms is None or divisor.range is None:
-        return False
-    # One number, known; a much larger one would make the means too small for the compute dtype.
-    smallest, largest = divisor.range
-    return smallest == largest and sums.terms <= smallest <= 2 * sums.terms
+def divides_by_terms(terms: int, divisor: Range | None) -> bool:
+    """Whether sums of so many values, divided by a number, are means: no larger than the values, and fit where they do.
+
+    It is one number, known; a much larger one would make the means too small for the compute dtype.
+    """
+    return divisor is not None and divisor.smallest == divisor.largest and terms <= divisor.smallest <= 2 * terms
 
 
 def overflows_through(node: Node, operands: Sequence[Numbers], dtype: np.dtype) -> bool:

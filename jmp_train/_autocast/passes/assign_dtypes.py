@@ -157,7 +157,7 @@ class _Walk:
             numbers=_numbers_of(equation.node, operands, precision, self.low),
         )
         flags = self.uses[number]
-        exceeds = fact.numbers is not UNKNOWN_NUMBERS and fact.numbers.exceed(self.low)
+        exceeds = fact.numbers != UNKNOWN_NUMBERS and fact.numbers.exceed(self.low)
         fact.sensitive = flags.sensitive or exceeds
         if fact.precision is Precision.FULL and fact.computed and self.saves_low:
             fact.has_low_copy = flags.to_dot and not fact.sensitive
@@ -256,9 +256,13 @@ class _Walk:
         return node.name in ADDS and all([p is Precision.LOW or self.facts[n].parameter for n, p in pairs])
 
     def _is_mean_to_store(self, node: Node) -> bool:
-        flags, asked_for = self.uses[node.outs[0]], node.outs[0] in self.program.outputs
-        mean = divides_by_terms(*(self.facts[number].numbers for number in node.ins))
-        return mean and not (asked_for or flags.sensitive)
+        """Whether a node makes means of windows of values in the compute dtype."""
+        sums, divisor = node.ins
+        pool = self.recorded.producers.get(sums)
+        if pool is None or pool.name != "reduce_window_sum" or self.facts[pool.ins[0]].precision is not Precision.LOW:
+            return False
+        mean = divides_by_terms(math.prod(pool.params["window_dimensions"]), self.facts[divisor].numbers.range)
+        return mean and not (node.outs[0] in self.program.outputs or self.uses[node.outs[0]].sensitive)
 
     def _pairwise(self, node: Node, entry: Entry, seen: list[Precision], precision: Precision) -> Decided:
         reads = [None if p is Precision.RECORDED else dtype_of(precision, self.low) for p in seen]
@@ -343,6 +347,4 @@ def _numbers_of(node: Node, operands: Sequence[Fact], precision: Precision, low:
     floats = [operand.numbers for operand in operands if operand.precision is not Precision.RECORDED]
     found = numbers_through(node, floats, low)
     overflows = precision is Precision.OVERFLOWS or (precision is not Precision.RECORDED and found.overflows)
-    summed = node.name == "reduce_window_sum" and operands[0].precision is Precision.LOW
-    terms = math.prod(node.params["window_dimensions"]) if summed else None
-    return Numbers(found.range, overflows, terms) if found.range or overflows or summed else UNKNOWN_NUMBERS
+    return found if found.overflows == overflows else found._replace(overflows=overflows)
