@@ -43,19 +43,11 @@ class Provenance(enum.Enum):
     ESTIMATE = "estimate"  # what a loop that solves linear systems for it carries, as the covariance of a Kalman filter
 
 
-UNROUNDED_PROVENANCES = (
-    Provenance.TABLE,
-    Provenance.DATA,
-    Provenance.STATE,
-    Provenance.FACTOR,
-    Provenance.SOLUTION,
-    Provenance.KERNEL,
-    Provenance.ESTIMATE,
-)
-FLOAT32_PROVENANCES = (*UNROUNDED_PROVENANCES, Provenance.ACTIVATION)
-PARAMETER_PROVENANCES = (Provenance.SCALAR, Provenance.PARAMETER, Provenance.FACTOR)
-ROUNDED_PROVENANCES = (Provenance.NARROW, Provenance.ACTIVATION)
 _SOLVED = (Provenance.FACTOR, Provenance.SOLUTION, Provenance.KERNEL, Provenance.ESTIMATE)
+UNROUNDED_PROVENANCES = (Provenance.TABLE, Provenance.DATA, Provenance.STATE, *_SOLVED)
+FLOAT32_PROVENANCES = (*UNROUNDED_PROVENANCES, Provenance.ACTIVATION)
+_OF_PARAMETERS = (Provenance.SCALAR, Provenance.PARAMETER, Provenance.FACTOR)
+ROUNDED_PROVENANCES = (Provenance.NARROW, Provenance.ACTIVATION)
 _STAY = (Provenance.SCALAR, *_SOLVED)  # what an operation that runs in float32 leaves them
 
 
@@ -101,7 +93,7 @@ def carried_provenance(provenance: Provenance, is_state: bool, is_estimate: bool
     """
     if is_estimate:
         return Provenance.ESTIMATE
-    starts = (Provenance.SCALAR, Provenance.TABLE, Provenance.PARAMETER, Provenance.FACTOR)
+    starts = (*_OF_PARAMETERS, Provenance.TABLE)
     return Provenance.STATE if is_state and provenance not in starts else provenance_after_loop(provenance)
 
 
@@ -198,4 +190,4 @@ class Values:
             return provenance
         if Provenance.ESTIMATE in found:
             return Provenance.ESTIMATE
-        return Provenance.FACTOR if found.issubset(PARAMETER_PROVENANCES) else Provenance.SOLUTION
+        return Provenance.FACTOR if found.issubset(_OF_PARAMETERS) else Provenance.SOLUTION
