@@ -60,7 +60,7 @@ class Scope:
     `called_at` is where functions around it that JAX jits, which cut tracebacks, were called; `None` outside of these.
     """
 
-    def __init__(self, name_stack: Any, called_at: Any = None):
+    def __init__(self, name_stack: Any, called_at: Any):
         self.name_stack, self.called_at = name_stack, called_at
 
     @functools.cached_property
