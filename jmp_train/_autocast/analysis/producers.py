@@ -51,8 +51,7 @@ class Producers:
 
     def producer(self, number: int) -> Node | None:
         """The equation that computes the source of a value; `None` of an argument or a constant."""
-        source = self.source(number)
-        return self._producers.get(source) if isinstance(source, int) else None
+        return self._producers.get(self.source(number))
 
     def whole(self, number: int) -> Any:
         """The value that a value is a part of, rearranged but not scaled; `None` if it is all of a value."""
