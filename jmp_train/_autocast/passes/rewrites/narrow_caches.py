@@ -181,9 +181,8 @@ class _Writer:
             self._body.equations.append(equation.replace(uses=list(map(Use, operands))))
             if _widens(self._source, equation):
                 self._widened[equation.results[0]] = operands[0]
-            if not self._moved.isdisjoint(equation.operands) and (
-                _moves(equation) or equation.op in (Op.SAVED, Op.CAST)
-            ):
+            hands_on = _moves(equation) or equation.op in (Op.SAVED, Op.CAST)
+            if hands_on and not self._moved.isdisjoint(equation.operands):
                 self._moved.update(equation.results)
         elif equation.op is Op.CAST and self._source.avals[equation.results[0]].dtype == self._source.low:
             self._narrow[equation.results[0]] = self._narrow[equation.operands[0]]
