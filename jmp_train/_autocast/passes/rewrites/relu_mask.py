@@ -19,7 +19,6 @@ Decides which comparisons that holds for. Does not decide whether a mask is save
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -35,25 +34,24 @@ def relu_mask(program: FlatJaxpr) -> FlatJaxpr:
     """The program whose comparisons of what a relu is given with zero compare what it returned."""
     results: dict[int, int] = {}
     nodes: list[Node] = []
-    makers = {number: node for node in program.nodes for number in node.outs}
     for node in program.nodes:
         if node.name in _RELUS and (operand := relu_operand(node, program)) is not None:
             results[operand] = node.outs[0]
         elif node.name == "gt" and node.ins[0] in results and is_positive(node, program):
-            if not _is_norm_of_rows(node.ins[0], program, makers):
+            if not _is_norm_of_rows(node.ins[0], program):
                 node = dataclasses.replace(node, ins=(results[node.ins[0]], node.ins[1]))
         nodes.append(node)
     return dataclasses.replace(program, nodes=tuple(nodes)) if results else program
 
 
-def _is_norm_of_rows(number: int, program: FlatJaxpr, makers: Mapping[int, Node]) -> bool:
+def _is_norm_of_rows(number: int, program: FlatJaxpr) -> bool:
     """Whether a value is computed from one array of its shape and from numbers for its rows, as mean and variance are.
 
     Not if something else was added to it: that would be read for the mask only.
     """
     shape, computed = program.avals[number].shape, [number]
     for each in computed:
-        node = makers.get(each)
+        node = program.producers.get(each)
         if node is None or node.name not in _OF_NORMS:
             continue
         shapes = [program.avals[operand].shape for operand in node.ins]
