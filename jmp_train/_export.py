@@ -4,6 +4,7 @@ Decides what becomes of trained parameters for inference. Does not decide how th
 that is `jax.export`.
 """
 
+import glob
 from typing import TypeVar
 
 import jax
@@ -59,6 +60,6 @@ def export_params(params: Tree, policy: Policy | str) -> Tree:
         if not np.isfinite(magnitude.astype(after.dtype)):
             raise ValueError(
                 f"`params`: {path!r} holds {magnitude:.6g}, beyond the {facts(after.dtype).max:.6g} of {after.dtype}; "
-                f"keep it wide with overrides={{{path!r}: 'float32'}}, or choose bfloat16."
+                f"keep it wide with overrides={{{glob.escape(path)!r}: 'float32'}}, or choose bfloat16."
             )
     return cast

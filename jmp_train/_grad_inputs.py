@@ -120,6 +120,11 @@ def check_loss_scale(loss_scale: Any, policy: Policy, arguments: Sequence[Any]) 
         raise TypeError(
             f"`loss_scale` must be a NoOpLossScale, StaticLossScale or DynamicLossScale, got {got}; {remedy}."
         )
+    if shape := np.shape(getattr(loss_scale, "loss_scale", 1)):
+        raise ValueError(
+            f"`loss_scale` must be one number, got the shape {shape}, as the states of jax.vmap(tx.init) hold; "
+            f"compute the gradients inside jax.vmap, too."
+        )
     return loss_scale
 
 

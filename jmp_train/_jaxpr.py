@@ -52,6 +52,7 @@ _COMBINE = {
 }
 _RECOMPUTED = "rematted_computation"  # what JAX calls the forward pass that rematerialisation runs again
 _WRAPPER = re.compile(r"^[\w.\-]*\((.*)\)$")
+_SEPARATOR = re.compile(r"/(?![^()]*\))")  # not the slash in jvp(encoder/layer_0), which is one `jax.named_scope`
 
 
 class Scope:
@@ -408,19 +409,18 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 def plain_scope(stack: str) -> str:
     """A name stack without its transforms.
 
-    >>> plain_scope("transpose(jvp(Net))/Block")
-    'Net/Block'
+    >>> plain_scope("transpose(jvp(Net))/Block"), plain_scope("transpose(jvp(Net/Block))/mul")
+    ('Net/Block', 'Net/Block/mul')
     """
     segments: list[str] = []
-    for segment in stack.split("/"):
+    for segment in _SEPARATOR.split(stack):
         name = segment
         while match := _WRAPPER.match(name):
             name = match.group(1)
-        name = name.strip("()")
-        if name != segment and segments[:1] == [name]:
+        names = [part for part in name.strip("()").split("/") if part and part != _RECOMPUTED]
+        if name != segment and names and segments[: len(names)] == names:
             segments.clear()  # a transposed call repeats its path: transpose(jvp(Net))/Block/jvp(Net)/Block
-        if name and name != _RECOMPUTED:
-            segments.append(name)
+        segments += names
     return "/".join(segments)
 
 

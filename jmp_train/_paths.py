@@ -8,6 +8,7 @@ import difflib
 import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from glob import escape
 from typing import Any, TypeAlias
 
 import jax
@@ -184,6 +185,8 @@ def nothing_matches(argument: str, glob: str, paths: Sequence[str]) -> str:
     segments = dict.fromkeys(segment for path in paths for segment in path.split("/"))
     near = difflib.get_close_matches(glob.split("/")[-1].strip("*?"), segments, n=3, cutoff=0.5)
     hint = f" (near: {', '.join(map(repr, near))})" if near else ""
+    if any(f"/{path}".endswith(f"/{glob}") for path in paths):  # but for what stands in brackets
+        hint = f" (write {escape(glob)!r}: brackets in a glob hold characters of which one is to be there)"
     shown = ", ".join(map(repr, paths[:3])) + ", ..." * (len(paths) > 3)
     return (
         f"`{argument}`: the glob {glob!r} matches none of the tree's leaves{hint}; their paths are {shown}. "

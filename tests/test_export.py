@@ -74,6 +74,10 @@ class TestOutOfRange:
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             export_params(LARGE, "mixed_float16")
 
+    def test_brackets_in_the_advice(self):
+        with pytest.raises(ValueError, match=re.escape("with overrides={'w[[]0]': 'float32'}")):
+            export_params({"w[0]": LARGE["a"]["w"]}, "mixed_float16")
+
     def test_the_ways_out(self):
         policy = jmp.get_policy("mixed_float16")
         assert export_params(LARGE, policy.replace(overrides={"a/w": "float32"}))["a"]["w"][1] == -70000

@@ -13,6 +13,8 @@ import optax
 import overflow_faults
 import pytest
 from jax import lax
+from jax.experimental import io_callback
+from jax.ref import addupdate
 from overflow_faults import F16, F32, FAULTS, W, X
 
 import jmp_train as jmp
@@ -463,6 +465,105 @@ def test_what_a_reference_holds_is_seen_when_it_is_read():
 
     assert not find_overflow(fn)(jnp.ones(3))
     assert find_overflow(fn)(jnp.zeros(3)).primitive == "div"
+
+
+def infinite(x):
+    return (x * 1e5).astype(jnp.float16)
+
+
+def stored(x):
+    ref = jax.new_ref(jnp.zeros(3, jnp.float16))
+    ref[...] = infinite(x)
+    return ref[...] + 1
+
+
+def overwritten(x):
+    ref = jax.new_ref(jnp.exp(200 * x))
+    ref[...] = x
+    ref[0] = jnp.log(ref[0] - 1)
+    return ref[...]
+
+
+def grown(x):
+    ref = jax.new_ref(x.astype(jnp.float16) * 3e4)
+
+    def double(_, carry):
+        ref[...] *= 2
+        return carry
+
+    return jax.lax.fori_loop(0, 3, double, 0), ref[...]
+
+
+def added(x):
+    ref = jax.new_ref(x.astype(jnp.float16) * 6e4)
+    addupdate(ref, ..., ref[...])
+    return ref[...]
+
+
+def added_to_infinity(x):
+    ref = jax.new_ref(x * 3e38)
+    addupdate(ref, ..., ref[...])
+    return ref[...]
+
+
+@pytest.mark.parametrize(
+    ("fn", "primitive", "text", "verdict"),
+    [
+        (stored, "convert_element_type", "return (x * 1e5).astype(jnp.float16)", Verdict.KEEP_FLOAT32),
+        (overwritten, "log", "ref[0] = jnp.log(ref[0] - 1)", Verdict.MODEL),
+        (grown, "mul", "ref[...] *= 2", Verdict.KEEP_FLOAT32),
+        (added, "addupdate", "addupdate(ref, ..., ref[...])", Verdict.KEEP_FLOAT32),
+        (added_to_infinity, "addupdate", "addupdate(ref, ..., ref[...])", Verdict.MODEL),
+    ],
+)
+def test_what_is_written_to_a_reference_is_blamed_not_its_reader(fn, primitive, text, verdict):
+    report = find_overflow(fn)(jnp.ones(3))
+    assert (report.primitive, report.text, report.verdict) == (primitive, text, verdict)
+
+
+def test_references_from_outside_stay_as_they_are():
+    def fn(ref):
+        ref[...] *= 2
+        captured[...] *= ref[...]
+        return captured[...]
+
+    given, captured = jax.new_ref(jnp.full(3, 1e3, jnp.float16)), jax.new_ref(jnp.full(3, 1e3, jnp.float16))
+    report = find_overflow(fn)(given)
+    assert (report.text, report.verdict) == ("captured[...] *= ref[...]", Verdict.KEEP_FLOAT32)
+    assert given[0] == captured[0] == 1e3
+
+
+def test_the_forward_pass_of_a_gradient_whose_loss_nobody_reads():
+    def loss(w, x):
+        return jnp.mean((jax.nn.relu(jax.nn.relu(x @ w) @ (1e5 * w)) * 1e-6) @ w)
+
+    for transform in (jax.grad, jax.value_and_grad):
+        report = find_overflow(jmp.autocast(transform(loss), "mixed_float16"))(jnp.ones((8, 8)), jnp.ones((4, 8)))
+        assert (report.backward, report.verdict) == (False, Verdict.KEEP_FLOAT32)
+
+
+@pytest.mark.parametrize("scope", ["block[1]", "encoder/layer_0"])
+def test_the_cure_can_be_pasted(scope):
+    def loss(w, x):
+        with jax.named_scope(scope):
+            h = jax.nn.relu((1e3 * x) @ (1e2 * w)) @ w
+        return jnp.mean(h)
+
+    args = jnp.ones((16, 16)), jnp.ones((8, 16))
+    report = find_overflow(jmp.autocast(jax.value_and_grad(loss), "mixed_float16"))(*args)
+    assert report.scope == scope
+    pasted = eval(report.cure.removeprefix("Pass rules=").partition(";")[0])
+    assert not find_overflow(jmp.autocast(jax.value_and_grad(loss), "mixed_float16", rules=pasted))(*args)
+
+
+@pytest.mark.parametrize("call", [jax.pure_callback, io_callback])
+def test_a_function_outside_of_jax(call):
+    def fn(x):
+        return call(lambda x: np.full(3, np.nan, np.float32), x, x)
+
+    report = find_overflow(fn)(jnp.ones(3))
+    assert (report.primitive, report.verdict) == (call.__name__, Verdict.UNKNOWN)
+    assert report.why == f"{call.__name__} calls a function outside of JAX."
 
 
 def test_it_can_be_called_again():

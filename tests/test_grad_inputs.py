@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jmp_train
-from jmp_train import DynamicLossScale, NoOpLossScale, StaticLossScale, get_policy, with_loss_scale
+from jmp_train import DynamicLossScale, NoOpLossScale, StaticLossScale, get_loss_scale, get_policy, with_loss_scale
 
 # These tests say what happens without autocast; `test_grad_autocast.py` says what it adds.
 grad = functools.partial(jmp_train.grad, autocast=False)
@@ -192,6 +192,19 @@ def test_what_is_no_loss_scale(wrong, got):
     message = f"`loss_scale` must be a NoOpLossScale, StaticLossScale or DynamicLossScale, got {got}"
     with pytest.raises(TypeError, match=re.escape(message)):
         grad(lambda w: w, "float32")(jnp.float32(1), loss_scale=wrong)
+
+
+def test_a_loss_scale_for_each_of_an_ensemble():
+    params = {"w": jnp.ones((2, 3))}
+    scales = get_loss_scale(jax.vmap(with_loss_scale(optax.sgd(1.0), DynamicLossScale(1024)).init)(params))
+
+    def gradients(params, scale):
+        return grad(lambda p: jnp.sum(p["w"] ** 2), "mixed_float16")(params, loss_scale=scale)
+
+    np.testing.assert_array_equal(jax.vmap(gradients)(params, scales)["w"], 2 * params["w"])
+    message = "`loss_scale` must be one number, got the shape (2,), as the states of jax.vmap(tx.init) hold; compute"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        gradients(params, scales)
 
 
 @pytest.mark.parametrize("wrong", [0, (0, 1), [1]])

@@ -156,6 +156,17 @@ def test_a_glob_that_matches_nothing_is_an_error_with_near_misses():
         picked("zzz/w1", {"a": {"w2": 0.0}, "b": 0.0, "c": 0.0})
 
 
+@pytest.mark.parametrize("glob", ["w[0]", "a/w[0]"])
+def test_a_glob_that_is_a_path_with_brackets(glob):
+    escaped = glob.replace("[", "[[]")
+    message = (
+        f"matches none of the tree's leaves (write {escaped!r}: brackets in a glob hold characters of which one is"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        picked(glob, {"a": {"w[0]": 0.0}, "b": 0.0})
+    assert picked(escaped, {"a": {"w[0]": 0.0}, "b": 0.0}) == ["a/w[0]"]
+
+
 @pytest.mark.parametrize("empty", [None, {}, {"a": None}])
 def test_a_tree_without_leaves_needs_no_match(empty):
     assert picked("BatchNorm*", empty) == []

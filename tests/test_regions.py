@@ -110,7 +110,11 @@ def inside(x):
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("part", [full_precision(inside), jax.named_scope("Part")(inside)], ids=["region", "scope"])
+@pytest.mark.parametrize(
+    "part",
+    [full_precision(inside), jax.named_scope("Part")(inside), jax.named_scope("Part/0")(inside)],
+    ids=["region", "scope", "scope of two segments"],
+)
 def test_a_wide_part_is_wide_forward_and_backward(name, part):
     def loss(x):
         return jnp.mean(TRANSFORMS[name](part)(x))

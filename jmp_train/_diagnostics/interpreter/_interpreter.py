@@ -24,6 +24,7 @@ from jax import lax
 from jax.core import Tracer
 
 from ..._autocast.ir import TOP, Place
+from ..._flops import PRODUCTS
 from ..._jaxpr import ClosedJaxpr, FlatJaxpr, Jaxpr, Node, contexts, flatten, last_reads, scan_counts, sub_jaxprs, trace
 from ..._paths import leaf_paths
 from ..._static import hide_static, reveal_static
@@ -84,7 +85,7 @@ class Interpreter:
     def run(self, args: Sequence[Value], watcher: Watcher) -> list[Value]:
         """Returns the results for `args`, as many as the program's inputs."""
         run = _Run(self, watcher)
-        return run_program(run.program(self.jaxpr, [self.widened(arg) for arg in args], _Context()), run.execute)
+        return run_program(run.program(self.jaxpr, list(map(run.from_outside, args)), _Context()), run.execute)
 
     def widened(self, value: Value) -> Value:
         return value._replace(array=widened(value.array)) if self.wide else value
@@ -128,6 +129,16 @@ class _Run:
 
     def __init__(self, interpreter: Interpreter, watcher: Watcher):
         self._interpreter, self._watcher = interpreter, watcher
+        self._refs: dict[int, jax.Ref] = {}  # copies of those from outside, by id: only this run writes to them
+
+    def from_outside(self, value: Value) -> Value:
+        """An argument or a captured array as this run reads it."""
+        ref = value.array
+        if not isinstance(ref, jax.Ref):
+            return self._interpreter.widened(value)
+        if id(ref) not in self._refs:
+            self._refs[id(ref)] = jax.new_ref(self._interpreter.widened(Value(ref[...])).array)
+        return value._replace(array=self._refs[id(ref)])
 
     def program(self, jaxpr: ClosedJaxpr | Jaxpr, args: Sequence[Value], where: _Context) -> Coroutine:
         program, last_uses = self._interpreter.prepared(jaxpr)
@@ -136,7 +147,7 @@ class _Run:
         def read(number: int) -> Value:
             if number in values:
                 return values[number]
-            return self._interpreter.widened(Value(_concrete(program.known[number], program.avals[number])))
+            return self.from_outside(Value(_concrete(program.known[number], program.avals[number])))
 
         only_backward = self._interpreter.backward_only(jaxpr, where.place, where.backward_only)
         for position, (node, last_used) in enumerate(zip(program.nodes, last_uses, strict=True)):
@@ -243,7 +254,8 @@ def _carry_where(more: Any, new: Value, old: Value) -> Value:
 
 def _concrete(value: Any, aval: Any) -> Any:
     """A literal in the dtype it was recorded with; captured arrays as they are."""
-    return value if isinstance(value, jax.Array) or not hasattr(aval, "shape") else np.asarray(value, aval.dtype)
+    is_array = isinstance(value, jax.Array | jax.Ref)
+    return value if is_array or not hasattr(aval, "shape") else np.asarray(value, aval.dtype)
 
 
 def _not_entered(interpreter: Interpreter, jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[str]:
@@ -284,7 +296,8 @@ def backward_only(program: FlatJaxpr, place: Place, backward_outputs: frozenset[
     results: dict[int, frozenset[int]] = {}
     for position, node in reversed(list(enumerate(program.nodes))):
         if place.is_backward(node):
-            backward_uses.update(node.ins)
+            # What a product reads is an activation, though nothing else may: autocast drops a loss that nobody reads.
+            (forward_uses if node.name in PRODUCTS else backward_uses).update(node.ins)
             continue
         only = frozenset(i for i, n in enumerate(node.outs) if n in backward_uses and n not in forward_uses)
         if only:

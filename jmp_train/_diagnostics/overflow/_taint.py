@@ -7,7 +7,8 @@ Every non-finite value carries a taint. An equation is an *origin* if it gave a 
 and a *NaN origin* if it gave NaN from infinities that are meant to be there: constants written in the program (the
 -inf of a mask) and arguments. A finite value carries none, so that what was masked away is forgotten. For selections
 and elementwise primitives taint spreads element by element, so that a branch that `jnp.where` did not select leaves
-none; for all others every non-finite operand taints a non-finite result.
+none; for all others every non-finite operand taints a non-finite result. What an equation leaves in a `jax.Ref` is a
+result of it.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class TaintTracker(Watcher):
     scopes: set[str] = dataclasses.field(default_factory=set)
     loss_scale: float = 1.0
     _is_scaling: dict[int, bool] = dataclasses.field(default_factory=dict)
+    _stored: dict[int, Tag] = dataclasses.field(default_factory=dict)  # of what a `jax.Ref` holds, by its id
 
     def before(self, site: Site, inputs: list[Value]) -> list[Value]:
         if not self._multiplies_by_scale(site):
@@ -107,9 +109,10 @@ class TaintTracker(Watcher):
 
     def watch(self, site: Site, inputs: Sequence[Value], outputs: Sequence[Any]) -> list[Tag]:
         self.ran += 1
-        tags = [value.tag or Tag(has_nonfinite(value.array), UNTAINTED, False) for value in inputs]
+        tags = [self._stored.get(id(value.array)) or value.tag or _untraced(value.array) for value in inputs]
         if site.primitive == BARRIER:
             return tags
+        outputs = [*outputs, *contents_of_refs(inputs)]
         nonfinite = list(map(has_nonfinite, outputs))
         narrow = [is_narrow_dtype(getattr(output, "dtype", None)) for output in outputs]
         by_user = any(tag.narrowed_by_user for tag in tags) or self._user_narrows(site, inputs, any(narrow))
@@ -121,7 +124,10 @@ class TaintTracker(Watcher):
         if self.ran in taint.origins | taint.nan_origins:
             self.origins[self.ran] = Origin(by_user, site.derivative)
         pairs = zip(nonfinite, narrow, strict=True)
-        return [Tag(bad, taint if bad else UNTAINTED, by_user and low) for bad, low in pairs]
+        found = [Tag(bad, taint if bad else UNTAINTED, by_user and low) for bad, low in pairs]
+        refs = [id(value.array) for value in inputs if isinstance(value.array, jax.Ref)]
+        self._stored.update(zip(refs, found[len(found) - len(refs) :], strict=True))
+        return found[: len(found) - len(refs)]
 
     def _user_narrows(self, site: Site, inputs: Sequence[Value], narrow: bool) -> bool:
         """Whether 16 bits begin here because the program says so, rather than autocast."""
@@ -157,8 +163,17 @@ def argument_tag(position: int, array: Any) -> Tag:
     return Tag(bad, Taint(arguments=frozenset({position})) if bad else UNTAINTED, is_narrow_dtype(array.dtype))
 
 
+def _untraced(array: Any) -> Tag:
+    return Tag(has_nonfinite(array), UNTAINTED, False)
+
+
+def contents_of_refs(values: Sequence[Value]) -> list[jax.Array]:
+    """What each `jax.Ref` among operands holds."""
+    return [value.array[...] for value in values if isinstance(value.array, jax.Ref)]
+
+
 def is_inexact(array: Any) -> bool:
-    # Not the contents of a `jax.Ref`, which are seen when they are read.
+    # Not a `jax.Ref`, whose contents are looked at after each equation that is given it.
     return not isinstance(array, jax.Ref) and hasattr(array, "dtype") and bool(jnp.issubdtype(array.dtype, jnp.inexact))
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import glob
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,7 +20,9 @@ from ..._dtypes import FLOAT32, facts
 from ..._tracebacks import is_asked_for
 from ..interpreter import Interpreter, Site, Value, Watcher, is_narrow_dtype, wide_params
 from ._source_lines import is_in_autocast, user_line
-from ._taint import has_nonfinite, is_inexact
+from ._taint import contents_of_refs, has_nonfinite, is_inexact
+
+_OUTSIDE_JAX = frozenset({"pure_callback", "io_callback", "ffi_call"})
 
 
 class Verdict(enum.StrEnum):
@@ -57,7 +61,8 @@ class _Capture(Watcher):
     def watch(self, site: Site, inputs: Sequence[Value], outputs: Sequence[Any]) -> Sequence[Any]:
         self._left -= 1
         if not self._left:
-            self.captured = Captured(site, tuple(value.array for value in inputs), tuple(outputs))
+            results = (*outputs, *contents_of_refs(inputs))
+            self.captured = Captured(site, tuple(value.array for value in inputs), results)
             raise _Stop
         return super().watch(site, inputs, outputs)
 
@@ -89,6 +94,9 @@ def diagnose(
       narrowed_by_user: whether the program itself, rather than autocast, computes it in 16 bits.
       scopes: of all equations.
     """
+    if found.site.primitive in _OUTSIDE_JAX:
+        why = f"{found.site.primitive} calls a function outside of JAX."
+        return Verdict.UNKNOWN, why, "Look at what that function returns for these operands."
     if found.site.primitive in interpreter.not_entered():
         return Verdict.UNKNOWN, *_not_entered(found.site)
     narrow = next((x.dtype for x in (*found.results, *found.operands) if is_narrow_dtype(_dtype(x))), None)
@@ -130,6 +138,8 @@ def _is_same(a: Site, b: Site) -> bool:
 
 def _in_float32(found: Captured) -> list[Any] | None:
     """The equation's results from the same operands in float32; `None` if it takes no such operands."""
+    if any(isinstance(operand, jax.Ref) for operand in found.operands):
+        return None  # it has been written to
     operands = [jnp.asarray(x, FLOAT32) if is_narrow_dtype(_dtype(x)) else x for x in found.operands]
     try:
         return found.site.bind(operands, **wide_params(found.site.node))
@@ -155,7 +165,7 @@ def _cure_in_float32(site: Site, narrowed_by_user: bool, scopes: Iterable[str]) 
     if not scope or any(other.startswith(scope + "/") for other in scopes):
         around = f"Put `with jax.named_scope('wide'):` around {where}, and pass "
         scope = "wide"
-    rules = f'rules=jmp.DEFAULT_RULES.with_scopes({{"{scope}": "float32"}})'
+    rules = f'rules=jmp.DEFAULT_RULES.with_scopes({{"{glob.escape(scope)}": "float32"}})'
     cure = f"{around or 'Pass '}{rules}; or wrap the function of this line: jmp.full_precision(fn)."
     if in_autocast is None:
         cure += " Without autocast, the program itself computes this in 16 bits: widen the operands with .astype."
