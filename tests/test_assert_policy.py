@@ -283,6 +283,21 @@ def test_output_dtypes():
     assert faults(lambda x: x, X, checks=[output_dtypes("f32")]) == []
 
 
+def test_gradients_of_integers_are_no_floats():
+    gradients = jax.grad(lambda w, n: jnp.sum(w * n), argnums=(0, 1), allow_int=True)
+    assert faults(gradients, W, jnp.arange(8), checks=[output_dtypes("float32")]) == []
+
+
+def test_a_scope_with_brackets_is_excepted_as_the_sentence_says():
+    def fn(w, x):
+        with jax.named_scope("block[1]"):
+            return full_precision(jnp.matmul)(x, w)
+
+    fault = only_fault(fn, W, X, checks=[no_wide_dots()])
+    assert fault.endswith("no_wide_dots(except_scopes=('block[[]1]',)).")
+    assert faults(fn, W, X, checks=[no_wide_dots(except_scopes=("block[[]1]",))]) == []
+
+
 def test_a_scope_that_matches_nothing_is_always_a_fault():
     rules = DEFAULT_RULES.with_scopes({"Lajer": "float32"})
     for checks in ((), [no_float64()]):

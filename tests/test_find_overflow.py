@@ -542,7 +542,7 @@ def test_the_forward_pass_of_a_gradient_whose_loss_nobody_reads():
         assert (report.backward, report.verdict) == (False, Verdict.KEEP_FLOAT32)
 
 
-@pytest.mark.parametrize("scope", ["block[1]", "encoder/layer_0"])
+@pytest.mark.parametrize("scope", ["block[1]", "encoder/layer_0", 'the "first"', "été"])
 def test_the_cure_can_be_pasted(scope):
     def loss(w, x):
         with jax.named_scope(scope):
@@ -554,6 +554,36 @@ def test_the_cure_can_be_pasted(scope):
     assert report.scope == scope
     pasted = eval(report.cure.removeprefix("Pass rules=").partition(";")[0])
     assert not find_overflow(jmp.autocast(jax.value_and_grad(loss), "mixed_float16", rules=pasted))(*args)
+
+
+@pytest.mark.parametrize("scope", [".", " dense", "dense", ""])
+def test_a_scope_that_no_glob_names_alone(scope):
+    def loss(w, x):
+        with jax.named_scope(scope):
+            h = jax.nn.relu((1e3 * x) @ (1e2 * w)) @ w
+        with jax.named_scope("block"), jax.named_scope("dense"):
+            return jnp.mean(h)
+
+    report = find_overflow(jmp.autocast(loss, "mixed_float16"))(jnp.ones((16, 16)), jnp.ones((8, 16)))
+    assert report.cure.startswith("Put `with jax.named_scope('wide'):` around ")
+    assert 'DEFAULT_RULES.with_scopes({"wide": "float32"})' in report.cure
+
+
+def masked(x):
+    log = jnp.log(x)
+    return jnp.sum(jnp.where(jnp.isfinite(log), log, 0))
+
+
+def test_a_mask_of_what_is_finite_is_no_check_of_gradients():
+    assert not find_overflow(masked)(jnp.array([1.0, 0.0]))
+    report = find_overflow(lambda x: (masked(x), jnp.exp(1000 * x)))(jnp.array([1.0, 0.0]))
+    assert (report.primitive, report.reached) == ("exp", ("1",))
+
+    def checked(x):
+        root = jnp.sqrt(x - 1)
+        return jnp.where(jnp.isfinite(root).all(), x, 0)
+
+    assert find_overflow(checked)(jnp.zeros(2)).reached == ("the check of the gradients",)
 
 
 @pytest.mark.parametrize("call", [jax.pure_callback, io_callback])
@@ -696,6 +726,12 @@ def derivative(rule):
         ),
         (jnp.exp, np.float16(1000), "subtract the maximum first, as jax.nn.softmax does"),
         (derivative(jnp.exp), np.float32(1000), "subtract the maximum first, as jax.nn.softmax does"),
+        (jnp.arccos, np.float32(1.5), "jnp.clip(x, -1, 1), or a little less than that if it is differentiated"),
+        (lambda x: jnp.take(x, np.array([7])), np.ones(3, np.float32), "keep indices inside the array"),
+        (jnp.linalg.cholesky, -np.eye(2, dtype=np.float32), "add a multiple of the identity"),
+        (lambda x: lax.igamma(x, x), np.float32(-1), "look at its operands"),
+        (lambda x: x**2.5, np.float32(1e30), "keep the base positive"),
+        (lambda x: x * x, np.float32(1e30), "make its operands smaller"),
     ],
 )
 def test_the_cure_of_the_models_own(fn, x, cure):

@@ -57,8 +57,8 @@ def test_at_minimum_points_to_find_overflow(scale):
     report = overflow_report(state, PARAMS)
     assert report.status == "AT_MINIMUM"
     assert (
-        "The loss scale can go no lower, so that further overflows are the model's own: find_overflow(fn)(*args), with "
-        "the step's gradient function and its arguments, finds the operation that makes the first one."
+        "The loss scale can go no lower. At 1 or less, overflows are the model's own: find_overflow(fn)(*args), "
+        "with the step's gradient function and its arguments, finds the operation that makes the first one."
     ) in str(report)
 
 

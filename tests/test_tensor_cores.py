@@ -231,6 +231,21 @@ def test_the_report_is_a_value():
     assert str(report).isascii() and report.table().isascii()
 
 
+@pytest.mark.parametrize(("size", "window"), [(8, 3), (2, 3), (2, 5), (3, 3), (1, 1), (4, 4)])
+def test_the_gradients_of_a_convolution_want_its_channels_padded(size, window):
+    def loss(kernel, x):
+        return jnp.mean(jax.nn.relu(jax.lax.conv(x, kernel, (1, 1), "SAME")))
+
+    args = jnp.ones((24, 20, window, window)), jnp.ones((10, 20, size, size))
+    report = tensor_core_report(jax.grad(loss, (0, 1)), "mixed_float16")(*args)
+    assert [[each.size for each in product.padding] for product in report.products] == [[20], [20], [20]]
+
+
+def test_a_product_of_nothing():
+    report = tensor_core_report(jnp.dot, "mixed_float16")(jnp.ones((0, 3)), jnp.ones((3, 5)))
+    assert [share for _, share in report.padding] == [0, 0] and "3 -> 8  in 0.0% of the FLOPs" in str(report)
+
+
 def test_a_program_without_products():
     report = tensor_core_report(jnp.sin)(X)
     assert str(report) == "No dot and no convolution for the Tensor Cores of NVIDIA H200"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from glob import escape
 from typing import Any, TypeAlias
 
 from jax.typing import DTypeLike
@@ -44,7 +45,8 @@ def no_wide_dots(*, except_scopes: Sequence[str] = ()) -> Check:
     scopes = _globs(except_scopes)
 
     def check(report: Explanation) -> list[str]:
-        reasons = {(op.primitive, op.source, op.scope): op.reason for op in report.operations if op.dtype in _WIDE}
+        wide = [op for op in reversed(report.operations) if op.dtype in _WIDE]  # of two at one place, the first counts
+        reasons = {(op.primitive, op.source, op.scope): op.reason for op in wide}
 
         def is_fault(op: Emitted) -> bool:
             # The two that are multiplied: attention has others, such as a log-sum-exp.
@@ -57,7 +59,7 @@ def no_wide_dots(*, except_scopes: Sequence[str] = ()) -> Check:
             operands = ", ".join(filter(None, op.operands))
             return (
                 f"no_wide_dots: {op.primitive} reads {operands} {where}{because}; let it narrow, or except its scope: "
-                f"no_wide_dots(except_scopes=({op.scope or 'a jax.named_scope around it'!r},))."
+                f"no_wide_dots(except_scopes=({escape(op.scope) or 'a jax.named_scope around it'!r},))."
             )
 
         return _grouped(report, is_fault, sentence)
@@ -90,7 +92,7 @@ def no_narrow_sums(*, except_scopes: Sequence[str] = ()) -> Check:
                 what, remedy = f"{op.primitive} accumulates in {op.sums_in}", "cast its operand to float32 before"
             return (
                 f"no_narrow_sums: {what} {where}; {remedy}, or except its scope: "
-                f"no_narrow_sums(except_scopes=({op.scope or 'a jax.named_scope around it'!r},))."
+                f"no_narrow_sums(except_scopes=({escape(op.scope) or 'a jax.named_scope around it'!r},))."
             )
 
         return _grouped(report, is_fault, sentence)
@@ -152,7 +154,7 @@ def output_dtypes(dtype: DTypeLike) -> Check:
             f"output_dtypes: {_named(output)} is {output.dtype}, not {wanted}; autocast leaves results as the function "
             f"returns them, so cast it there."
             for output in report.outputs
-            if output.dtype != wanted and ("float" in output.dtype)
+            if output.dtype not in (wanted, "float0") and "float" in output.dtype
         ]
 
     return check

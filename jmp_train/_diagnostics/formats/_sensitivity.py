@@ -110,7 +110,8 @@ class Sensitivity:
         """The argument to give to `value_and_grad`, as Python; `rules` in it are those that `sensitivity` was given."""
         start = "rules=" + ("jmp.DEFAULT_RULES" if self.base == DEFAULT_RULES else "rules")
         method, value = (".with_scopes", "float32") if self.by == "scope" else (".replace", "recorded")
-        return start + (f"{method}({json.dumps(dict.fromkeys(self.kept, value))})" if self.kept else "")
+        argument = json.dumps(dict.fromkeys(self.kept, value), ensure_ascii=False)
+        return f"{start}{method}({argument})" if self.kept else start
 
     def as_dict(self) -> dict[str, Any]:
         """Returns dictionaries, lists, strings and numbers, ready for JSON; `None` for an infinite error."""

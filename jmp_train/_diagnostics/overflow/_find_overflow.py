@@ -206,7 +206,7 @@ def _run(call: Call, scale: float | None = None) -> tuple[TaintTracker, _Blamed 
     blamed = _blame(call, tracker, tainted)
     if blamed is None:
         # A step that skips returns finite values only: the non-finite gradients end in the loss scale's check.
-        blamed = _blame(call, tracker, [("the check of the gradients", taint) for taint in tracker.checked])
+        blamed = _blame(call, tracker, [("the check of the gradients", taint) for _, taint in tracker.checks])
     return tracker, blamed
 
 

@@ -21,8 +21,8 @@ _WHAT_TO_DO = {
     ScaleStatus.OK: "",
     ScaleStatus.BACKING_OFF: "",
     ScaleStatus.AT_MINIMUM: (
-        "The loss scale can go no lower, so that further overflows are the model's own: find_overflow(fn)(*args), with "
-        "the step's gradient function and its arguments, finds the operation that makes the first one."
+        "The loss scale can go no lower. At 1 or less, overflows are the model's own: find_overflow(fn)(*args), "
+        "with the step's gradient function and its arguments, finds the operation that makes the first one."
     ),
 }
 

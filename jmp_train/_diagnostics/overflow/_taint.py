@@ -73,7 +73,7 @@ class TaintTracker(Watcher):
     Attributes:
       ran: how many equations have run; an equation's number is this when it ran, from 1.
       origins: the origins and NaN origins, by number.
-      checked: the taints of values whose finiteness the program itself asked for.
+      checks: of values whose finiteness the program itself asked for: the answer, and the taint.
       first_uses: by position, the first equation that used a non-finite argument.
       scopes: the scopes of all equations.
       loss_scale: the largest loss scale of this package that multiplied anything; 1 without.
@@ -83,7 +83,7 @@ class TaintTracker(Watcher):
     replace_scale: float | None = None
     ran: int = 0
     origins: dict[int, Origin] = dataclasses.field(default_factory=dict)
-    checked: list[Taint] = dataclasses.field(default_factory=list)
+    checks: list[tuple[Any, Taint]] = dataclasses.field(default_factory=list)
     first_uses: dict[int, int] = dataclasses.field(default_factory=dict)
     scopes: set[str] = dataclasses.field(default_factory=set)
     loss_scale: float = 1.0
@@ -119,7 +119,9 @@ class TaintTracker(Watcher):
         for position in (position for tag in tags for position in tag.taint.arguments):
             self.first_uses.setdefault(position, self.ran)
         if is_finite_check(site.node):
-            self.checked.append(tags[0].taint)
+            self.checks.append((outputs[0], tags[0].taint))
+        if site.primitive == "select_n" and np.ndim(inputs[0].array):  # a mask of single numbers, no check of gradients
+            self.checks = [check for check in self.checks if check[0] is not inputs[0].array]
         taint = self._taint_of(site, inputs, tags, outputs) if any(nonfinite) else UNTAINTED
         if self.ran in taint.origins | taint.nan_origins:
             self.origins[self.ran] = Origin(by_user, site.derivative)

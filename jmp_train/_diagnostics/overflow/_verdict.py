@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import glob
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._dtypes import FLOAT32, facts
+from ..._paths import glob_matches
 from ..._tracebacks import is_asked_for
 from ..interpreter import Interpreter, Site, Value, Watcher, is_narrow_dtype, wide_params
 from ._source_lines import is_in_autocast, user_line
@@ -161,17 +163,23 @@ def _cure_in_float32(site: Site, narrowed_by_user: bool, scopes: Iterable[str]) 
             return "Leave out this cast, or divide the value by a constant before it."
         module = f", or give the Flax module `{site.scope}` dtype=jnp.float32" if site.scope else ""
         return f"The program itself computes this in 16 bits: widen the operands with .astype(jnp.float32){module}."
-    scope, around = site.scope, ""
-    if not scope or any(other.startswith(scope + "/") for other in scopes):
+    around, pattern = "", glob.escape(site.scope)
+    if not _has_glob(site.scope) or any(scope != site.scope and glob_matches(pattern, scope) for scope in scopes):
         around = f"Put `with jax.named_scope('wide'):` around {where}, and pass "
-        scope = "wide"
-    rules = f'rules=jmp.DEFAULT_RULES.with_scopes({{"{glob.escape(scope)}": "float32"}})'
+        pattern = "wide"
+    rules = f'rules=jmp.DEFAULT_RULES.with_scopes({{{json.dumps(pattern, ensure_ascii=False)}: "float32"}})'
     cure = f"{around or 'Pass '}{rules}; or wrap the function of this line: jmp.full_precision(fn)."
     if in_autocast is None:
         cure += " Without autocast, the program itself computes this in 16 bits: widen the operands with .astype."
     return cure
 
 
+def _has_glob(scope: str) -> bool:
+    """Whether a glob can be written for a scope: not for none, and globs lose spaces at their ends."""
+    return bool(scope) and scope == scope.strip() and "." not in scope.split("/") and scope.isprintable()
+
+
+_CLIPPED = "jnp.clip(x, -1, 1), or a little less than that if it is differentiated"
 # By primitive: why it is non-finite in float32 too, and the cure.
 _CAUSES = {
     "log": ("the logarithm of zero or of a negative number", "jnp.log(jnp.maximum(x, 1e-6)), or jax.nn.log_softmax"),
@@ -184,7 +192,19 @@ _CAUSES = {
     "integer_pow": ("a power beyond float32, or a negative power of zero", "keep the base away from zero"),
     "exp": ("the exponential of a number above 88", "subtract the maximum first, as jax.nn.softmax does"),
     "atanh": ("the inverse hyperbolic tangent of 1 or more", "keep its operand inside (-1, 1)"),
+    "acos": ("the arc cosine of a number beyond 1", _CLIPPED),
+    "asin": ("the arc sine of a number beyond 1", _CLIPPED),
+    "acosh": ("the inverse hyperbolic cosine of a number below 1", "jnp.maximum(x, 1)"),
+    "erf_inv": ("the inverse error function of 1 or more", "keep its operand inside (-1, 1)"),
+    "cholesky": ("the factor of a matrix that is not positive definite", "add a multiple of the identity"),
+    "lgamma": ("a pole of the function", "keep its operand positive"),
+    "digamma": ("a pole of the function", "keep its operand positive"),
+    "gather": ("an index out of bounds, for which jnp.take and nn.Embed give NaN", "keep indices inside the array"),
 }
+
+
+_EXCEEDS = ("the result exceeds float32", "make its operands smaller")
+_UNDEFINED = ("it is not defined for these operands, or infinities cancel inside it", "look at its operands")
 
 
 def _cause_in_model(found: Captured, narrow: Any) -> tuple[str, str]:
@@ -193,7 +213,8 @@ def _cause_in_model(found: Captured, narrow: Any) -> tuple[str, str]:
         what, cure = "infinities meet here", "a row that is masked everywhere needs a finite mask, such as -1e9"
         what += ": infinity minus infinity, or infinity times zero, is NaN"
     else:
-        what, cure = _CAUSES.get(site.primitive, ("the result exceeds float32", "make its operands smaller"))
+        exceeds = any(np.any(np.isinf(np.asarray(x))) for x in found.results if is_inexact(x))
+        what, cure = _CAUSES.get(site.primitive, _EXCEEDS if exceeds else _UNDEFINED)
     if (site.backward or site.derivative) and site.primitive in ("div", "pow", "rsqrt", "mul", "integer_pow"):
         what += ", in a derivative: that of a root, a norm or a quotient at 0"
         cure = "replace the operand first, jnp.where(x == 0, 1, x), and select the result afterwards; or add an epsilon"

@@ -96,9 +96,9 @@ def _convolution_matrix(params: Mapping[str, Any], left: Shape, right: Shape, re
     window = math.prod(right[d] for d in numbers.rhs_spec[2:])
     inner = right[numbers.rhs_spec[1]]
     outer = result[features] // groups
-    if backward and window > positions:
-        # The gradient of a kernel, told by a window larger than the result: its result is the kernel, and the sum runs
-        # over examples and positions.
+    if backward and numbers.lhs_spec[0] > numbers.lhs_spec[1]:
+        # The gradient of a kernel, for which JAX takes channels for examples: its result is the kernel, and the sum
+        # runs over examples and positions.
         inputs = result[batch]
         return _group_matrix(groups, inputs * positions, outer, inner * window, inputs, outer)
     return _group_matrix(groups, result[batch] * positions, outer, inner * window, inner, outer)

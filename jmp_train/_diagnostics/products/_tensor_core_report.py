@@ -83,7 +83,7 @@ class TensorCoreReport:
                 found[key] += product.flops * product.times
             for each in product.padding:
                 first.setdefault((each.size, each.padded), each)
-        return tuple((first[key], flops / self.flops) for key, flops in found.most_common())
+        return tuple((first[key], flops / max(self.flops, 1)) for key, flops in found.most_common())
 
     def as_dict(self) -> dict[str, Any]:
         """Returns everything as dictionaries, lists, strings and numbers, the sums of the properties included."""
