@@ -28,7 +28,7 @@ def stages(
         precision_of(aval, Precision.WEAK if i < weak else Precision.FULL) for i, aval in enumerate(jaxpr.in_avals)
     ]
     planner = Planner(jmp.get_policy(policy), rules, rewrites)
-    planner.find_products(jaxpr, precisions)
+    planner.analyze(jaxpr, precisions)
     program = None
     for name, program in planner.stages(jaxpr, precisions, [Flags()] * len(jaxpr.out_avals)):
         yield name, program

@@ -296,6 +296,7 @@ REWRITTEN = {
         W,
         X,
     ),
+    "wide_biases": (lambda w, x: jnp.tanh(x @ w + w[0]) @ w.T, W, X),
     "two_step_sums": (lambda w, x: mean_of_a_grid(jnp.tanh(x @ w)), W, RNG.normal(size=(240, 8)).astype(np.float32)),
 }
 
@@ -321,6 +322,35 @@ def test_no_rewrite_changes_what_the_user_keeps_as_recorded(name):
     rules = DEFAULT_RULES.with_scopes({".": "float32"})
     assert primitives(autocast(fn, "mixed_float16", rules=rules), *args) <= primitives(fn, *args)  # but for dead code
     assert_two_programs_agree(autocast(fn, "mixed_float16", rules=rules)(*args), fn(*args), "float32")
+
+
+@pytest.mark.parametrize(
+    ("fn", "name", "dtype"),
+    [
+        (lambda w, x: x @ w + w[0], "add", "float32"),
+        (lambda w, x: x @ w * w[0, 0], "mul", "float32"),
+        (lambda w, x: w[0] - x @ w, "sub", "float32"),
+        (lambda w, x: x @ w / w[:1], "div", "float32"),
+        (lambda w, x: x @ w * 3, "mul", "float16"),
+        (lambda w, x: x @ w + w[:2], "add", "float16"),
+        (lambda w, x: x @ w + (x @ w)[:1], "add", "float16"),
+        (lambda w, x: jnp.maximum(x @ w, w[0]), "max", "float16"),
+    ],
+    ids=["bias", "scalar", "difference", "scale", "literal", "residual", "activation", "bound"],
+)
+def test_wide_biases_are_parameters_that_are_broadcast(fn, name, dtype):
+    program = after("rewrite_lowered", lambda w, x: jnp.tanh(fn(w, x)) @ w.T, W, X)
+    (equation,) = (e for e in program.equations if e.name == name)
+    assert {program.avals[number].dtype.name for number in (*equation.operands, *equation.results)} == {dtype}
+    read = {number for e in program.equations for number in e.operands}.union(program.outputs)
+    assert all(result in read for e in program.equations if e.name == "cast" for result in e.results)
+
+
+def test_wide_biases_are_left_to_the_backward_pass_where_there_is_one():
+    gradient = jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w + w[0]) @ w.T))
+    others = [rewrite for rewrite in REWRITES if rewrite.name != "wide_biases"]
+    with_it, without = (after("rewrite_lowered", gradient, W, X, rewrites=each) for each in (REWRITES, others))
+    assert format_program(with_it) == format_program(without)
 
 
 def relu_mask(program: Program) -> set[str]:

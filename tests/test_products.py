@@ -665,7 +665,7 @@ def as_sums(fn, *args):
     """Of the wide products, forward and backward, whether they are written as multiplications and additions."""
     jaxpr = jax.make_jaxpr(fn)(*args)
     planner = Planner(get_policy("mixed_float16"), DEFAULT_RULES)
-    planner.find_products(jaxpr, [Precision.WEAK] + [Precision.FULL] * (len(args) - 1))
+    planner.analyze(jaxpr, [Precision.WEAK] + [Precision.FULL] * (len(args) - 1))
     entries = planner.recorded(jaxpr, TOP)[1]
     wide = [entry for entry in entries if isinstance(entry, WideProduct)]
     return tuple([each.as_sums for each in wide if each.of_derivative is derived] for derived in (False, True))

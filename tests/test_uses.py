@@ -135,7 +135,7 @@ def test_what_becomes_of_a_value(name):
     fn, expected = CASES[name]
     jaxpr = jax.make_jaxpr(fn)(X, Y, W)
     planner = Planner(jmp.get_policy("mixed_float16"), jmp.DEFAULT_RULES.with_scopes({"wide": "float32"}))
-    planner.find_products(jaxpr, [Precision.FULL] * 3)
+    planner.analyze(jaxpr, [Precision.FULL] * 3)
     found = planner.in_flags(jaxpr, TOP, [Flags()] * len(jaxpr.out_avals))[0]
     assert {flag for flag in Flags._fields if getattr(found, flag)} == expected
 

@@ -41,7 +41,7 @@ def autocast(
 
     Put it around the differentiated function, `autocast(jax.grad(loss))`, as `value_and_grad` does: then the sums of
     the backward pass are seen too. `jax.grad(autocast(loss))` works, calls user-written derivative rules, and
-    differentiates the mixed-precision program.
+    differentiates the mixed-precision program: the gradients of weights leave their dots in 16 bits there.
 
     Only operations recorded in float32 are narrowed. Code that casts by hand is left alone, except that its reductions
     accumulate in float32. Data (arguments outside `argnums`, captured arrays, literals that the compute dtype cannot

@@ -60,6 +60,7 @@ class Planner:
 
     def __init__(self, policy: Policy, rules: Rules, rewrites: Sequence[Rewrite] = REWRITES):
         self.policy, self.rules, self.rewrites = policy, rules, tuple(rewrites)
+        self.has_backward = False  # whether a backward pass is in the whole program
         # By the ids of equations and jaxprs, which `_recorded` keeps alive, so that no other object gets the same.
         self.wide: set[int] = set()  # dots that do not run in 16 bits
         self._recorded: dict[tuple[int, Place], tuple[Any, FlatJaxpr, list[Entry]]] = {}
@@ -78,16 +79,21 @@ class Planner:
         place: Place = TOP,
     ) -> Program:
         """Plans a program that is inside no other, whose results leave as recorded; arguments as of `plan`."""
-        self.find_products(jaxpr, precisions, place)
+        self.analyze(jaxpr, precisions, place)
         program = self.plan(jaxpr, precisions, out_flags, place)
         # Lowering asks for none of these, and they would keep the jaxpr alive, by which `autocast` knows the plan.
         for cache in (self._recorded, self._inlined, self._uses):
             cache.clear()
         return program.returning_recorded()
 
-    def find_products(self, jaxpr: ClosedJaxpr | Jaxpr, precisions: Sequence[Precision], place: Place = TOP) -> None:
-        """Finds the products of a whole program that have to run in float32; before any of it is planned."""
+    def analyze(self, jaxpr: ClosedJaxpr | Jaxpr, precisions: Sequence[Precision], place: Place = TOP) -> None:
+        """Finds the products of a whole program that have to run in float32, and whether a backward pass is in it.
+
+        Before any of it is planned.
+        """
         Products(self).find(jaxpr, precisions, place)
+        recorded, _ = self.recorded(jaxpr, place)
+        self.has_backward = any(map(place.is_backward, reversed(recorded.nodes)))  # last, if there is one
 
     def plan(self, *args: Any, **kwargs: Any) -> Program:
         """The program after the last of `stages`, which takes the same arguments."""

@@ -17,6 +17,7 @@ from .rewrite import Rewrite as Rewrite
 from .sliced_dots import sliced_dots
 from .sums_of_one import entry_of_sum, sums_of_one
 from .two_step_sums import two_step_sums
+from .wide_biases import wide_biases
 from .window_sums import window_sums
 
 _POOL = "select_and_scatter_add"
@@ -35,6 +36,7 @@ REWRITES = (
     Rewrite("chained_casts", of_lowered=chained_casts),
     Rewrite("window_sums", of_equation={"reduce_window_sum": window_sums}),
     Rewrite("two_step_sums", of_planned=two_step_sums),
+    Rewrite("wide_biases", of_lowered=wide_biases),
 )
 
 
