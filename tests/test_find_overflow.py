@@ -655,6 +655,10 @@ def test_the_text():
     ]
 
 
+def test_the_text_without_a_line():
+    assert str(find_overflow(jax.jit(jnp.exp))(jnp.full(3, 1e3))).splitlines()[1] == "  at      no line of a file"
+
+
 def test_the_text_of_a_loop_in_the_backward_pass():
     text = str(found("scan_backward"))
     assert "  in      the backward pass, scan iteration 3 of 6\n" in text

@@ -111,8 +111,8 @@ class Found:
         infs, nans = sum(x.infs for x in self.results), sum(x.nans for x in self.results)
         lines = [
             f"{self.primitive} made {count(infs, 'infinity').replace('infinitys', 'infinities')} and {nans} NaN",
-            f"  at      {self.file}:{self.line} ({self.function})",
-            f"          {self.text}",
+            f"  at      {self.file}:{self.line} ({self.function})" if self.file else "  at      no line of a file",
+            *([f"          {self.text}"] if self.text else []),
             f"  in      {self._place()}",
             *(f"  operand {operand}" for operand in self.operands),
             *(f"  result  {result}" for result in self.results),
