@@ -86,7 +86,8 @@ def value_and_grad(
       TypeError: `policy`, `argnums`, `rules` or `loss_scale` is something else, the loss scale is missing under
         float16, the loss is not a real floating scalar, a differentiated leaf is not floating or complex, or an
         argument holds an NNX module, which `flax_bridge.value_and_grad` is for.
-      ValueError: `axis_name` names no enclosing axis, or JAX can tell that the loss was averaged over it already.
+      ValueError: `axis_name` names no enclosing axis, JAX can tell that the loss was averaged over it already, or the
+        loss scale is not one number.
 
     Reference: Micikevicius et al., Mixed Precision Training, ICLR 2018, sections 3.1 and 3.2.
 

@@ -129,16 +129,16 @@ class _Run:
 
     def __init__(self, interpreter: Interpreter, watcher: Watcher):
         self._interpreter, self._watcher = interpreter, watcher
-        self._refs: dict[int, jax.Ref] = {}  # copies of those from outside, by id: only this run writes to them
+        self._refs: dict[jax.Ref, jax.Ref] = {}  # copies of those from outside: only this run writes to them
 
     def from_outside(self, value: Value) -> Value:
         """An argument or a captured array as this run reads it."""
         ref = value.array
         if not isinstance(ref, jax.Ref):
             return self._interpreter.widened(value)
-        if id(ref) not in self._refs:
-            self._refs[id(ref)] = jax.new_ref(self._interpreter.widened(Value(ref[...])).array)
-        return value._replace(array=self._refs[id(ref)])
+        if ref not in self._refs:
+            self._refs[ref] = jax.new_ref(self._interpreter.widened(Value(ref[...])).array)
+        return value._replace(array=self._refs[ref])
 
     def program(self, jaxpr: ClosedJaxpr | Jaxpr, args: Sequence[Value], where: _Context) -> Coroutine:
         program, last_uses = self._interpreter.prepared(jaxpr)

@@ -88,7 +88,7 @@ class TaintTracker(Watcher):
     scopes: set[str] = dataclasses.field(default_factory=set)
     loss_scale: float = 1.0
     _is_scaling: dict[int, bool] = dataclasses.field(default_factory=dict)
-    _stored: dict[int, Tag] = dataclasses.field(default_factory=dict)  # of what a `jax.Ref` holds, by its id
+    _stored: dict[jax.Ref, Tag] = dataclasses.field(default_factory=dict)  # of what each holds
 
     def before(self, site: Site, inputs: list[Value]) -> list[Value]:
         if not self._multiplies_by_scale(site):
@@ -109,7 +109,7 @@ class TaintTracker(Watcher):
 
     def watch(self, site: Site, inputs: Sequence[Value], outputs: Sequence[Any]) -> list[Tag]:
         self.ran += 1
-        tags = [self._stored.get(id(value.array)) or value.tag or _untraced(value.array) for value in inputs]
+        tags = list(map(self._tag_of, inputs))
         if site.primitive == BARRIER:
             return tags
         outputs = [*outputs, *contents_of_refs(inputs)]
@@ -127,9 +127,14 @@ class TaintTracker(Watcher):
             self.origins[self.ran] = Origin(by_user, site.derivative)
         pairs = zip(nonfinite, narrow, strict=True)
         found = [Tag(bad, taint if bad else UNTAINTED, by_user and low) for bad, low in pairs]
-        refs = [id(value.array) for value in inputs if isinstance(value.array, jax.Ref)]
+        refs = [value.array for value in inputs if isinstance(value.array, jax.Ref)]
         self._stored.update(zip(refs, found[len(found) - len(refs) :], strict=True))
         return found[: len(found) - len(refs)]
+
+    def _tag_of(self, value: Value) -> Tag:
+        if isinstance(value.array, jax.Ref) and value.array in self._stored:
+            return self._stored[value.array]
+        return value.tag or Tag(has_nonfinite(value.array), UNTAINTED, False)
 
     def _user_narrows(self, site: Site, inputs: Sequence[Value], narrow: bool) -> bool:
         """Whether 16 bits begin here because the program says so, rather than autocast."""
@@ -163,10 +168,6 @@ def argument_tag(position: int, array: Any) -> Tag:
     """The tag of an argument: its 16 bits, if it has them, are the user's."""
     bad = has_nonfinite(array)
     return Tag(bad, Taint(arguments=frozenset({position})) if bad else UNTAINTED, is_narrow_dtype(array.dtype))
-
-
-def _untraced(array: Any) -> Tag:
-    return Tag(has_nonfinite(array), UNTAINTED, False)
 
 
 def contents_of_refs(values: Sequence[Value]) -> list[jax.Array]:
