@@ -346,6 +346,15 @@ def test_wide_biases_are_parameters_that_are_broadcast(fn, name, dtype):
     assert all(result in read for e in program.equations if e.name == "cast" for result in e.results)
 
 
+def test_what_meets_a_wide_bias_is_rounded_in_every_kernel():
+    program = after("rewrite_lowered", lambda w, x: jnp.tanh(x @ w + w[0]) @ w.T, W, X)
+    producers = program.producers()
+    (total,) = (e for e in program.equations if e.name == "add")
+    rounded = producers[total.operands[0]]
+    assert [rounded.name, producers[rounded.operands[0]].name] == ["round", "cast"]
+    assert rounded.params["dtype"] == program.low
+
+
 def test_wide_biases_are_left_to_the_backward_pass_where_there_is_one():
     gradient = jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w + w[0]) @ w.T))
     others = [rewrite for rewrite in REWRITES if rewrite.name != "wide_biases"]
