@@ -75,7 +75,7 @@ IN_FLOAT32_TOO = {
     "rem": (lambda x: lax.rem(x, x - 1), "a remainder by zero", "jnp.where(d == 0, 1, d)"),
     "sqrt": (lambda x: jnp.sqrt(x - 2), "the root of a negative number", "jnp.maximum(x, 0)"),
     "rsqrt": (lambda x: lax.rsqrt(x - 1), "the reciprocal root of zero", "add an epsilon inside the root"),
-    "pow": (lambda x: (100 * x) ** (50 * x), "a power beyond float32", "keep the base positive"),
+    "pow": (lambda x: (x - 2) ** (x / 2), "a power of zero or of a negative number", "keep the base positive"),
     "integer_pow": (lambda x: (x - 1) ** -2, "a negative power of zero", "keep the base away from zero"),
     "exp": (lambda x: jnp.exp(x * 100), "the exponential of a number above 88", "subtract the maximum first"),
     "atanh": (jnp.arctanh, "the inverse hyperbolic tangent of 1", "keep its operand inside (-1, 1)"),
@@ -424,6 +424,65 @@ def step_of(scale, loss_fn):
     return step, tx
 
 
+def test_a_state_that_starts_at_infinity_hides_no_fault():
+    """As the lowest loss so far does: it is given back as it came, or some of it."""
+    tx = optax.chain(optax.sgd(1e-3), optax.contrib.reduce_on_plateau())
+
+    def step(w, state, x):
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        updates, state = tx.update(grads, state, w, value=loss)
+        return optax.apply_updates(w, updates), state, loss
+
+    healthy, faulty = (find_overflow(step)(W, tx.init(W), X * size) for size in (1, 1e30))
+    assert not healthy and not healthy.reached
+    assert (faulty.primitive, faulty.text) == (
+        "integer_pow",
+        "loss, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)",
+    )
+    assert faulty.verdict is Verdict.MODEL and "1/1/best_value" not in faulty.reached
+
+    def of_tasks(best, x):
+        return best.at[0].min(jnp.sum(x)), jnp.log(x - x)
+
+    assert find_overflow(of_tasks)(jnp.full(3, jnp.inf), X).primitive == "log"
+    # Where nothing else is to blame, such an argument is.
+    assert find_overflow(lambda best: best.at[0].set(1.0))(jnp.full(3, jnp.inf)).verdict is Verdict.INPUT
+
+
+@pytest.mark.parametrize(("scale", "verdict"), [(2.0**24, Verdict.LOWER_SCALE), (2.0**10, Verdict.INPUT)])
+def test_a_state_with_nan_hides_no_overflow_of_a_step_that_skips(scale, verdict):
+    train, tx = step_of(jmp.DynamicLossScale(scale), lambda w, x: jnp.mean(x @ w))
+
+    def step(w, opt_state, last, x):
+        return train(w, opt_state, x), jnp.where(jnp.sum(x) > 1e9, 0.0, last)
+
+    assert find_overflow(step)(W, tx.init(W), jnp.full(2, jnp.nan), X).verdict is verdict
+
+
+def test_nan_that_is_written_in_the_program():
+    report = find_overflow(lambda x: {"mean": jnp.where(x > 0, jnp.nan, x), "x": x + 1})(X)
+    assert not report and report.reached == ("mean",)
+    assert str(report).splitlines()[1] == "The NaN of mean is written in the program, as jnp.nan."
+
+
+def test_a_gradient_that_the_dtype_of_its_parameter_cannot_hold():
+    """No region cures it, for the gradient has that dtype; a parameter in float32 does."""
+
+    def gradient(w, x):
+        return jmp.autocast(jax.grad(lambda w: jnp.sum((x @ w) * 300)), "mixed_float16")(w)
+
+    x, w = jnp.full((1000, 8), 3.0), jnp.ones(8)
+    narrow = find_overflow(lambda w: {"w": gradient(w, x)})(w.astype(F16))
+    assert narrow.verdict is Verdict.KEEP_FLOAT32 and narrow.why.endswith(
+        "Besides, 'w' itself is too large for the 16 bits that the program returns it in."
+    )
+    assert narrow.cure.endswith(" Have 'w' in float32 first: a gradient has the dtype that its parameter is stored in.")
+    assert not find_overflow(gradient)(w, x)
+    # Where 16 bits hold the result, nothing is said of it.
+    small = find_overflow(jax.grad(lambda w: jnp.sum((x @ (w * F16(300))) / F32(300))))(w.astype(F16))
+    assert "Besides" not in small.why
+
+
 def test_a_step_at_the_minimum():
     def loss_fn(w, x):
         return jnp.sum(jnp.sqrt(x @ w))
@@ -634,6 +693,16 @@ def test_eight_bits_complex_and_keys_pass():
     assert report.primitive == "log" and report.verdict is Verdict.MODEL
 
 
+def test_integers_have_a_range():
+    report = find_overflow(lambda x, i: jnp.take(x, i))(np.ones(3, np.float32), np.array([1, 7]))
+    assert [str(operand) for operand in report.operands] == ["float32[3] 1", "int32[2, 1] from 1 to 7"]
+
+
+def test_a_region_is_no_library():
+    report = find_overflow(lambda x: jmp.full_precision(jnp.matmul)(x, x.T))(1e38 * X)
+    assert report.primitive == "dot_general" and report.through is None
+
+
 # The text
 
 
@@ -734,7 +803,12 @@ def derivative(rule):
         (lambda x: jnp.take(x, np.array([7])), np.ones(3, np.float32), "keep indices inside the array"),
         (jnp.linalg.cholesky, -np.eye(2, dtype=np.float32), "add a multiple of the identity"),
         (lambda x: lax.igamma(x, x), np.float32(-1), "look at its operands"),
-        (lambda x: x**2.5, np.float32(1e30), "keep the base positive"),
+        (lambda x: x**2.5, np.float32(-1), "keep the base positive"),
+        (lambda x: x**-2, np.float32(0), "keep the base away from zero"),
+        (lambda x: x**2.5, np.float32(1e30), "make its operands smaller"),
+        (lambda x: x**4, np.float32(-1e30), "make its operands smaller"),
+        (lambda x: x / 1e-30, np.float32(-1e30), "keep the divisor away from zero"),
+        (derivative(lambda x: x * x), np.float32(1e30), "make its operands smaller"),
         (lambda x: x * x, np.float32(1e30), "make its operands smaller"),
     ],
 )

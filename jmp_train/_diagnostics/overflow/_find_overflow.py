@@ -12,13 +12,15 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..._text import as_lists, count
 from ..._values import check_callable
-from ..interpreter import Call, Loop, Value, traced_call
+from ..interpreter import Call, Interpreter, Loop, Value, Watcher, is_narrow_dtype, traced_call
 from ._source_lines import between_user_and_jax, user_line
-from ._taint import UNTAINTED, Taint, TaintTracker, argument_tag, is_inexact
+from ._taint import UNTAINTED, Taint, TaintTracker, argument_tag, has_nonfinite
 from ._verdict import Captured, Verdict, capture, diagnose
 
 
@@ -69,7 +71,7 @@ class Found:
       why, cure: the reason for it, and the line to paste.
       loss_scale: the loss scale of the call, if it had one above 1.
       fitting_loss_scale: the largest power of two under which the call is finite, for `Verdict.LOWER_SCALE`.
-      reached: paths of the results that became non-finite.
+      reached: paths of the results that became non-finite; if nothing was to blame, of those that hold NaN.
     """
 
     operations: int
@@ -107,7 +109,11 @@ class Found:
     def __str__(self) -> str:
         not_entered = [f"Not looked into: {', '.join(self.not_entered)}"] if self.not_entered else []
         if not self:
-            return "\n".join([f"No operation of {self.operations} is to blame for an infinity or NaN.", *not_entered])
+            nan = (
+                [f"The NaN of {', '.join(self.reached)} is written in the program, as jnp.nan."] if self.reached else []
+            )
+            blame = f"No operation of {self.operations} is to blame for an infinity or NaN."
+            return "\n".join([blame, *nan, *not_entered])
         infs, nans = sum(x.infs for x in self.results), sum(x.nans for x in self.results)
         lines = [
             f"{self.primitive} made {count(infs, 'infinity').replace('infinitys', 'infinities')} and {nans} NaN",
@@ -178,9 +184,10 @@ def find_overflow(fn: Callable[..., Any]) -> Callable[..., Found]:
     def find(*args: Any, **kwargs: Any) -> Found:
         call = traced_call("find_overflow", fn, args, kwargs)
         call = call._replace(args=[Value(x, argument_tag(i, x)) for i, (x, _) in enumerate(call.args)])
-        tracker, blamed = _run(call)
+        tracker, blamed, nan_results = _run(call)
         if blamed is None:
-            return Found(operations=tracker.ran, not_entered=tuple(call.interpreter.not_entered()))
+            not_entered = tuple(call.interpreter.not_entered())
+            return Found(operations=tracker.ran, not_entered=not_entered, reached=nan_results)
         return _report(call, tracker, blamed)
 
     return find
@@ -194,20 +201,28 @@ class _Blamed(NamedTuple):
     reached: tuple[str, ...]
 
 
-def _run(call: Call, scale: float | None = None) -> tuple[TaintTracker, _Blamed | None]:
-    """Runs the call, with another loss scale if one is given, and looks for what is to blame."""
+def _run(call: Call, scale: float | None = None) -> tuple[TaintTracker, _Blamed | None, tuple[str, ...]]:
+    """Runs the call, with another loss scale if one is given; what is to blame, and the paths of results with NaN."""
     tracker = TaintTracker(scale)
     results = call.interpreter.run(call.args, tracker)
     program = call.interpreter.program
     tainted: list[tuple[str, Taint]] = []
+    kept: list[tuple[str, Taint]] = []
+    nan_results = []
     for path, number, value in zip(call.out_paths, program.outputs, results, strict=True):
-        if value.tag is not None and value.tag.nonfinite and number not in program.inputs:
-            tainted.append((path or "the result", value.tag.taint))
-    blamed = _blame(call, tracker, tainted)
-    if blamed is None:
-        # A step that skips returns finite values only: the non-finite gradients end in the loss scale's check.
-        blamed = _blame(call, tracker, [("the check of the gradients", taint) for _, taint in tracker.checks])
-    return tracker, blamed
+        if value.tag is None or not value.tag.nonfinite or number in program.inputs:
+            continue
+        arguments = [call.args[i].array for i in value.tag.taint.arguments]
+        if not any(np.array_equal(value.array, array) for array in arguments):
+            into = kept if any(_keeps_nonfinite(value.array, array) for array in arguments) else tainted
+            into.append((path or "the result", value.tag.taint))
+        if np.any(np.isnan(value.array)):
+            nan_results.append(path or "the result")
+    # A step that skips returns finite values only: the non-finite gradients end in the loss scale's check. What stays
+    # where an argument had it comes last: it may be a state's, as an infinity is the lowest loss so far at first.
+    checks = [("the check of the gradients", taint) for _, taint in tracker.checks]
+    blamed = next(filter(None, (_blame(call, tracker, found) for found in (tainted, checks, kept))), None)
+    return tracker, blamed, tuple(nan_results)
 
 
 def _blame(call: Call, tracker: TaintTracker, tainted: Sequence[tuple[str, Taint]]) -> _Blamed | None:
@@ -228,6 +243,14 @@ def _blame(call: Call, tracker: TaintTracker, tainted: Sequence[tuple[str, Taint
         first = min(total.nan_origins)
         return _Blamed(first, total.arguments, _reached(tainted, "nan_origins", {first}))
     return None
+
+
+def _keeps_nonfinite(result: Any, argument: Any) -> bool:
+    """Whether each infinity and NaN of a result is where an argument of its shape has the same."""
+    if np.shape(result) != np.shape(argument):
+        return False
+    finite = np.isfinite(result)
+    return np.array_equal(*(np.where(finite, 0, array) for array in (result, argument)), equal_nan=True)
 
 
 def _is_mask(array: Any) -> bool:
@@ -259,6 +282,9 @@ def _report(call: Call, tracker: TaintTracker, blamed: _Blamed) -> Found:
     else:
         by_user = tracker.origins[number].narrowed_by_user
         verdict, why, cure = diagnose(call.interpreter, call.args, number, found, by_user, tracker.scopes)
+        if verdict is Verdict.KEEP_FLOAT32 and found.site.backward and (path := _too_narrow(call, blamed)):
+            why += f" Besides, {path} itself is too large for the 16 bits that the program returns it in."
+            cure += f" Have {path} in float32 first: a gradient has the dtype that its parameter is stored in."
         if scale > 1:
             why += " No loss scale cures it."
     return _describe(
@@ -274,18 +300,34 @@ def _report(call: Call, tracker: TaintTracker, blamed: _Blamed) -> Found:
     )
 
 
+def _too_narrow(call: Call, blamed: _Blamed) -> str | None:
+    """The first of the results reached that its own 16 bits cannot hold, were everything before it in float32."""
+    wide = Interpreter(call.interpreter.jaxpr, wide=True).run(call.args, Watcher())
+    for path, value, aval in zip(call.out_paths, wide, call.interpreter.jaxpr.out_avals, strict=True):
+        dtype = getattr(aval, "dtype", None)
+        if (path or "the result") in blamed.reached and is_narrow_dtype(dtype):
+            if not has_nonfinite(value.array) and has_nonfinite(value.array.astype(dtype)):
+                return repr(path) if path else "the result"
+    return None
+
+
 def _largest_finite_scale(call: Call, scale: float) -> float | None:
-    """The largest power of two below `scale` under which nothing is to blame; `None` if 1 is too large already."""
-    if _run(call, 1.0)[1] is not None:
+    """The largest power of two below `scale` under which no equation is to blame; `None` if 1 is too large already."""
+
+    def fails(scale: float) -> bool:
+        _, blamed, _ = _run(call, scale)
+        return blamed is not None and not blamed.arguments
+
+    if fails(1.0):
         return None
-    fits, fails = 0, math.ceil(math.log2(scale))
-    while fails - fits > 1:
-        middle = (fits + fails) // 2
-        if _run(call, 2.0**middle)[1] is None:
-            fits = middle
+    low, high = 0, math.ceil(math.log2(scale))
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fails(2.0**middle):
+            high = middle
         else:
-            fails = middle
-    return 2.0**fits
+            low = middle
+    return 2.0**low
 
 
 def _describe(found: Captured, **others: Any) -> Found:
@@ -314,7 +356,7 @@ def _ranges(arrays: Sequence[Any]) -> tuple[ArrayRange, ...]:
 
 def _range(array: Any) -> ArrayRange:
     shape, name = tuple(array.shape), getattr(array.dtype, "name", str(array.dtype))
-    if not is_inexact(array):
+    if isinstance(array, jax.Ref) or not jnp.issubdtype(array.dtype, jnp.number):
         return ArrayRange(shape, name, None, None, None, 0, 0, 0)
     numbers = np.asarray(array)
     finite = numbers[np.isfinite(numbers)]

@@ -16,11 +16,13 @@ import jax
 
 from ..._autocast import autocast
 from ..._jaxpr import Node
+from ..._static import of_hidden
 from ..._tracebacks import frames_of, is_jax
 from ..interpreter import Site
 
 _AUTOCAST = autocast.__code__.co_filename
 _PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")) + os.sep
+_REGION = of_hidden.__code__.co_filename  # what stands between a region's function and its caller
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _JAX = os.path.dirname(jax.__file__)
 # The functions of JAX that users call; its other files are machinery around them.
@@ -57,7 +59,7 @@ def between_user_and_jax(site: Site) -> str | None:
     if any(name.endswith("process_custom_vjp_call") for name in names) and "_flatten_fwd" not in names:
         return "the backward rule of the custom_vjp called there; JAX keeps no line of it"
     for function, file, number in frames:
-        if not is_jax(file):
+        if not is_jax(file) and file != _REGION:
             return None if own and (file, number) == own[:2] else f"{file}:{number} ({function})"
     return None
 

@@ -188,8 +188,8 @@ _CAUSES = {
     "rem": ("a remainder by zero", "divide by jnp.where(d == 0, 1, d) and select afterwards"),
     "sqrt": ("the root of a negative number", "jnp.sqrt(jnp.maximum(x, 0))"),
     "rsqrt": ("the reciprocal root of zero or of a negative number", "add an epsilon inside the root"),
-    "pow": ("a power beyond float32, or one of zero or of a negative number", "keep the base positive"),
-    "integer_pow": ("a power beyond float32, or a negative power of zero", "keep the base away from zero"),
+    "pow": ("a power of zero or of a negative number", "keep the base positive"),
+    "integer_pow": ("a negative power of zero", "keep the base away from zero"),
     "exp": ("the exponential of a number above 88", "subtract the maximum first, as jax.nn.softmax does"),
     "atanh": ("the inverse hyperbolic tangent of 1 or more", "keep its operand inside (-1, 1)"),
     "acos": ("the arc cosine of a number beyond 1", _CLIPPED),
@@ -203,22 +203,37 @@ _CAUSES = {
 }
 
 
-_EXCEEDS = ("the result exceeds float32", "make its operands smaller")
+_POLES = {"div": 1, "pow": 0, "integer_pow": 0}
+"""By primitive: the operand whose zeros are poles."""
 _UNDEFINED = ("it is not defined for these operands, or infinities cancel inside it", "look at its operands")
 
 
 def _cause_in_model(found: Captured, narrow: Any) -> tuple[str, str]:
     site, operands = found.site, found.operands
-    if any(map(has_nonfinite, operands)):
-        what, cure = "infinities meet here", "a row that is masked everywhere needs a finite mask, such as -1e9"
-        what += ": infinity minus infinity, or infinity times zero, is NaN"
+    if _exceeds_float32(found):
+        what, cure = "the result exceeds float32", "make its operands smaller"
+        if site.primitive == "div":
+            cure = "keep the divisor away from zero"
     else:
-        exceeds = any(np.any(np.isinf(np.asarray(x))) for x in found.results if is_inexact(x))
-        what, cure = _CAUSES.get(site.primitive, _EXCEEDS if exceeds else _UNDEFINED)
-    if (site.backward or site.derivative) and site.primitive in ("div", "pow", "rsqrt", "mul", "integer_pow"):
-        what += ", in a derivative: that of a root, a norm or a quotient at 0"
-        cure = "replace the operand first, jnp.where(x == 0, 1, x), and select the result afterwards; or add an epsilon"
-    if narrow is not None and site.primitive in ("div", "log", "rsqrt", "rem"):
-        smallest = facts(narrow).smallest_subnormal / 2
-        cure += f" (a constant of {smallest:.1g} or less is zero in {narrow.name})"
+        what, cure = _CAUSES.get(site.primitive, _UNDEFINED)
+        if any(map(has_nonfinite, operands)):
+            what, cure = "infinities meet here", "a row that is masked everywhere needs a finite mask, such as -1e9"
+            what += ": infinity minus infinity, or infinity times zero, is NaN"
+        if (site.backward or site.derivative) and site.primitive in ("div", "pow", "rsqrt", "mul", "integer_pow"):
+            what += ", in a derivative: that of a root, a norm or a quotient at 0"
+            cure = "replace the operand first, jnp.where(x == 0, 1, x), and select the result afterwards; "
+            cure += "or add an epsilon"
+        if narrow is not None and site.primitive in ("div", "log", "rsqrt", "rem"):
+            smallest = facts(narrow).smallest_subnormal / 2
+            cure += f" (a constant of {smallest:.1g} or less is zero in {narrow.name})"
     return f"Non-finite in float32 too: {what}.", f"It is the model's own: {cure}."
+
+
+def _exceeds_float32(found: Captured) -> bool:
+    """Whether finite operands, none of them at a pole of the operation, gave infinities."""
+    primitive, operands = found.site.primitive, found.operands
+    if any(map(has_nonfinite, operands)) or not any(np.any(np.isinf(x)) for x in found.results if is_inexact(x)):
+        return False
+    if primitive in _POLES:
+        return bool(np.all(np.asarray(operands[_POLES[primitive]])))
+    return primitive not in _CAUSES
