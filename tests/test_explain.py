@@ -340,4 +340,7 @@ def test_products_in_a_function_that_jax_jits():
 def test_scopes_that_match_nothing():
     rules = DEFAULT_RULES.with_scopes({"Layer": "float32", "Lajer": "float32"})
     assert report(layer, W, X, rules=rules).unmatched_scopes == ("'Lajer' (did you mean 'Layer'?)",)
+    brackets = DEFAULT_RULES.with_scopes({"block[1]": "float32"})
+    (found,) = report(jax.named_scope("block[1]")(layer), W, X, rules=brackets).unmatched_scopes
+    assert found == "'block[1]' (did you mean 'block[[]1]'?)"
     assert report(jax.grad(scanned_loss), W, X, rules=rules, policy="float32").unmatched_scopes != ()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from flax import linen as nn
 from flax import nnx
-from jax import lax
+from jax import export, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from product_tools import CONVOLUTIONS, array, convolution, product, products
@@ -20,7 +20,7 @@ from jmp_train import dot_product_attention as jmp_attention
 from jmp_train._diagnostics.gpu._gpus import get_gpu
 from jmp_train._diagnostics.products._amdahl import Estimate, _bytes_in_float32, _bytes_outside_products
 from jmp_train._jaxpr import flatten
-from jmp_train.diagnostics import TensorCoreReport, round_up, tensor_core_report
+from jmp_train.diagnostics import TensorCoreReport, gpu_report, round_up, tensor_core_report
 
 H200, F32 = get_gpu("H200"), jnp.float32
 
@@ -64,6 +64,14 @@ def test_eight_bit_operands_need_sixteen():
     ).on_tensor_cores
 
 
+def test_sizes_must_be_numbers():
+    (rows,) = export.symbolic_shape("b")
+    x = jax.ShapeDtypeStruct((rows, 8), jnp.float32)
+    for report in (tensor_core_report, gpu_report):
+        with pytest.raises(ValueError, match=r"the argument '0/x' has the symbolic shape \(b, 8\); pass arrays, or"):
+            report(lambda batch: batch["x"] @ batch["x"].T)({"x": x})
+
+
 def test_channels_of_a_convolution():
     fn, _, _ = convolution({})
     found = products(
@@ -87,12 +95,16 @@ def test_channels_of_a_convolution():
          "float32 operands at the highest precision: no Tensor Cores; narrow them, or allow TF32"),
         (jnp.matmul, (array(1, 64), array(64, 64)), "16 bits",
          "a matrix times a vector: it reads all of the matrix for one row; give it more rows at a time"),
+        (jnp.matmul, (array(64, 64), array(64, 1)), "16 bits",
+         "a matrix times a vector: it reads all of the matrix for one column; memory bounds it"),
         (convolution(CONVOLUTIONS["depthwise"])[0], (array(2, 13, 19, 8), array(3, 3, 1, 16)), "16 bits",
          "one channel a group: there is no matrix in it, Tensor Cores are not used"),
         (jnp.matmul, (array(60, 64), array(64, 36)), "16 bits",
          "no multiple of 8: pad M 60 -> 64, N 36 -> 40"),
         (jnp.matmul, (array(64, 64, dtype=jnp.int32),) * 2, "float32",
-         "int32 operands at the highest precision: no Tensor Cores; narrow them, or allow TF32"),
+         "int32 operands: of integers, Tensor Cores multiply int8"),
+        (jnp.matmul, (array(64, 64, dtype=jnp.complex64),) * 2, "tf32",
+         "complex64 operands: 16 bits have no complex numbers"),
     ],
 )  # fmt: skip
 def test_reasons(fn, args, unit, reason):

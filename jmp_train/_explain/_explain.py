@@ -6,6 +6,7 @@ Decides what is worth telling about a plan. Does not decide the plan (`_autocast
 from __future__ import annotations
 
 import dataclasses
+import glob
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -155,11 +156,12 @@ def _opaque(found: Sequence[tuple[Operation, Visit]]) -> tuple[tuple[str, int, s
 
 def _unmatched(rules: Rules, operations: Sequence[Operation]) -> tuple[str, ...]:
     scopes = {op.scope for op in operations}
+    segments = {glob.escape(segment) for scope in scopes for segment in scope.split("/")}
     return tuple(
         dict.fromkeys(
-            f"{glob!r}{did_you_mean(glob, {segment for scope in scopes for segment in scope.split('/')})}"
-            for glob, _ in rules.scopes
-            if not any(glob_matches(glob, scope) for scope in scopes)
+            f"{pattern!r}{did_you_mean(pattern, segments)}"
+            for pattern, _ in rules.scopes
+            if not any(glob_matches(pattern, scope) for scope in scopes)
         )
     )
 

@@ -1,6 +1,7 @@
 """What will a GPU run? A program compiled for a GPU that need not be there, read from the text of its module."""
 
 from ._compile import abstract_mesh as abstract_mesh
+from ._compile import check_sizes as check_sizes
 from ._compile import traced_program as traced_program
 from ._gpu_report import gpu_report as gpu_report
 from ._gpus import GPU as GPU

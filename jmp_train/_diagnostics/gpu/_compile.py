@@ -17,6 +17,8 @@ from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ..._jaxpr import ClosedJaxpr, Jaxpr, trace
+from ..._paths import leaf_paths
+from ..._sizes import is_static
 from ..._static import hide_static, is_argument, of_hidden
 from ..._values import as_count
 from ._gpus import get_gpu
@@ -134,6 +136,17 @@ def lower_for_gpu(
                 f"when you run."
             ) from error
     return getattr(lowered, "lowered", lowered)  # flax.nnx.jit has its own type around it
+
+
+def check_sizes(args: tuple, kwargs: Mapping[str, Any]) -> None:
+    """Raises ValueError where an argument has a symbolic dimension."""
+    for path, leaf in zip(leaf_paths((args, kwargs)), jax.tree.leaves((args, kwargs)), strict=True):
+        shape = getattr(leaf, "shape", ())
+        if not is_static(shape):
+            raise ValueError(
+                f"a report needs sizes in numbers, the argument {path.partition('/')[2]!r} has the symbolic shape "
+                f"{tuple(shape)}; pass arrays, or jax.ShapeDtypeStructs of the sizes that you run with."
+            )
 
 
 def traced_program(fn: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> ClosedJaxpr | Jaxpr:

@@ -19,7 +19,16 @@ from ..._flops import PRODUCTS
 from ..._jaxpr import LOOPS
 from ..._policy import Policy, get_policy
 from ..._values import check_callable
-from ._compile import compile_lowered, gpu_mesh, is_jitted, lower_for_gpu, mesh_axes, module_text, traced_program
+from ._compile import (
+    check_sizes,
+    compile_lowered,
+    gpu_mesh,
+    is_jitted,
+    lower_for_gpu,
+    mesh_axes,
+    module_text,
+    traced_program,
+)
 from ._compiled_products import products
 from ._copies import explained_copies, unused_donors
 from ._gpus import GPU, get_gpu
@@ -76,8 +85,8 @@ def gpu_report(
 
     Raises:
       TypeError: `fn` is not callable, or is jitted and given options of `jit` here.
-      ValueError: `gpu` or `devices` name none, `gpu` is older than the compiler knows, or `fn` uses devices of this
-        machine.
+      ValueError: `gpu` or `devices` name none, `gpu` is older than the compiler knows, `fn` uses devices of this
+        machine, or an argument has a symbolic dimension.
       RuntimeError: the compiler is not installed, or not in jax's version; the error has the command.
 
     ```python
@@ -104,6 +113,7 @@ def gpu_report(
     program = fn if policy is None else autocast(fn, policy)
 
     def report(*args: Any, **kwargs: Any) -> GPUReport:
+        check_sizes(args, kwargs)
         mesh = gpu_mesh(devices, gpu)
         with warnings.catch_warnings(record=True) as raised:
             warnings.simplefilter("always")

@@ -258,19 +258,22 @@ def _padding(matrix: Matrix, unit: str) -> tuple[Padding, ...]:
 
 def _why_not(matrix: Matrix, dtypes: Sequence[str], unit: str, padding: tuple[Padding, ...]) -> str | None:
     """Why a product is not on Tensor Cores as it could be; `None` if it is."""
+    widest = max(map(jnp.dtype, dtypes), key=lambda dtype: dtype.itemsize)
+    if jnp.issubdtype(widest, jnp.complexfloating):
+        return f"{widest} operands: 16 bits have no complex numbers"
+    if jnp.issubdtype(widest, jnp.integer) and unit not in NARROW_UNITS:
+        return f"{widest} operands: of integers, Tensor Cores multiply int8"
     if unit == "float32":
-        return f"{_widest(dtypes)} operands at the highest precision: no Tensor Cores; narrow them, or allow TF32"
+        return f"{widest} operands at the highest precision: no Tensor Cores; narrow them, or allow TF32"
     if unit not in NARROW_UNITS:
-        return f"{_widest(dtypes)} operands: {UNITS[unit]}; narrow them"
+        return f"{widest} operands: {UNITS[unit]}; narrow them"
     if matrix.is_depthwise:
         return "one channel a group: there is no matrix in it, Tensor Cores are not used"
-    if min(matrix.m, matrix.n) == 1:
+    if matrix.m == 1:
         return "a matrix times a vector: it reads all of the matrix for one row; give it more rows at a time"
+    if matrix.n == 1:
+        return "a matrix times a vector: it reads all of the matrix for one column; memory bounds it"
     if padding:
         pads = ", ".join(f"{each.what} {each.size} -> {each.padded}" for each in padding)
         return f"no multiple of {_MULTIPLES[unit]}: pad {pads}"
     return None
-
-
-def _widest(dtypes: Sequence[str]) -> str:
-    return max(dtypes, key=lambda name: jnp.dtype(name).itemsize)

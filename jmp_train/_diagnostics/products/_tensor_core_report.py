@@ -22,7 +22,7 @@ from ..._paths import glob_matches
 from ..._policy import Policy, get_policy
 from ..._text import as_lists, columns, count, short_source
 from ..._values import check_callable
-from ..gpu import UNITS, abstract_mesh, flops_by_unit, get_gpu, traced_program
+from ..gpu import UNITS, abstract_mesh, check_sizes, flops_by_unit, get_gpu, traced_program
 from ._amdahl import Estimate, estimate, other_bytes
 from ._products import Padding, Product, products_of
 
@@ -137,7 +137,7 @@ def tensor_core_report(
 
     Raises:
       TypeError: `fn` is not callable, or `gpu` is no text.
-      ValueError: `gpu` or `policy` is unknown, or `devices` are none.
+      ValueError: `gpu` or `policy` is unknown, or `devices` are none; an argument has a symbolic dimension.
 
     >>> import jax, jax.numpy as jnp
     >>> def loss(w, x):
@@ -152,6 +152,7 @@ def tensor_core_report(
     mesh = None if devices is None else abstract_mesh(devices)
 
     def report(*args: Any, **kwargs: Any) -> TensorCoreReport:
+        check_sizes(args, kwargs)
         with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
             found = list(visits(traced_program(program, args, kwargs), TOP))
         products = tuple(products_of(found, described))
