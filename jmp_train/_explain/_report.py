@@ -211,10 +211,10 @@ class Explanation:
         number = sum(op.reason.endswith(Cause.PRECISION.value) for op in self.wide_products)
         if not number:
             return ""
-        return (
-            f"; {count(number, 'product')} kept in float32, the precision they were set to: where that is set for all, "
-            f'matmul_precision="default" in the policy lets them narrow'
-        )
+        told = f"; {count(number, 'product')} kept in float32, the precision they were set to"
+        if "matmul_precision" in self.policy:
+            return told  # by the call itself, over the policy
+        return f'{told}: where that is set for all, matmul_precision="default" in the policy lets them narrow'
 
     def _by_wide_product(self) -> list[str]:
         """A table of the products that run in float32, unless the whole program does."""
