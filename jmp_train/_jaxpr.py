@@ -271,7 +271,10 @@ def flatten(
             env.update(zip(eqn.outvars, outs, strict=True))
             if eqn.primitive.name == "device_put":
                 for put, operand, result in zip(_each_array(eqn), ins, outs, strict=True):
-                    nodes.append(Node(put, (operand,), (result,), scope, low_region, calls))
+                    if put.params["devices"] == (None,):  # moves nothing, as in `jax.scipy.sparse.linalg.cg`
+                        env[put.outvars[0]] = operand
+                    else:
+                        nodes.append(Node(put, (operand,), (result,), scope, low_region, calls))
             else:
                 nodes.append(Node(eqn, ins, outs, scope, low_region, calls))
         return numbers(env, body.outvars)

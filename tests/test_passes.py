@@ -288,7 +288,7 @@ REWRITTEN = {
     "fold_transposes": (jax.grad(squares), W, X),
     "hoist_weight_casts": (recurrent, LAYERS[0], X),
     "narrow_caches": (lookup, LAYERS[0], X),
-    "narrow_transfers": (lambda w, x: jnp.tanh(x @ jax.device_put(w)), W, X),
+    "narrow_transfers": (lambda w, x: jnp.tanh(x @ jax.device_put(w, jax.memory.Space.Device)), W, X),
     "sliced_dots": (joined_gates, LAYERS[0], X),
     "chained_casts": (jax.grad(residual_stream), LAYERS, X),
     "window_sums": (

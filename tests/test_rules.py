@@ -120,7 +120,7 @@ SAMPLES = {
     "optimization_barrier": lambda x: lax.optimization_barrier(x),
     "stop_gradient": lambda x: lax.stop_gradient(x),
     "copy": bound("copy"),
-    "device_put": jax.device_put,
+    "device_put": lambda x: jax.device_put(x, jax.memory.Space.Device),
     "clamp": lambda x: lax.clamp(x, x, x),
     "concatenate": lambda x: jnp.concatenate([x, x]),
     "pad": lambda x: jnp.pad(x, 1),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hand_tools import by_hand, relative_error
-from jax import lax
+from jax import lax, scipy
 from pass_tools import after
 
 from jmp_train import DEFAULT_RULES, autocast, low_precision
@@ -33,6 +33,11 @@ CASES = {
     ),
     "a sum": (lambda a, b, p, x: (a + b) * x, "add", ["full"]),
     "a chain": (lambda a, b, p, x: ((a + b) - b) * x, "add sub", ["full", "full"]),
+    "what a solver reads": (
+        lambda a, b, p, x: scipy.sparse.linalg.cg(lambda y: 2 * y, (a[:, :8] - a[:, 8:]) / 0.1)[0],
+        "sub div",
+        ["full", "full"],
+    ),
     "a choice": (lambda a, b, p, x: jnp.where(p["b"] > 0, a + b, b) * x, "add select_n", ["low", "low"]),
     "a choice of a product": (lambda a, b, p, x: jnp.where(x > 0, a * b, 2 * b) + x, "mul select_n", ["full"] * 3),
     "a choice that compares it": (
