@@ -67,14 +67,6 @@ def test_kernels_above_bare_adam():
     assert ours - bare <= 2 * len(MODEL)
 
 
-def test_a_gradient_norm_shares_the_kernels_of_the_check():
-    shapes = {f"{i}": (64, 64) for i in range(32)}
-    clipped, ours = (len(kernels(module(with_loss_scale(tx), shapes))) for tx in (CLIPPED, ADAM))
-    bare = len(kernels(module(CLIPPED, shapes, scaled=False)))
-    print(f"{ours} kernels, {clipped} with clipping, {bare} with clipping alone")
-    assert clipped - ours <= 32 / 4 and clipped <= bare
-
-
 def usual_check(grads):
     """One reduction a leaf, as everywhere."""
     return jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]).all()
@@ -101,7 +93,7 @@ def test_the_check_of_1000_small_leaves():
     usual, usual_seconds = check_of(1000, usual_check)
     print(f"1000 leaves: {ours} kernels in {seconds:.1f} CPU s; usual check {usual} in {usual_seconds:.1f}")
     print(f"250 leaves: {few} kernels in {few_seconds:.1f} CPU s")
-    assert ours <= 0.15 * usual
+    assert ours <= 0.1 * usual
     assert seconds <= 2 * 4 * few_seconds  # linear, with room for a busy machine
 
 

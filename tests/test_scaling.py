@@ -127,9 +127,9 @@ def test_a_power_of_two_scales_exactly(exponent, gradient):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "kernels"), [([4] * 16, 1), ([4] * 17, 2), ([4] * 33, 3), ([2**16] * 2, 1), ([2**16 + 1] * 2, 2)]
+    ("sizes", "kernels"), [([4] * 32, 1), ([4] * 33, 2), ([4] * 65, 3), ([2**16] * 2, 1), ([2**16 + 1] * 2, 2)]
 )
-def test_small_leaves_are_checked_sixteen_at_a_time(sizes, kernels):
+def test_small_leaves_are_checked_32_at_a_time(sizes, kernels):
     tree = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
     assert str(jax.make_jaxpr(leaves_finite)(tree)).count(" reduce[") == kernels
 
