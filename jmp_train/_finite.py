@@ -19,10 +19,10 @@ from ._sizes import is_less
 T = TypeVar("T")
 
 # Leaves of up to 2^16 elements are checked 32 to a kernel. Reading one takes a GPU 0.05 us and starting a kernel a few,
-# so that 1,000 separate checks cost more than the optimizer's arithmetic. 32, because XLA computes smaller groups in the
-# kernels that make the leaves and, for their sake, stores what it would compute twice: with 16, ResNet-50's step moves
-# 1 % more bytes. A larger leaf stays alone: then XLA lets its check share one pass with a gradient norm, and leaves that
-# are sharded differently are not exchanged between devices to be checked together.
+# so that 1,000 separate checks cost more than the optimizer's arithmetic. 32, because XLA computes smaller groups in
+# the kernels that make the leaves, and stores for them what it would compute twice: with 16, ResNet-50's step moves 1 %
+# more bytes. A larger leaf stays alone: then XLA lets its check share one pass with a gradient norm, and leaves sharded
+# in different ways are not exchanged between devices to be checked together.
 _SMALL_LEAF = 2**16
 _LEAVES_PER_KERNEL = 32
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..._dtypes import FLOAT32
 from ..._jaxpr import Node
-from ..ir import Equation, Op, Precision, Program, Residuals, Use, is_on_host, with_dtype
+from ..ir import Equation, Op, Precision, Program, Residuals, Use, is_float32, is_on_host, with_dtype
 from ..primitives import ADDED
 
 
@@ -43,6 +43,7 @@ class _Writer:
             if fact is not None and fact.precision is Precision.LOW:
                 self.avals[number] = with_dtype(self.avals[number], program.low)
         self.producers = program.producers()
+        self.has_backward = program.context.planner.has_backward
         self.copies: dict[Use, Use] = {}
         self.rematerialized: dict[int, int] = {}
 
@@ -72,7 +73,7 @@ class _Writer:
     def read(self, use: Use, at: Node | None) -> Use:
         """The value that a use in the equation `at` is, as it is."""
         if use not in self.copies:
-            self.copies[use] = Use(self._residual(use, at) if use.residual else self._plain(use, at))
+            self.copies[use] = Use(self._derived(use, at) if use.residual else self._plain(use, at))
         return self.copies[use]
 
     def _plain(self, use: Use, at: Node | None) -> int:
@@ -85,6 +86,16 @@ class _Writer:
                 constants[self._new(value, dtype)] = np.asarray(constants[value], dtype)
             return len(self.avals) - 1
         return self._cast(value, value, dtype, at)
+
+    def _derived(self, use: Use, at: Node | None) -> int:
+        """What a use across a dot reads, with the derivative of what was read before, if that is to be taken yet.
+
+        So that the cotangents of both are added in float32, and not each rounded before, where they may cancel.
+        """
+        copy, plain = self._residual(use, at), self.copies.get(Use(use.value, use.dtype))
+        if plain is None or self.has_backward or not is_float32(self.avals[copy]):
+            return copy
+        return self._add(Op.HOISTED, plain.value, self._new(copy), at, {}, copy)
 
     def _residual(self, use: Use, at: Node | None) -> int:
         value, dtype, low = use.value, use.dtype, self.source.low
@@ -137,11 +148,13 @@ class _Writer:
         residual = use.value in self.residuals.saved or use.value in self.residuals.remat
         return self.read(use._replace(residual=residual), at)
 
-    def _add(self, op: Op, operand: int, result: int, at: Node | None, params: dict[str, Any] | None = None) -> int:
+    def _add(
+        self, op: Op, operand: int, result: int, at: Node | None, params: dict[str, Any] | None = None, *others: int
+    ) -> int:
         node: Any = at  # none of a program without equations, such as a branch that returns its operand
         dtype = self.source.low if op is Op.ROUND else self.avals[result].dtype
         params = {"dtype": dtype} if params is None else params
-        self.equations.append(Equation(node, ADDED, [Use(operand)], (result,), op, params, at=at))
+        self.equations.append(Equation(node, ADDED, [*map(Use, (operand, *others))], (result,), op, params, at=at))
         return result
 
     def _new(self, value: int, dtype: np.dtype | None = None) -> int:
