@@ -115,6 +115,16 @@ def test_what_a_network_adds_to_is_not_rounded(loss, dtype):
     assert errors[1] < 2 * errors[0]
 
 
+def test_the_largest_is_found_beyond_float16():
+    """Of infinities it would be the first, and nothing would say so."""
+
+    def largest(p, x):
+        h = x @ p["w"]
+        return jnp.argmax((h - jnp.roll(h, 1, 1)) / 1e-3 / 1e-2, 1)
+
+    np.testing.assert_array_equal(autocast(largest, "mixed_float16")(PARAMS, X), largest(PARAMS, X))
+
+
 def test_a_comparison_reads_what_is_compared_in_float32_too():
     fn = CASES["a choice that compares it"][0]
     program = after("widen", lambda p, x: fn(x @ p["w"], x @ p["v"], p, x), PARAMS, X)

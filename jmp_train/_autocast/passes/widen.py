@@ -27,7 +27,7 @@ from ..primitives import ADDS, DOTS, Rule, Trait, having
 # A value that is that many times smaller than another one costs nothing in float32.
 _SMALL = 8
 _ROUNDS = having(Trait.ROUNDS)
-_COMPARES = having(Trait.COMPARES) | {"eq", "ne"}
+_COMPARES = having(Trait.COMPARES) | {"eq", "ne", "argmax", "argmin"}
 # What hands on numbers as they are within a kernel: no buffer of its own and no other device is between.
 _EXACT = having(Trait.JOINS | Trait.BOUNDS | Trait.FLIPS | Trait.PICKS | Trait.EXTREMES) | {"stop_gradient"}
 _EXACT |= having(Trait.MOVES) & having(Trait.FUSES)
