@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ def scanned_loss(w, x):
     return jnp.mean(lax.scan(lambda c, _: (layer(w, c), None), x, None, length=3)[0])
 
 
-def report(fn, *args, policy=POLICY, rules=DEFAULT_RULES):
+def report(fn, *args, policy: Any = POLICY, rules=DEFAULT_RULES):
     return explain(fn, policy, rules)(*args)
 
 

@@ -203,7 +203,7 @@ def test_what_read_a_low_copy_across_a_dot_finds_that_again():
     producers = {number: equation.name for equation in program.equations for number in equation.results}
     again = [equation for equation in program.equations if equation.remat]
     assert [equation.name for equation in again].count("exp") == 1
-    assert [[producers[n] for n in e.operands] for e in again if e.name == "add"] == [["hoisted", "cast"]]
+    assert [[producers[n] for n in e.operands] for e in again if e.name == "add"] == [["log", "cast"]]
 
 
 def test_what_cannot_be_computed_again_in_full_is_no_source():

@@ -125,7 +125,7 @@ _ADDED: dict[Op, Callable[..., Any]] = {
     Op.SAVED: _saved,
     Op.ROUND: _round,
     Op.CHAINED: _chained,
-    Op.HOISTED: _copy_of,
+    Op.COPY_OF: _copy_of,
 }
 
 

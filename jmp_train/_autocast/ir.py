@@ -161,7 +161,7 @@ class Op(enum.Enum):
     SAVED = "saved"  # behind an optimization barrier: XLA stores the operand once, and all later readers read that
     ROUND = "round"  # keeps float32 numbers on the compute dtype's grid, where XLA might drop a cast and its inverse
     CHAINED = "chained"  # a cast of the first operand, which is NaN where the second is: written as a selection of both
-    HOISTED = "hoisted"  # a cast of the first operand, which was made before the loop and is the second
+    COPY_OF = "copy_of"  # the second operand, with the derivative of a cast of the first, which is equal to it
 
     __hash__ = object.__hash__  # as `Rule`'s
 

@@ -93,9 +93,10 @@ class _Writer:
         So that the cotangents of both are added in float32, and not each rounded before, where they may cancel.
         """
         copy, plain = self._residual(use, at), self.copies.get(Use(use.value, use.dtype))
-        if plain is None or self.has_backward or not is_float32(self.avals[copy]):
+        is_widened = is_float32(self.avals[copy]) and self.avals[use.value].dtype == self.source.low
+        if plain is None or self.has_backward or not is_widened:
             return copy
-        return self._add(Op.HOISTED, plain.value, self._new(copy), at, {}, copy)
+        return self._add(Op.COPY_OF, plain.value, self._new(copy), at, {}, copy)
 
     def _residual(self, use: Use, at: Node | None) -> int:
         value, dtype, low = use.value, use.dtype, self.source.low

@@ -1,7 +1,7 @@
 """Weights that a dot reads in every iteration of a loop, cast once before it.
 
     scan { b:f16 = cast w; c = dot x b }  w        b:f16 = cast w
-                                            ->     scan { d:f16 = hoisted w b; c = dot x d }  w b
+                                            ->     scan { d:f16 = copy_of w b; c = dot x d }  w b
 
 XLA moves few casts out of a loop: a recurrent network would read its float32 weights and write their copies at every
 step, and text generation those of all layers for every token, which is four times the bytes of the copies. Cast
@@ -160,7 +160,7 @@ def _reading(
         if declared is not None:
             copy = body.new(body.avals[cast.results[0]])
             made.append(declared.replace(uses=[Use(inputs[-1])], results=(copy,)))
-        made.append(cast.replace(op=Op.HOISTED, uses=[*cast.uses, Use(copy)], params={}))
+        made.append(cast.replace(op=Op.COPY_OF, uses=[*cast.uses, Use(copy)], params={}))
     if equation.node.name == "shard_map":  # a copy is on the devices that its weight is on
         specs = params.get("in_specs", equation.node.params["in_specs"])
         params = {**params, "in_specs": (*specs, *[specs[body.inputs.index(weight)] for weight in weights])}
