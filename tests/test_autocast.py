@@ -641,6 +641,25 @@ def test_a_gradient_outside_of_autocast_sums_biases_and_scales_in_float32(policy
     assert np.median(list(map(error, range(5)))) < bound
 
 
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.checkpoint], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize("grad", [False, True], ids=["forward", "gradient"])
+def test_compiled_probabilities_sum_to_one(policy, wrap, grad):
+    """Numerator and denominator see the same logits: XLA would drop the rounding of one of them in bfloat16."""
+    rng = np.random.default_rng(0)
+    shapes = {"x": (256, 32), "w": (32, 64), "v": (64, 21), "b": (21,)}
+    x, w, v, b = (rng.normal(size=shape, scale=shape[0] ** -0.5).astype(np.float32) for shape in shapes.values())
+
+    def loss(w, v, b):
+        found = wrap(lambda *args: jax.nn.softmax(jnp.tanh(32 * x @ args[0]) @ args[1] + args[2]))(w, v, b)
+        return jnp.mean(found[:, 0]), found
+
+    fn = jax.value_and_grad(loss, (0, 1, 2), has_aux=True) if grad else loss
+    found = jax.jit(autocast(fn, policy))(w, v, b)
+    probabilities = found[0][1] if grad else found[1]
+    np.testing.assert_allclose(probabilities.sum(-1), 1, rtol=1e-5)
+
+
 @pytest.mark.parametrize(("policy", "bound"), [("mixed_float16", 3e-3), ("mixed_bfloat16", 2e-2)])
 def test_a_gradient_outside_of_autocast_adds_the_cotangents_of_a_softmax_in_float32(policy, bound):
     """Its numerator's and its denominator's cancel; rounded before, gradients are off by 0.01 and by 0.09."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._dtypes import FLOAT32
+from ..._dtypes import BFLOAT16
 from ..._jaxpr import Node
 from ..ir import Equation, Op, Precision, Program, Residuals, Use, is_float32, is_on_host, with_dtype
 from ..primitives import ADDED
@@ -104,7 +104,9 @@ class _Writer:
             again = self._rematerialized(value, at)
             return self._cast(value, again, dtype, at) if dtype not in (None, self.avals[again].dtype) else again
         if dtype not in (None, low):
-            return self._add(Op.CAST, self.read(Use(value, low, True), at).value, self._new(value, dtype), at)
+            copy = self._add(Op.CAST, self.read(Use(value, low, True), at).value, self._new(value, dtype), at)
+            # XLA for CPUs computes bfloat16 in float32, and drops the rounding of what it keeps behind a barrier.
+            return self._round(value, copy, at) if low == BFLOAT16 else copy
         # Behind a barrier XLA cannot compute the value again in each reader, in float32 and from more than it is.
         copy = self.read(Use(value, dtype), at).value
         params = {"joined": True} if value in self.residuals.joined else {}
@@ -118,10 +120,13 @@ class _Writer:
             result = self._new(value, dtype)
             self.equations.append(put.replace(uses=[self.read(operand._replace(dtype=dtype), at)], results=(result,)))
             return result
-        cast = self._add(Op.CAST, source, self._new(value, dtype), at)
-        if value not in self.residuals.rounded or dtype != FLOAT32:
-            return cast
-        return self._add(Op.ROUND, cast, self._new(cast), at)
+        return self._round(value, self._add(Op.CAST, source, self._new(value, dtype), at), at)
+
+    def _round(self, value: int, copy: int, at: Node | None) -> int:
+        """A copy of a value, on the compute dtype's grid if it is in float32 and all its readers have to see that."""
+        if value not in self.residuals.rounded or not is_float32(self.avals[copy]):
+            return copy
+        return self._add(Op.ROUND, copy, self._new(copy), at)
 
     def _rematerialized(self, value: int, at: Node | None) -> int:
         # Not by recursion: an unrolled iteration is a chain of hundreds of equations.
