@@ -15,6 +15,7 @@ Does not decide which there are; see `assign_dtypes.py` and `save_or_remat.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ class _Writer:
         self.equations.append(equation.replace(uses=uses, results=tuple(computed)))
         for number, result in zip(stored, computed, strict=True):
             if number != result:
-                self._add(Op.CAST, result, number, node)
+                self._add(Op.CAST, (result,), number, node)
 
     def read(self, use: Use, at: Node | None) -> Use:
         """The value that a use in the equation `at` is, as it is."""
@@ -96,7 +97,7 @@ class _Writer:
         is_widened = is_float32(self.avals[copy]) and self.avals[use.value].dtype == self.source.low
         if plain is None or self.has_backward or not is_widened:
             return copy
-        return self._add(Op.COPY_OF, plain.value, self._new(copy), at, {}, copy)
+        return self._add(Op.COPY_OF, (plain.value, copy), self._new(copy), at, {})
 
     def _residual(self, use: Use, at: Node | None) -> int:
         value, dtype, low = use.value, use.dtype, self.source.low
@@ -104,13 +105,13 @@ class _Writer:
             again = self._rematerialized(value, at)
             return self._cast(value, again, dtype, at) if dtype not in (None, self.avals[again].dtype) else again
         if dtype not in (None, low):
-            copy = self._add(Op.CAST, self.read(Use(value, low, True), at).value, self._new(value, dtype), at)
+            copy = self._add(Op.CAST, (self.read(Use(value, low, True), at).value,), self._new(value, dtype), at)
             # XLA for CPUs computes bfloat16 in float32, and drops the rounding of what it keeps behind a barrier.
             return self._round(value, copy, at) if low == BFLOAT16 else copy
         # Behind a barrier XLA cannot compute the value again in each reader, in float32 and from more than it is.
         copy = self.read(Use(value, dtype), at).value
         params = {"joined": True} if value in self.residuals.joined else {}
-        return self._add(Op.SAVED, copy, self._new(copy), at, params)
+        return self._add(Op.SAVED, (copy,), self._new(copy), at, params)
 
     def _cast(self, value: int, source: int, dtype: np.dtype | None, at: Node | None) -> int:
         """`source`, which is `value` or equal to it, in another dtype, on the compute dtype's grid where it must be."""
@@ -120,13 +121,13 @@ class _Writer:
             result = self._new(value, dtype)
             self.equations.append(put.replace(uses=[self.read(operand._replace(dtype=dtype), at)], results=(result,)))
             return result
-        return self._round(value, self._add(Op.CAST, source, self._new(value, dtype), at), at)
+        return self._round(value, self._add(Op.CAST, (source,), self._new(value, dtype), at), at)
 
     def _round(self, value: int, copy: int, at: Node | None) -> int:
         """A copy of a value, on the compute dtype's grid if it is in float32 and all its readers have to see that."""
         if value not in self.residuals.rounded or not is_float32(self.avals[copy]):
             return copy
-        return self._add(Op.ROUND, copy, self._new(copy), at)
+        return self._add(Op.ROUND, (copy,), self._new(copy), at)
 
     def _rematerialized(self, value: int, at: Node | None) -> int:
         # Not by recursion: an unrolled iteration is a chain of hundreds of equations.
@@ -155,12 +156,12 @@ class _Writer:
         return self.read(use._replace(residual=residual), at)
 
     def _add(
-        self, op: Op, operand: int, result: int, at: Node | None, params: dict[str, Any] | None = None, *others: int
+        self, op: Op, operands: Sequence[int], result: int, at: Node | None, params: dict[str, Any] | None = None
     ) -> int:
         node: Any = at  # none of a program without equations, such as a branch that returns its operand
         dtype = self.source.low if op is Op.ROUND else self.avals[result].dtype
         params = {"dtype": dtype} if params is None else params
-        self.equations.append(Equation(node, ADDED, [*map(Use, (operand, *others))], (result,), op, params, at=at))
+        self.equations.append(Equation(node, ADDED, [*map(Use, operands)], (result,), op, params, at=at))
         return result
 
     def _new(self, value: int, dtype: np.dtype | None = None) -> int:

@@ -109,11 +109,10 @@ class Found:
     def __str__(self) -> str:
         not_entered = [f"Not looked into: {', '.join(self.not_entered)}"] if self.not_entered else []
         if not self:
-            nan = (
-                [f"The NaN of {', '.join(self.reached)} is written in the program, as jnp.nan."] if self.reached else []
-            )
-            blame = f"No operation of {self.operations} is to blame for an infinity or NaN."
-            return "\n".join([blame, *nan, *not_entered])
+            lines = [f"No operation of {self.operations} is to blame for an infinity or NaN."]
+            if self.reached:
+                lines.append(f"The NaN of {', '.join(self.reached)} is written in the program, as jnp.nan.")
+            return "\n".join([*lines, *not_entered])
         infs, nans = sum(x.infs for x in self.results), sum(x.nans for x in self.results)
         lines = [
             f"{self.primitive} made {count(infs, 'infinity').replace('infinitys', 'infinities')} and {nans} NaN",
