@@ -70,9 +70,14 @@ def is_in_autocast(site: Site) -> bool | None:
     `None` where a `jit` of the user's cuts the traceback before it comes to this package.
     """
     files = [file for node in (site.node, *site.around) for _, file, _ in frames_of(node)]
-    if any(file.startswith(_PACKAGE) for file in files):
+    if any(file.startswith(_PACKAGE) and file != _REGION for file in files):
         return _AUTOCAST in files
     return None
+
+
+def is_in_region(site: Site) -> bool:
+    """Whether the equation is inside a function marked `full_precision` or `low_precision`."""
+    return any(file == _REGION for node in (site.node, *site.around) for _, file, _ in frames_of(node))
 
 
 def is_finite_check(node: Node) -> bool:

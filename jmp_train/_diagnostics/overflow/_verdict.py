@@ -21,7 +21,7 @@ from ..._dtypes import FLOAT32, facts
 from ..._paths import glob_matches
 from ..._tracebacks import is_asked_for
 from ..interpreter import Interpreter, Site, Value, Watcher, is_narrow_dtype, wide_params
-from ._source_lines import is_in_autocast, user_line
+from ._source_lines import is_in_autocast, is_in_region, user_line
 from ._taint import contents_of_refs, has_nonfinite, is_inexact
 
 _OUTSIDE_JAX = frozenset({"pure_callback", "io_callback", "ffi_call"})
@@ -158,6 +158,11 @@ def _cure_in_float32(site: Site, narrowed_by_user: bool, scopes: Iterable[str]) 
     line = user_line(site)
     where = f"{line.file}:{line.number}" if line else "this operation"
     in_autocast = is_in_autocast(site)
+    if is_in_region(site) and not narrowed_by_user:  # in `full_precision` nothing else narrows
+        return (
+            f"{where} is inside a function marked low_precision, for which no rules hold: take the mark off it, or "
+            f"wrap the function of this line: jmp.full_precision(fn)."
+        )
     if narrowed_by_user or in_autocast is False:
         if site.primitive == "convert_element_type" and is_asked_for(site.node):
             return "Leave out this cast, or divide the value by a constant before it."
