@@ -13,6 +13,9 @@ from typing import Any
 import jax
 from jax import export
 
+# What a symbolic dimension is assumed to be: a batch or a length, with which most arrays are large.
+_SYMBOLIC = 1024
+
 
 def is_static(*shapes: Sequence[Any]) -> bool:
     """Whether every dimension of the shapes is a number.
@@ -30,6 +33,22 @@ def static_size(shape: Sequence[Any]) -> int | None:
     (6, None)
     """
     return math.prod(shape) if is_static(shape) else None
+
+
+def assumed_shape(aval: Any) -> list[int]:
+    """The shape of a value, symbolic dimensions taken for large ones."""
+    return [size if isinstance(size, int) else _SYMBOLIC for size in aval.shape]
+
+
+def assumed_size(aval: Any) -> int:
+    """The number of elements of a value, symbolic dimensions taken for large ones.
+
+    >>> assumed_size(jax.ShapeDtypeStruct((2, 3), "int8"))
+    6
+    >>> assumed_size(jax.ShapeDtypeStruct(export.symbolic_shape("b, 3"), "int8"))
+    3072
+    """
+    return math.prod(assumed_shape(aval))
 
 
 def is_single(aval: Any) -> bool:

@@ -777,17 +777,16 @@ def test_the_cure_of_a_product_inside_a_jit():
     assert outside.cure.startswith("The program itself computes this in 16 bits")
 
 
-@jmp.low_precision
-def marked(h):
+def grows(h):
     return jnp.exp(h) * 1e4
 
 
 def test_the_cure_in_a_low_precision_region():
     """No scope widens what is marked: the mark holds."""
 
-    def fn(h, mark=marked):
+    def fn(h, head=jmp.low_precision(grows)):
         with jax.named_scope("head"):
-            return mark(h) + 1
+            return head(h) + 1
 
     h = jnp.full(4, 8.0)
     report = find_overflow(jmp.autocast(fn, "mixed_float16"))(h)
@@ -795,8 +794,8 @@ def test_the_cure_in_a_low_precision_region():
         f"{__file__}:{report.line} is inside a function marked low_precision, for which no rules hold: take the mark "
         f"off it, or wrap the function of this line: jmp.full_precision(fn)."
     )
-    for mark in (marked.__wrapped__, jmp.low_precision(jmp.full_precision(marked.__wrapped__))):
-        assert find_overflow(jmp.autocast(functools.partial(fn, mark=mark), "mixed_float16"))(h).verdict is None
+    for head in (grows, jmp.low_precision(jmp.full_precision(grows))):
+        assert find_overflow(jmp.autocast(functools.partial(fn, head=head), "mixed_float16"))(h).verdict is None
     by_hand = jmp.low_precision(lambda h: h.astype(jnp.float16) * 1e4)
     assert find_overflow(by_hand)(h).cure.startswith("The program itself computes this in 16 bits")
 

@@ -11,7 +11,8 @@ from jax import lax
 from pass_tools import after, run
 
 from jmp_train import autocast
-from jmp_train._autocast.ir import Op, Program, format_program
+from jmp_train._autocast.format_program import format_program
+from jmp_train._autocast.ir import Op, Program
 from jmp_train._autocast.passes.rewrites import REWRITES
 
 RNG = np.random.default_rng(0)

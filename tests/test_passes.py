@@ -21,7 +21,8 @@ from pass_tools import after, lines, run, stages
 
 import jmp_train._autocast.emit as emit_module
 from jmp_train import DEFAULT_RULES, autocast
-from jmp_train._autocast.ir import Program, Use, format_program
+from jmp_train._autocast.format_program import format_program
+from jmp_train._autocast.ir import Program, Use
 from jmp_train._autocast.passes.rewrites import REWRITES
 from jmp_train._autocast.passes.rewrites.dot_as_sums import multiply_and_add
 from jmp_train._autocast.passes.rewrites.two_step_sums import first_axis, sum_in_two_steps, sum_over

@@ -15,7 +15,8 @@ import jax
 import numpy as np
 
 from .._autocast.autocast import make_planned, matmul_precision
-from .._autocast.ir import TOP, Program, dtype_of, format_program, is_float32, is_sixteen_bit
+from .._autocast.format_program import format_program
+from .._autocast.ir import TOP, Program, dtype_of, is_float32, is_sixteen_bit
 from .._autocast.primitives import TABLE, Rule
 from .._autocast.rules import DEFAULT_RULES, Rules
 from .._dtypes import FLOAT32, did_you_mean, facts

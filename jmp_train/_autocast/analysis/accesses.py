@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from ..._jaxpr import FlatJaxpr, Node, scan_counts
+from ..._sizes import assumed_size
 from ..ir import Access, Fact, Place, Precision
 from ..primitives import Entry, Rule, Trait, having
-from .dot_sizes import size_of
 
 _KERNELS = having(Trait.POOL | Trait.TRANSFERS)
 _EXPENSIVE = having(Trait.EXPENSIVE)
@@ -143,7 +143,7 @@ class Accesses:
                 sums[number] = largest
 
     def _size(self, number: int) -> int:
-        return size_of(self._program.avals[number])
+        return assumed_size(self._program.avals[number])
 
     def _carried(self, node: Node, facts: Sequence[Fact], carry: Sequence[int]) -> list[Access]:
         candidates = [number for number in carry if self._can_start_narrow(facts[number])]

@@ -17,8 +17,9 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 from ..._jaxpr import BARRIER, FlatJaxpr, Node
+from ..._sizes import assumed_size
 from ..primitives import ADDS, DELICATE_OPERAND, SYSTEMS, Trait, having
-from .dot_sizes import DotSizes, size_of
+from .dot_sizes import DotSizes
 from .producers import Producers
 from .ranges import Range, range_of
 
@@ -136,18 +137,18 @@ class Consumers:
                 elif number in sums and (name in ADDS or self._moves(node)):
                     terms |= sums[number]
                 elif number in sums and name in _PICKS:
-                    terms = frozenset((source, size_of(self._program.avals[result])) for source, _ in sums[number])
+                    terms = frozenset((source, assumed_size(self._program.avals[result])) for source, _ in sums[number])
                 elif number in roots and name in _SQUARES:
                     terms |= roots[number]
                 elif number in roots and self._moves(node):
                     roots[result] = roots[number]
                 elif number in squares and name == "reduce_sum":
-                    terms = frozenset([(squares[number], size_of(self._program.avals[result]))])
+                    terms = frozenset([(squares[number], assumed_size(self._program.avals[result]))])
                 elif number in squares and self._moves(node):
                     squares[result] = squares[number]
             if not terms and name in _SQUARES and (value := self._squared_by(node)) is not None:
                 if name == "dot_general":
-                    terms = frozenset([(self._producers.source(value), size_of(self._program.avals[result]))])
+                    terms = frozenset([(self._producers.source(value), assumed_size(self._program.avals[result]))])
                 else:
                     squares[result] = self._producers.source(value)
             if terms and len(terms) <= _MOST_TERMS:

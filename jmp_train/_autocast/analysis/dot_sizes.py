@@ -13,11 +13,10 @@ import jax
 import numpy as np
 
 from ..._jaxpr import FlatJaxpr, Node
+from ..._sizes import assumed_shape
 
 # A result that many times smaller than an operand moves no bytes worth counting in float32.
 _SMALL = 128
-# What a symbolic dimension is taken for: a batch or a length, with which most products are large.
-_SYMBOLIC = 1024
 
 _FLOAT32_PRESETS = frozenset(
     "F32_F32_F32 F64_F64_F64 TF32_TF32_F32_X3 BF16_BF16_F32_X3 BF16_BF16_F32_X6 BF16_BF16_F32_X9".split()
@@ -37,22 +36,13 @@ class DotSizes(NamedTuple):
     def of(program: FlatJaxpr, node: Node) -> DotSizes | None:
         """The sizes of a node, a symbolic dimension taken for a large one; `None` where one is zero."""
         (contracted, _), (batch, _) = node.params["dimension_numbers"]
-        left, right, result = [_shape(program.avals[number]) for number in (*node.ins, *node.outs)]
+        left, right, result = [assumed_shape(program.avals[number]) for number in (*node.ins, *node.outs)]
         one, other = math.prod(left), math.prod(right)
         if not one or not other:
             return None
         depth = math.prod([left[axis] for axis in contracted])
         shared = depth * math.prod([left[axis] for axis in batch])
         return DotSizes(depth, one // shared, other // shared, (one, other), math.prod(result))
-
-
-def size_of(aval: Any) -> int:
-    """How many numbers a value has, a symbolic dimension taken for a large one."""
-    return math.prod(_shape(aval))
-
-
-def _shape(aval: Any) -> list[int]:
-    return [size if isinstance(size, int) else _SYMBOLIC for size in aval.shape]
 
 
 def leaves_small_result(program: FlatJaxpr, node: Node, are_parameters: Sequence[bool]) -> bool:

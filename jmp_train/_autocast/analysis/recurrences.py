@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 import jax.numpy as jnp
 
 from ..._jaxpr import BARRIER, FlatJaxpr, Loop, Node, flatten
+from ..._sizes import assumed_size
 from ..primitives import SYSTEMS, Trait, having
-from .dot_sizes import size_of
 from .loops import dependents, sources
 from .producers import Producers
 
@@ -94,7 +94,7 @@ def are_linear(program: FlatJaxpr, ends: Sequence[tuple[int, int]]) -> list[bool
 def _but_for_scale(node: Node, producers: Producers) -> tuple[int, ...]:
     """The operands of a product or quotient but for one of fewer numbers, repeated: it scales rows of the other."""
     left, right = node.ins
-    one, other = (size_of(producers.program.avals[producers.source(number)]) for number in node.ins)
+    one, other = (assumed_size(producers.program.avals[producers.source(number)]) for number in node.ins)
     if other < one:
         return (left,)
     return (right,) if node.name == "mul" and one < other else node.ins

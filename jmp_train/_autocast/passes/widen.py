@@ -20,7 +20,7 @@ import dataclasses
 from typing import Any
 
 from ..._dtypes import FLOAT32
-from ..analysis.dot_sizes import size_of
+from ..._sizes import assumed_size
 from ..ir import Equation, Precision, Program
 from ..primitives import ADDS, DOTS, Rule, Trait, having
 
@@ -94,7 +94,7 @@ def _has_large_dot(program: Program, total: Equation) -> bool:
 
 def _is_small(aval: Any, other: Any) -> bool:
     """Whether one array has at most an eighth of the other's numbers."""
-    return _SMALL * size_of(aval) <= size_of(other)
+    return _SMALL * assumed_size(aval) <= assumed_size(other)
 
 
 def _rounded(program: Program) -> tuple[set[int], set[int]]:

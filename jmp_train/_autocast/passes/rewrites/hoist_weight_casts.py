@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import NamedTuple
 
-from ...analysis.dot_sizes import size_of
+from ...._sizes import assumed_size
 from ...ir import Equation, Op, Program, Use, with_dtype
 from ...primitives import DOTS, Entry, Rule, Trait, having
 from ..dead_code import computing
@@ -120,7 +120,7 @@ def _moves(body: Program, constant: Container[int]) -> list[Equation]:
         if equation.node.name in _MOVES and equation.op is Op.RECORDED:
             same = all(number in constant or number in moved for number in equation.operands)
             # A copy of what is repeated would be larger than the weight.
-            sizes = [size_of(body.avals[number]) for number in (equation.operands[0], equation.results[0])]
+            sizes = [assumed_size(body.avals[number]) for number in (equation.operands[0], equation.results[0])]
             if same and sizes[0] >= sizes[1]:
                 moved.update(equation.results)
                 found.append(equation)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...._dtypes import FLOAT32
-from ...analysis.dot_sizes import size_of
+from ...._sizes import assumed_size
 from ...ir import Equation, Op, Program, Use, with_dtype
 from ...primitives import ADDED, ADDS
 
@@ -46,7 +46,7 @@ def _is_parameter(program: Program, number: int) -> bool:
 
 
 def _is_smaller(program: Program, number: int, equation: Equation) -> bool:
-    return size_of(program.avals[number]) < size_of(program.avals[equation.results[0]])
+    return assumed_size(program.avals[number]) < assumed_size(program.avals[equation.results[0]])
 
 
 def _in_float32(program: Program, equation: Equation, wide: dict[int, int]) -> list[Equation]:
