@@ -781,10 +781,13 @@ def grows(h):
     return jnp.exp(h) * 1e4
 
 
+MARKED = jmp.low_precision(grows)
+
+
 def test_the_cure_in_a_low_precision_region():
     """No scope widens what is marked: the mark holds."""
 
-    def fn(h, head=jmp.low_precision(grows)):
+    def fn(h, head=MARKED):
         with jax.named_scope("head"):
             return head(h) + 1
 
