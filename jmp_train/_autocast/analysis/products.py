@@ -102,7 +102,7 @@ class Products:
             elif node.name in SYSTEMS:
                 self.registry.systems.add(visit.line(node))
             elif node.name in ADDS:
-                if (update := self._updates.of(node, entry, visit.values, place)) is not None:
+                if (update := self._updates.of(node, entry, visit.values, place, position)) is not None:
                     found.append((entries, position, node, update))
                     entry = update
             visit.values.add(node, entry)

@@ -6,11 +6,16 @@ Such loops (Finn et al., "Model-agnostic meta-learning", 2017) are mostly unroll
 16 bits would be none: the updated parameters are float32 as the others are, and narrow to what they meet. So is what
 starts as a network's result, as the weights that a hypernetwork makes; to a product it stays an activation.
 
+The step to a parameter may be a gradient that products, solvers or loops changed, as in Muon, in Shampoo, along natural
+gradients or behind learned matrices (Park and Oliva, "Meta-curvature", 2019): then a gradient of the parameter's shape
+is among what the step was computed from.
+
 Decides which sums these are. Does not decide about those of a `scan`, whose carries are float32 anyway.
 """
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 from ..._jaxpr import Node
@@ -32,18 +37,28 @@ class Updates:
 
     def __init__(self):
         self._axes = set[frozenset[Any]]()  # of the parameters that are updated
-        # Where a search for a gradient ends: updates, and what is known to be none. By ids of nodes, which are kept.
-        self._ends = set[int]()
+        # Where a search for a gradient ends: updates, and what is known to be none, by the axes of the gradient. By ids
+        # of nodes and programs, which are kept.
+        self._updates = set[int]()
+        self._ends = collections.defaultdict[frozenset[Any] | None, set[int]](set)
+        self._backward_from: dict[int, int] = {}
 
-    def of(self, node: Node, entry: Entry, values: Values, place: Place) -> Entry | None:
-        """The entry of a sum that had `entry`, if it is one of these; `values` are those before it."""
+    def of(self, node: Node, entry: Entry, values: Values, place: Place, position: int) -> Entry | None:
+        """The entry of a sum that had `entry`, if it is one of these.
+
+        Args:
+          node, entry: the sum.
+          values: those before it.
+          place: where its program stands.
+          position: its place among the program's nodes.
+        """
         if node.name == "add_any":  # JAX's own sum of gradients
             sums = bool(self._axes) and axes_of(values.program.avals[node.outs[0]]) in self._axes
             return GRADIENT if sums and entry.rule is Rule.WIDEST else None
-        old = self._updated(node, values, place)
+        old = self._updated(node, values, place, position)
         if old is None:
             return None
-        self._ends.add(id(node))
+        self._updates.add(id(node))
         if entry.rule is not Rule.WIDEST:  # a region, scope or edit says otherwise
             return None
         if values.provenances[old] is Provenance.NARROW:
@@ -53,32 +68,54 @@ class Updates:
         self._axes.add(axes_of(values.program.avals[node.outs[0]]))
         return UPDATE
 
-    def _updated(self, node: Node, values: Values, place: Place) -> int | None:
+    def _updated(self, node: Node, values: Values, place: Place, position: int) -> int | None:
         """The term of a sum that the other term, which a backward pass computed, updates."""
+        if place.is_backward(node):  # a derivative rule computes residuals again, say
+            return None
         provenances = values.provenances
         for old, step in (node.ins, node.ins[::-1]):
             # A parameter that is a gradient is that of a penalty, and updates a parameter.
             is_bias = provenances[step] is Provenance.PARAMETER and provenances[old] is not Provenance.PARAMETER
             if provenances[old] is Provenance.SCALAR or is_bias:
                 continue
-            if self._is_gradient(step, values, place) and not self._is_gradient(old, values, place):
-                return None if place.is_backward(node) else old  # a derivative rule computes residuals again, say
+            is_gradient = self._is_gradient(step, values, place, None)
+            if not is_gradient and provenances[old] is Provenance.PARAMETER:
+                axes = axes_of(values.program.avals[node.outs[0]])
+                after_backward = self._starts_backward(values, place) < position
+                is_gradient = after_backward and self._is_gradient(step, values, place, axes)
+            if is_gradient and not self._is_gradient(old, values, place, None):
+                return old
         return None
 
-    def _is_gradient(self, number: int, values: Values, place: Place) -> bool:
-        """Whether a value is elementwise in what a backward pass computed, and was not updated by it."""
-        reached, seen, visited = [number], {number}, []
+    def _starts_backward(self, values: Values, place: Place) -> int:
+        """The position of a program's first node of a backward pass; that after the last if there is none."""
+        program = values.program
+        if id(program) not in self._backward_from:
+            scopes = {id(node.scope): node for node in program.nodes}  # which say so, and are few
+            backward = {scope for scope, node in scopes.items() if place.is_backward(node)}
+            positions = [i for i, node in enumerate(program.nodes) if id(node.scope) in backward]
+            self._backward_from[id(program)] = positions[0] if positions else len(program.nodes)
+        return self._backward_from[id(program)]
+
+    def _is_gradient(self, number: int, values: Values, place: Place, axes: frozenset[Any] | None) -> bool:
+        """Whether a value is elementwise in what a backward pass computed, and was not updated by it.
+
+        With `axes`, whether it was computed in any way from what a backward pass computed of these axes.
+        """
+        reached, seen, visited, ends = [number], {number}, [], self._ends[axes]
         for each in reached:  # grows; the nearest first, since others are of earlier steps
-            if len(seen) >= _MOST_STEPS:
+            if axes is None and len(seen) >= _MOST_STEPS:
                 return False
             node = values.program.producers.get(each)
-            if node is None or id(node) in self._ends:
+            if node is None or id(node) in ends or id(node) in self._updates:
                 continue
             if place.is_backward(node):
-                return True
+                if axes is None or axes_of(values.program.avals[each]) == axes:
+                    return True
+                continue
             visited.append(id(node))
-            if node.name in _STEPS:
+            if axes is not None or node.name in _STEPS:
                 reached += [each for each in node.ins if each not in seen]
                 seen.update(node.ins)
-        self._ends.update(visited)
+        ends.update(visited)
         return False

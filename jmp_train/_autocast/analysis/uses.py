@@ -152,8 +152,8 @@ class Uses:
 
 
 def axes_of(aval: Any) -> frozenset[Any]:
-    """The sizes of an array's axes in any order; symbolic ones cannot be sorted."""
-    return frozenset(Counter(aval.shape).items())
+    """The sizes of an array's axes in any order; symbolic ones cannot be sorted. None of a token."""
+    return frozenset(Counter(getattr(aval, "shape", ())).items())
 
 
 def find_uses(
