@@ -62,6 +62,11 @@ CASES = {
         "add slice",
         ["weak", "weak", "full", "full", "full"],
     ),
+    "parts of a small output, read across a dot": (
+        lambda a, b, p, x: (u := (a @ p["w"][:, :2] + p["b"][:2])[:, :1]) * x[:, :1] + u * (a @ p["w"] @ p["v"])[:, :1],
+        "add slice",
+        ["weak", "weak", "low", "low", "full", "low", "full"],
+    ),
     "parts of a product and its bias": (
         lambda a, b, p, x: (a @ p["w"] + p["b"])[:, :1] * x[:, :1],
         "add slice",

@@ -87,7 +87,10 @@ def _is_biased(program: Program, total: Equation) -> bool:
 
 
 def _small_outputs(program: Program) -> set[int]:
-    """The sums of biases and of matrix products much smaller than the activations in them, as a network's outputs."""
+    """The sums of biases and of matrix products much smaller than the activations in them, as a network's outputs.
+
+    Not those that are read across a dot, or of which something is computed again there.
+    """
     if program.place.is_scan:
         return set()
     found, producers = set[int](), program.recorded.producers
@@ -97,6 +100,12 @@ def _small_outputs(program: Program) -> set[int]:
             products = any([term is not None and term.name == "dot_general" for term in terms])
             if products and not _has_large_dot(program, equation):
                 found.update(equation.results)
+    if found:
+        far = {use.value for equation in program.equations for use in equation.uses if use.residual}
+        for equation in reversed(program.equations):
+            if not far.isdisjoint(equation.results) and not program.residuals.remat.isdisjoint(equation.results):
+                far.update(equation.operands)
+        found -= far
     return found
 
 
