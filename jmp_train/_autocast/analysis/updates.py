@@ -18,7 +18,7 @@ from __future__ import annotations
 import collections
 from typing import Any
 
-from ..._jaxpr import Node
+from ..._jaxpr import Node, is_backward
 from ..ir import Place
 from ..primitives import Entry, Rule, Trait, having
 from .provenance import Provenance, Values
@@ -70,8 +70,6 @@ class Updates:
 
     def _updated(self, node: Node, values: Values, place: Place, position: int) -> int | None:
         """The term of a sum that the other term, which a backward pass computed, updates."""
-        if place.is_backward(node):  # a derivative rule computes residuals again, say
-            return None
         provenances = values.provenances
         for old, step in (node.ins, node.ins[::-1]):
             # A parameter that is a gradient is that of a penalty, and updates a parameter.
@@ -80,21 +78,24 @@ class Updates:
                 continue
             is_gradient = self._is_gradient(step, values, place, None)
             if not is_gradient and provenances[old] is Provenance.PARAMETER:
-                axes = axes_of(values.program.avals[node.outs[0]])
-                after_backward = self._starts_backward(values, place) < position
-                is_gradient = after_backward and self._is_gradient(step, values, place, axes)
+                if self._starts_backward(values, place) < position:
+                    axes = axes_of(values.program.avals[node.outs[0]])
+                    is_gradient = self._is_gradient(step, values, place, axes)
             if is_gradient and not self._is_gradient(old, values, place, None):
-                return old
+                return None if place.is_backward(node) else old  # a derivative rule computes residuals again, say
         return None
 
     def _starts_backward(self, values: Values, place: Place) -> int:
         """The position of a program's first node of a backward pass; that after the last if there is none."""
-        program = values.program
+        program, scopes = values.program, set[int]()  # which say so, and are fewer than nodes
         if id(program) not in self._backward_from:
-            scopes = {id(node.scope): node for node in program.nodes}  # which say so, and are few
-            backward = {scope for scope, node in scopes.items() if place.is_backward(node)}
-            positions = [i for i, node in enumerate(program.nodes) if id(node.scope) in backward]
-            self._backward_from[id(program)] = positions[0] if positions else len(program.nodes)
+            position = 0
+            for node in () if place.backward else program.nodes:
+                if id(node.scope) not in scopes and is_backward(node):
+                    break
+                scopes.add(id(node.scope))
+                position += 1
+            self._backward_from[id(program)] = position
         return self._backward_from[id(program)]
 
     def _is_gradient(self, number: int, values: Values, place: Place, axes: frozenset[Any] | None) -> bool:

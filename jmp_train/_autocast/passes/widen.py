@@ -95,11 +95,11 @@ def _small_outputs(program: Program) -> set[int]:
         return set()
     found, producers = set[int](), program.recorded.producers
     for equation in program.equations:
-        if equation.node.name in ADDS and _is_biased(program, equation):
-            terms = [producers.get(number) for number in equation.operands]
-            products = any([term is not None and term.name == "dot_general" for term in terms])
-            if products and not _has_large_dot(program, equation):
-                found.update(equation.results)
+        for number in equation.operands if equation.node.name in ADDS else ():
+            term = producers.get(number)
+            if term is not None and term.name == "dot_general" and _is_biased(program, equation):
+                if not _has_large_dot(program, equation):
+                    found.update(equation.results)
     if found:
         far = {use.value for equation in program.equations for use in equation.uses if use.residual}
         for equation in reversed(program.equations):
