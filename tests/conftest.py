@@ -1,8 +1,7 @@
 """Eight simulated CPU devices for every test; 64-bit types stay off, as in most users' programs.
 
-Compiling is most of what tests wait for. All generate code for CPUs in the ways that take the least time; the default
-ones compile with little optimization besides, and what two tests of one process compile is compiled once. The slow ones
-run larger programs, and read what XLA's optimizations make of them.
+Compiling is most of what tests wait for. The default ones compile with little optimization, and what two tests of one
+process compile is compiled once. The slow ones run larger programs, and read what XLA's optimizations make of them.
 """
 
 import functools
@@ -31,20 +30,15 @@ hypothesis.settings.load_profile("same")
 
 def pytest_configure(config):
     gc.set_threshold(100_000, 20, 20)  # the caches of JAX are a million objects, not to be looked through every second
-    if os.environ["JAX_PLATFORMS"] == "cpu":
-        generate_code_quickly()
-        if config.getoption("markexpr") != "slow":
-            compile_quickly(config)
+    if config.getoption("markexpr") != "slow" and os.environ["JAX_PLATFORMS"] == "cpu":
+        compile_quickly(config)
 
 
-def generate_code_quickly() -> None:
+def compile_quickly(config: pytest.Config) -> None:
     flags = ["--xla_cpu_parallel_codegen_split_count=1"]  # small programs in one piece each
     if jax.__version_info__ < (0, 11):  # and by the older emitters, twice as fast, where XLA still has them
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
-
-
-def compile_quickly(config: pytest.Config) -> None:
     jax.config.update("jax_disable_most_optimizations", True)
     if jax.__version_info__ < (0, 12):  # JAX 0.12 does so itself
         # Every program is lowered in an MLIR context, of which making one takes a quarter of compiling a small program.

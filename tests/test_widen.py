@@ -57,21 +57,6 @@ CASES = {
         ["low"] * 3,
     ),
     "a bias of a small product": (lambda a, b, p, x: (a @ p["w"][:, :2] + p["b"][:2]) * x[:, :2], "add", ["full"]),
-    "parts of a small product and its bias": (
-        lambda a, b, p, x: (a @ p["w"][:, :2] + p["b"][:2])[:, :1] * x[:, :1],
-        "add slice",
-        ["weak", "weak", "full", "full", "full"],
-    ),
-    "parts of a small output, read across a dot": (
-        lambda a, b, p, x: (u := (a @ p["w"][:, :2] + p["b"][:2])[:, :1]) * x[:, :1] + u * (a @ p["w"] @ p["v"])[:, :1],
-        "add slice",
-        ["weak", "weak", "low", "low", "full", "low", "full"],
-    ),
-    "parts of a product and its bias": (
-        lambda a, b, p, x: (a @ p["w"] + p["b"])[:, :1] * x[:, :1],
-        "add slice",
-        ["low", "low", "full"],
-    ),
     "corners of a mesh": (lambda a, b, p, x: (p["m"] + 2 * a)[:, ::2] * x[:, ::2], "add mul", ["full"] * 3),
     "a bias of each row": (
         lambda a, b, p, x: (jnp.broadcast_to(p["b"], (2, 16)) + 2 * a)[:, ::2] * x[:, ::2],

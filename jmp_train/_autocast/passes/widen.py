@@ -52,9 +52,8 @@ def widen(program: Program) -> Program:
 
 def _wide(program: Program) -> set[int]:
     """The results that run in float32. A comparison decides nothing: it reads what the other readers do."""
-    remat, facts, avals, small = program.residuals.remat, program.facts, program.avals, _small_outputs(program)
-    rounded, sums = _rounded(program, small)
-    narrow_readers, wide, saved = set(program.outputs), set(), rounded - remat - small
+    remat, facts, avals, (rounded, sums) = program.residuals.remat, program.facts, program.avals, _rounded(program)
+    narrow_readers, wide, saved = set(program.outputs), set(), rounded - remat
     for equation in program.equations:
         # What runs again across a dot does so on the values that are saved. That includes what nothing reads there: for
         # an H200, Transformers would move 1 % more bytes with such a relu in float32. Statistics of rows cost none.
@@ -66,7 +65,7 @@ def _wide(program: Program) -> set[int]:
     for equation in reversed(program.equations):
         widens = narrow_readers.isdisjoint(equation.results) and not rounded.isdisjoint(equation.results)
         if widens and equation.node.name in ADDS:
-            biased = _is_biased(program, equation)
+            biased = any([facts[number].parameter for number in equation.operands])
             stacked = program.place.is_scan and not sums.isdisjoint(equation.results)
             widens = not stacked and not (biased and _has_large_dot(program, equation))
         if widens:
@@ -80,33 +79,6 @@ def _wide(program: Program) -> set[int]:
             ]
         )
     return wide
-
-
-def _is_biased(program: Program, total: Equation) -> bool:
-    return any([program.facts[number].parameter for number in total.operands])
-
-
-def _small_outputs(program: Program) -> set[int]:
-    """The sums of biases and of matrix products much smaller than the activations in them, as a network's outputs.
-
-    Not those that are read across a dot, or of which something is computed again there.
-    """
-    if program.place.is_scan:
-        return set()
-    found, producers = set[int](), program.recorded.producers
-    for equation in program.equations:
-        for number in equation.operands if equation.node.name in ADDS else ():
-            term = producers.get(number)
-            if term is not None and term.name == "dot_general" and _is_biased(program, equation):
-                if not _has_large_dot(program, equation):
-                    found.update(equation.results)
-    if found:
-        far = {use.value for equation in program.equations for use in equation.uses if use.residual}
-        for equation in reversed(program.equations):
-            if not far.isdisjoint(equation.results) and not program.residuals.remat.isdisjoint(equation.results):
-                far.update(equation.operands)
-        found -= far
-    return found
 
 
 def _has_large_dot(program: Program, total: Equation) -> bool:
@@ -125,12 +97,12 @@ def _is_small(aval: Any, other: Any) -> bool:
     return _SMALL * assumed_size(aval) <= assumed_size(other)
 
 
-def _rounded(program: Program, small: set[int]) -> tuple[set[int], set[int]]:
+def _rounded(program: Program) -> tuple[set[int], set[int]]:
     """The results in the compute dtype that are rounded in their equation, or hand on such numbers; and stored sums.
 
     Not those that an edit of the table or a region asks for. Sums of values in the compute dtype and of biases are
-    stored, as a residual stream is, unless they join parts beside zeros, all terms are computed by the same kernel, or
-    they are `small`. What is stored hands nothing on.
+    stored, as a residual stream is, unless they join parts beside zeros, or all terms are computed by the same kernel.
+    What is stored hands nothing on.
     """
     rounded, sums, parts = set(), set(), set()
     for equation in program.equations:
@@ -141,7 +113,6 @@ def _rounded(program: Program, small: set[int]) -> tuple[set[int], set[int]]:
             if name in ADDS and not any([_widens(program, equation, number) for number in operands]):
                 here = all([number in rounded and number not in sums for number in operands])
                 sums.update(equation.results if parts.isdisjoint(operands) and not here else ())
-                sums -= small
             if name == "pad":
                 parts.update(equation.results)
     return rounded, sums
