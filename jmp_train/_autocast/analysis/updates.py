@@ -87,9 +87,9 @@ class Updates:
 
     def _starts_backward(self, values: Values, place: Place) -> int:
         """The position of a program's first node of a backward pass; that after the last if there is none."""
-        program, scopes = values.program, set[int]()  # which say so, and are fewer than nodes
+        program = values.program
         if id(program) not in self._backward_from:
-            position = 0
+            position, scopes = 0, set[int]()  # which say so, and are fewer than nodes
             for node in () if place.backward else program.nodes:
                 if id(node.scope) not in scopes and is_backward(node):
                     break

@@ -76,8 +76,9 @@ def is_in_autocast(site: Site) -> bool | None:
 
 
 def is_in_region(site: Site) -> bool:
-    """Whether the equation is inside a function marked `full_precision` or `low_precision`."""
-    return any(file == _REGION for node in (site.node, *site.around) for _, file, _ in frames_of(node))
+    """Whether the equation is inside a function marked as a precision region, and not in autocast inside of that."""
+    files = (file for node in (site.node, *site.around) for _, file, _ in frames_of(node))
+    return next((file for file in files if file in (_REGION, _AUTOCAST)), None) == _REGION
 
 
 def is_finite_check(node: Node) -> bool:
