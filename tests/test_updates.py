@@ -17,7 +17,7 @@ RNG = np.random.default_rng(0)
 PARAMS = {"in": (32, 48), "hidden": (48, 48), "bias": (48,), "out": (48, 4)}
 PARAMS = {name: RNG.normal(size=shape).astype(np.float32) / 6 for name, shape in PARAMS.items()}
 X, Y = (RNG.normal(size=shape).astype(np.float32) for shape in ((64, 32), (64, 4)))
-STEPS, RATE = 10, 1e-3
+STEPS, RATE = 3, 1e-3  # as few steps as show what is lost to 16 bits
 
 
 def loss(p, x, y):
@@ -25,52 +25,53 @@ def loss(p, x, y):
     return jnp.mean((jnp.tanh(h @ p["hidden"] + p["bias"]) @ p["out"] - y) ** 2)
 
 
-def descent(p, x, y, wrap=lambda step: step):
+def descent(p, x, y, steps=STEPS, wrap=lambda step: step):
     def step(p):
         return jax.tree.map(lambda a, g: a - RATE * g, p, jax.grad(loss)(p, x, y))
 
-    for _ in range(STEPS):
+    for _ in range(steps):
         p = wrap(step)(p)
     return p
 
 
-def with_optax(p, x, y, tx):
+def with_optax(p, x, y, steps=STEPS, *, tx):
     state = tx.init(p)
-    for _ in range(STEPS):
+    for _ in range(steps):
         updates, state = tx.update(jax.grad(loss)(p, x, y), state, p)
         p = optax.apply_updates(p, updates)
     return p
 
 
-def of_tasks(p, x, y, learn=descent):
+def of_tasks(p, x, y, steps=STEPS, learn=descent):
     """The mean of what is learned of each of two tasks."""
-    learned = jax.vmap(learn, (None, 0, 0))(p, x.reshape(2, 32, 32), y.reshape(2, 32, 4))
+    x, y = x.reshape(2, 32, 32), y.reshape(2, 32, 4)
+    learned = jax.vmap(functools.partial(learn, steps=steps), (None, 0, 0))(p, x, y)
     return jax.tree.map(lambda leaf: jnp.mean(leaf, 0), learned)
 
 
-def added_from_the_left(p, x, y):
-    for _ in range(STEPS):
+def added_from_the_left(p, x, y, steps=STEPS):
+    for _ in range(steps):
         p = jax.tree.map(lambda a, g: -RATE * g + a, p, jax.grad(loss)(p, x, y))
     return p
 
 
-def preconditioned(p, x, y):
+def preconditioned(p, x, y, steps=STEPS):
     """With the gradient times a matrix, as natural gradients and learned preconditioners are."""
-    for _ in range(STEPS):
+    for _ in range(steps):
         p = jax.tree.map(lambda a, g: a - RATE * (MIXES[len(a)] @ g), p, jax.grad(loss)(p, x, y))
     return p
 
 
-def solved(p, x, y):
-    for _ in range(STEPS):
+def solved(p, x, y, steps=STEPS):
+    for _ in range(steps):
         g = jax.grad(loss)(p, x, y)
         p = jax.tree.map(lambda a, g: a - RATE * jnp.linalg.solve(MIXES[len(a)], g), p, g)
     return p
 
 
-def in_subspaces(p, x, y):
+def in_subspaces(p, x, y, steps=STEPS):
     """With gradients projected to the span of some rows, and back (Zhao et al., "GaLore", 2024)."""
-    for _ in range(STEPS):
+    for _ in range(steps):
         g = jax.grad(loss)(p, x, y)
         p = jax.tree.map(lambda a, g: a - RATE * (MIXES[len(a)][:8].T @ (MIXES[len(a)][:8] @ g)), p, g)
     return p
@@ -96,14 +97,12 @@ LEARN = {
 }
 # Of the norm: by hand, with products alone in the dtype, 3e-4 and 3e-3, and twice that of meta-gradients.
 TOLERANCE = {"float16": 1e-3, "bfloat16": 8e-3}
-# Those whose steps are products: how these are found does not depend on who asks for a gradient.
-SLOW = {"Muon", "of two tasks, preconditioned", "solved", "in subspaces"}
 DTYPES = ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)]  # each compiles unrolled steps
 
 
 def relative_error(got: Any, want: Any) -> float:
-    difference = optax.tree.norm(jax.tree.map(lambda a, b: a - b, got, want))
-    return float(difference / optax.tree.norm(want))
+    got, want = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (got, want))
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -112,24 +111,26 @@ def test_what_unrolled_steps_change_is_as_exact_as_their_gradients(name, dtype):
     def change(p, x, y):
         return jax.tree.map(lambda new, old: new - old, LEARN[name](p, x, y), p)
 
-    got, want = autocast(change, f"mixed_{dtype}")(PARAMS, X, Y), jax.jit(change)(PARAMS, X, Y)
+    got, want = (jax.jit(each)(PARAMS, X, Y) for each in (autocast(change, f"mixed_{dtype}"), change))
     # Adam divides by what may be as small as its rounding, and Muon uses it for the bias: by hand 4e-3 and 3e-2.
     bound = 6 if name in ("Adam", "Muon") else 1
     assert relative_error(got, want) < bound * TOLERANCE[dtype]
 
 
+# Of as many steps as show that gradients are summed in float32. How steps are found that are products does not depend
+# on who asks for a gradient.
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    "name",
     [
-        pytest.param(name, dtype, marks=[pytest.mark.slow] * (name in SLOW or dtype == "bfloat16"))
-        for name in LEARN
-        for dtype in TOLERANCE
-        if name not in SLOW or dtype == "float16"
+        "descent",
+        "checkpointed",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("clipped", "weight decay", "Adam", "preconditioned")),
     ],
 )
 def test_the_gradient_through_unrolled_steps_is_as_exact(name, dtype):
     def meta_loss(p):
-        return loss(LEARN[name](p, X, Y), X, Y)
+        return loss(LEARN[name](p, X, Y, steps=10), X, Y)
 
     got = jmp.grad(meta_loss, f"mixed_{dtype}")(PARAMS, loss_scale=jmp.StaticLossScale(1024))
     assert relative_error(got, jax.jit(jax.grad(meta_loss))(PARAMS)) < 2 * TOLERANCE[dtype]
@@ -147,7 +148,7 @@ def test_the_gradient_through_unrolled_steps_is_as_exact(name, dtype):
 )
 def test_what_the_user_says_of_a_sum_holds(rules, found):
     def meta_loss(p):
-        return loss(descent(p, X, Y), X, Y)
+        return loss(descent(p, X, Y, steps=2), X, Y)
 
     operations = jmp.explain(jax.grad(meta_loss), "mixed_float16", rules)(PARAMS).operations
     assert {UPDATE.reason, GRADIENT.reason} & {operation.reason for operation in operations} == found
@@ -170,7 +171,7 @@ def test_what_a_network_starts_is_trained_as_exactly(start, dtype):
     def moved(p, x, y):
         first, model = start(p, x)
         w = first
-        for _ in range(STEPS):
+        for _ in range(10):
             w = w - RATE * jax.grad(lambda w: jnp.sum((model(w) - y) ** 2))(w)
         return jnp.mean((w - first) ** 2) * 1e4
 
