@@ -1,5 +1,9 @@
 """The readers of compiled modules find every fault that is planted here, and nothing in clean code."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -187,3 +191,20 @@ def test_a_bfloat16_window_of_ones_stops_growing():
     """Widened as it is, the sum of a window is one of 16 bits."""
     total = jax.lax.reduce_window(jnp.ones(512, jnp.bfloat16), jnp.bfloat16(0), jax.lax.add, (512,), (512,), "VALID")
     assert float(total[0]) == 256
+
+
+@pytest.mark.slow
+def test_no_assembler_of_cuda_is_called(tmp_path):
+    """Not even one that is installed: a machine without a GPU mostly has none."""
+    assembler, called = tmp_path / "ptxas", tmp_path / "called"
+    assembler.write_text(f'#!/bin/sh\ntouch "{called}"\necho "Cuda compilation tools, release 13.0, V13.0.88"\n')
+    assembler.chmod(0o755)
+    program = """if True:
+        import jax.numpy as jnp
+        from jmp_train.diagnostics import gpu_report
+        print(gpu_report(lambda x: jnp.tanh(x @ x))(jnp.ones((256, 256))).bytes)
+    """
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert int(done.stdout) > 0, done.stderr
+    assert not called.exists()

@@ -21,11 +21,10 @@ from ..._paths import leaf_paths
 from ..._sizes import is_static
 from ..._static import hide_static, is_argument, of_hidden
 from ..._values import as_count
+from ._assembler import without_machine_code
 from ._gpus import get_gpu
 
 _PLUGIN = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
-# Autotuning times kernels, for which it needs a GPU.
-_OPTIONS: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
 # What XLA says where the tile sizes that it takes without autotuning do not divide a product, as one of 8 x 197 rows.
 _NO_TILES = "Couldn't find output tile sizes"
 
@@ -183,12 +182,14 @@ def compile_for_gpu(
 
 def compile_lowered(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, bool]:
     """Compiles for the GPUs that `lowered` is for; and whether XLA could give products to Triton, or to cuBLAS only."""
+    # Autotuning times kernels, for which it needs a GPU.
+    options = {"xla_gpu_autotune_level": 0, **without_machine_code()}
     try:
-        return lowered.compile(compiler_options=_OPTIONS), True
+        return lowered.compile(compiler_options=options), True
     except jax.errors.JaxRuntimeError as error:
         if _NO_TILES not in str(error):
             raise
-    return lowered.compile(compiler_options={**_OPTIONS, "xla_gpu_enable_triton_gemm": False}), False
+    return lowered.compile(compiler_options={**options, "xla_gpu_enable_triton_gemm": False}), False
 
 
 def gpu_module(fn: Callable[..., Any], *args: Any, **options: Any) -> str:
