@@ -29,12 +29,8 @@ Leaves = Mapping[str, np.ndarray]
 HALVES = ("float16", "bfloat16")
 
 
-# Compile time, not speed, is what a test waits for.
-QUICK = {"xla_backend_optimization_level": 0}
-
-
-def quick_jit(fn: Callable[..., Any]) -> Any:
-    return jax.jit(fn, compiler_options=QUICK)
+# For an oracle of many seeds or of convolutions, which would run longer than it compiles.
+OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 
 
 def cast_floats(tree: Tree, dtype) -> Tree:
@@ -73,7 +69,7 @@ def leaves(tree: Tree) -> dict[str, np.ndarray]:
 
 @functools.cache
 def _initialiser(row: Row, size: Size):
-    return quick_jit(row.make(size, None).init)
+    return jax.jit(row.make(size, None).init)
 
 
 @functools.cache
@@ -98,8 +94,8 @@ def gradient_function(row: Row, how: str, size: Size = SMALL) -> Callable[[Tree,
 
 @functools.cache
 def _compiled_gradients(row: Row, how: str):
-    # The oracle runs once a seed, on convolutions that are slow unless compiled well.
-    return (jax.jit if how == "float64" else quick_jit)(gradient_function(row, how))
+    is_oracle = how == "float64" and not row.fast
+    return jax.jit(gradient_function(row, how), compiler_options=OPTIMISED if is_oracle else None)
 
 
 def gradients(row: Row, how: str, seed: int = 0) -> Tree:
@@ -118,7 +114,7 @@ def loss_gradients(row: Row, seed: int = 0) -> Tree:
     """The oracle's gradients of the scaled loss; in float32 where the row has gradients of its own."""
     if row.make(SMALL, None).grads is None:
         return gradients(row, "float64", seed)
-    return quick_jit(gradient_of(row.loss())(row.scale))(*example(row, seed))
+    return jax.jit(gradient_of(row.loss())(row.scale))(*example(row, seed))
 
 
 def unscaled(row: Row, grads: Tree) -> Leaves:

@@ -1,7 +1,7 @@
 """Eight simulated CPU devices for every test; 64-bit types stay off, as in most users' programs.
 
-Compiling is most of what tests wait for. The default ones compile with little optimization, and what two tests of one
-process compile is compiled once. The slow ones run larger programs, and read what XLA's optimizations make of them.
+Compiling is most of what tests wait for, so programs are compiled with little optimization, but where a test asks for
+it. What two of the default tests compile is compiled once.
 """
 
 import functools
@@ -30,16 +30,23 @@ hypothesis.settings.load_profile("same")
 
 def pytest_configure(config):
     gc.set_threshold(100_000, 20, 20)  # the caches of JAX are a million objects, not to be looked through every second
-    if config.getoption("markexpr") != "slow" and os.environ["JAX_PLATFORMS"] == "cpu":
-        compile_quickly(config)
+    if os.environ["JAX_PLATFORMS"] == "cpu":
+        compile_quickly()
+        if config.getoption("markexpr") != "slow":
+            compile_once(config)
 
 
-def compile_quickly(config: pytest.Config) -> None:
+def compile_quickly() -> None:
     flags = ["--xla_cpu_parallel_codegen_split_count=1"]  # small programs in one piece each
     if jax.__version_info__ < (0, 11):  # and by the older emitters, twice as fast, where XLA still has them
         flags.append("--xla_cpu_use_fusion_emitters=false")
-    os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
+    with pytest.MonkeyPatch.context() as patch:  # not for the processes that tests start
+        patch.setenv("XLA_FLAGS", " ".join([*flags, os.environ.get("XLA_FLAGS", "")]))
+        jax.devices()  # reads them
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+def compile_once(config: pytest.Config) -> None:
     if jax.__version_info__ < (0, 12):  # JAX 0.12 does so itself
         # Every program is lowered in an MLIR context, of which making one takes a quarter of compiling a small program.
         pytest.MonkeyPatch().setattr(mlir, "make_ir_context", functools.cache(mlir.make_ir_context))
@@ -71,6 +78,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return places.setdefault((item.path, str(row)), len(places))
 
     items.sort(key=place)
+
+
+@pytest.fixture
+def compiled_well():
+    """For tests that run longer than they compile."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(autouse=True)

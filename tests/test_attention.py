@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from battery_tools import quick_jit
 from comparisons import TOLERANCE
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -98,7 +97,7 @@ def test_in_float32_it_is_the_attention_of_jax(case):
             *many, value, bias_of(case)
         )
 
-    got, want = quick_jit(lambda: (compute(dot_product_attention), compute(jax.nn.dot_product_attention)))()
+    got, want = jax.jit(lambda: (compute(dot_product_attention), compute(jax.nn.dot_product_attention)))()
     assert error(got, want) <= TOLERANCE["float32"].gradient
 
 
@@ -118,7 +117,7 @@ def test_derivatives_of_any_order_and_direction():
             jax.vmap(gradient, (None, None, None, 0))(query, key, value, jnp.stack([bias_of(case), -bias_of(case)])),
         )
 
-    got, want = quick_jit(lambda: (compute(dot_product_attention), compute(jax.nn.dot_product_attention)))()
+    got, want = jax.jit(lambda: (compute(dot_product_attention), compute(jax.nn.dot_product_attention)))()
     assert error(got, want) <= TOLERANCE["float32"].gradient
 
 
@@ -262,7 +261,7 @@ def test_errors_are_those_of_the_same_attention_written_out(dtype):
             gradients = jax.grad(lambda *args: jnp.sum(jnp.sin(of(*args))), (0, 1, 2))
             return of(query, key, value), gradients(query, key, value)
 
-        run, found = quick_jit(autocast(fn, f"mixed_{dtype}")), []
+        run, found = jax.jit(autocast(fn, f"mixed_{dtype}")), []
         for seed in range(0, 40, 4):
             got, want = run(*operands(seed)), written_out(*operands(seed), mask)
             found.append([error(got[0], want[0]), error(got[1], want[1])])
@@ -320,7 +319,7 @@ def test_biases_of_any_size(case, dtype):
         return of(query, key, value), gradients(query, key, value)
 
     run = autocast(fn, "mixed_float16") if dtype == "float16" else fn
-    got = quick_jit(run)(*operands(), jnp.asarray(bias))
+    got = jax.jit(run)(*operands(), jnp.asarray(bias))
     assert error(got, written_out(*operands(), mask, bias)) <= TOLERANCE[dtype].gradient
 
 
@@ -554,7 +553,7 @@ def test_the_kernels_are_called_for_the_same_attention(case, monkeypatch):
         functools.partial(_reference.forward, exact_products=True),
         functools.partial(_reference.backward, exact_products=True),
     )
-    got, want = quick_jit(lambda: (run(_cudnn.forward, _cudnn.backward), run(*exact)))()
+    got, want = jax.jit(lambda: (run(_cudnn.forward, _cudnn.backward), run(*exact)))()
     assert error(got, want) <= TOLERANCE["float16"].value
 
 
@@ -572,7 +571,7 @@ def test_an_example_without_keys_averages_all_values_as_jax_does(monkeypatch):
         return (out, _cudnn.backward(*given, out, lse, low(gradient), settings=settings)), (want, pull(gradient))
 
     low = lambda x: x.astype(jnp.float16)  # noqa: E731
-    got, want = quick_jit(run)()
+    got, want = jax.jit(run)()
     assert error(got, want) <= TOLERANCE["float16"].gradient
 
 
@@ -988,7 +987,7 @@ def test_what_is_beyond_the_lengths_of_queries_reaches_no_gradient():
         attend = functools.partial(dot_product_attention, query_seq_lengths=lengths)
         return jax.grad(lambda *given: jnp.sum(jnp.sin(attend(*given))), (0, 1, 2))(query, *rest)
 
-    got, want = (quick_jit(gradients)(jnp.where(inside, query, beyond)) for beyond in (np.float32(np.nan), 0))
+    got, want = (jax.jit(gradients)(jnp.where(inside, query, beyond)) for beyond in (np.float32(np.nan), 0))
     assert error(got, want) == 0
 
 

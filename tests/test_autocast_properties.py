@@ -6,7 +6,7 @@ import chex
 import jax
 import numpy as np
 import pytest
-from battery_tools import HALVES, primitives, primitives_of, quick_jit
+from battery_tools import HALVES, primitives, primitives_of
 from comparisons import TOLERANCE, assert_only_the_precision_differs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -39,7 +39,7 @@ def check_tolerance(got: list[jax.Array], want: list[jax.Array], dtype: str, wha
 
 def check_program(program: list[Step], dtype: str):
     run = as_function(program)
-    got, want = quick_jit(beside(run, dtype))(PARAMS, X)
+    got, want = jax.jit(beside(run, dtype))(PARAMS, X)
     check_tolerance(got, want, dtype, program)
 
 
@@ -65,7 +65,7 @@ def test_each_operation_is_within_tolerance(dtype):
     """In one program: a hundred would take as long to compile as all the rest of this file."""
     steps = [*EVERY_STEP, *EVERY_WRAPPER]
     runs = [beside(as_function([Step("matmul", "plain", (0, 1)), step]), dtype) for step in steps]
-    found = jax.device_get(quick_jit(lambda *args: [run(*args) for run in runs])(PARAMS, X))
+    found = jax.device_get(jax.jit(lambda *args: [run(*args) for run in runs])(PARAMS, X))
     for step, (got, want) in zip(steps, found, strict=True):
         check_tolerance(got, want, dtype, step)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from battery_tools import leaves, quick_jit, relative_error, tracing_calls
+from battery_tools import leaves, relative_error, tracing_calls
 from comparisons import assert_only_the_precision_differs
 from flax import linen as nn
 from jax import lax
@@ -123,11 +123,11 @@ FAST_KINDS = {("float16", False, kind) for kind in LAYER_KINDS} | {("float16", T
 )
 def test_gradients_of_a_scan_are_those_of_its_layers(kind, reverse, dtype):
     policy, layer = get_policy(f"mixed_{dtype}"), LAYER_KINDS[kind]
-    ours = quick_jit(autocast(jax.grad(scanned(layer, reverse)), policy))(PARAMS, X)
+    ours = jax.jit(autocast(jax.grad(scanned(layer, reverse)), policy))(PARAMS, X)
     with jax.enable_x64(True):
         double = jax.tree.map(lambda a: np.asarray(a, np.float64), (PARAMS, X))
-        want = leaves(quick_jit(jax.grad(unrolled(layer, reverse)))(*double))
-    theirs = quick_jit(autocast(jax.grad(unrolled(layer, reverse)), policy))(PARAMS, X)
+        want = leaves(jax.jit(jax.grad(unrolled(layer, reverse)))(*double))
+    theirs = jax.jit(autocast(jax.grad(unrolled(layer, reverse)), policy))(PARAMS, X)
     # One draw: over seeds the ratio scatters from 0.85 to 1.46 around 1.
     assert relative_error(leaves(ours), want) < 1.6 * relative_error(leaves(theirs), want)
 
@@ -203,9 +203,9 @@ def test_what_others_read_is_stacked_as_it_was():
         return jnp.mean(h**2) + jnp.sum(kept[1]), kept
 
     ours = autocast(jax.grad(returned, has_aux=True), "mixed_float16")
-    gradient, kept = quick_jit(ours)(PARAMS, X)
+    gradient, kept = jax.jit(ours)(PARAMS, X)
     assert kept.dtype == np.float32 and kept.shape == (LAYERS, *FULL)
-    want, wanted = quick_jit(jax.grad(returned, has_aux=True))(PARAMS, X)
+    want, wanted = jax.jit(jax.grad(returned, has_aux=True))(PARAMS, X)
     assert relative_error(leaves(gradient), leaves(want)) < 5e-3
     np.testing.assert_allclose(kept, wanted, rtol=1e-2)
     (_, stacked), *_ = scans(ours, PARAMS, X)
@@ -257,7 +257,7 @@ def test_what_one_scan_rematerializes_from_stays_stacked_though_another_could_do
     w, xs = normal(2, WIDTH, WIDTH) / 9, normal(LAYERS, *FULL)
     (_, stacked), *_ = scans(autocast(f, "mixed_float16"), w, xs)
     assert sorted(stacked) == [("float16", FULL)] * 2 + [("float32", FULL)]  # `h`
-    np.testing.assert_allclose(quick_jit(autocast(f, "mixed_float16"))(w, xs), quick_jit(f)(w, xs), rtol=2e-2)
+    np.testing.assert_allclose(jax.jit(autocast(f, "mixed_float16"))(w, xs), jax.jit(f)(w, xs), rtol=2e-2)
 
 
 def test_a_scan_computes_again_what_another_made_with_a_derivative_rule_or_joined():
@@ -276,7 +276,7 @@ def test_a_scan_computes_again_what_another_made_with_a_derivative_rule_or_joine
     ours = autocast(f, "mixed_float16")
     (_, stacked), *_ = scans(ours, w, xs)
     assert stacked == [("float16", FULL)]
-    got, want = (quick_jit(jax.value_and_grad(each))(w, xs) for each in (ours, f))
+    got, want = (jax.jit(jax.value_and_grad(each))(w, xs) for each in (ours, f))
     assert relative_error(leaves(got), leaves(want)) < 2e-3
 
 
@@ -292,7 +292,7 @@ def test_a_gated_product_is_computed_again_from_the_results_of_two_dots(gate, jo
     params = PARAMS | {"v": PARAMS["w"][::-1], "joined": normal(LAYERS, WIDTH, 2 * WIDTH) / 3}
     loss = scanned(layer)
     assert stacked_forward(loss, args=(params, X)) == [("float16", FULL)] * 3
-    ours, plain = (quick_jit(fn)(params, X) for fn in (autocast(jax.grad(loss), "mixed_float16"), jax.grad(loss)))
+    ours, plain = (jax.jit(fn)(params, X) for fn in (autocast(jax.grad(loss), "mixed_float16"), jax.grad(loss)))
     assert relative_error(leaves(ours), leaves(plain)) < 3e-3
 
 
@@ -325,7 +325,7 @@ def test_a_scan_may_hand_on_its_own_rows_constants_and_zeros(length):
         return lax.scan(read, 0.0, lax.scan(write, 0.0, xs)[1])[0]
 
     w, xs = normal(WIDTH, WIDTH) / 3, normal(LAYERS, *FULL)[:length]
-    np.testing.assert_allclose(quick_jit(autocast(f, "mixed_float16"))(w, xs), quick_jit(f)(w, xs), rtol=2e-2)
+    np.testing.assert_allclose(jax.jit(autocast(f, "mixed_float16"))(w, xs), jax.jit(f)(w, xs), rtol=2e-2)
 
 
 @pytest.mark.parametrize("how", ["whole", "rows and whole", "rows twice", "rows and outside", "rows and returned"])
@@ -347,14 +347,14 @@ def test_what_is_not_only_read_as_rows_is_stacked_as_it_was(how):
     w, xs = normal(WIDTH, WIDTH) / 3, normal(LAYERS, *FULL)
     ours = autocast(f, "mixed_float16")
     assert ("float32", FULL) in scans(ours, w, xs)[0][1]
-    np.testing.assert_allclose(*(jax.tree.leaves(quick_jit(each)(w, xs))[0] for each in (ours, f)), rtol=2e-2)
+    np.testing.assert_allclose(*(jax.tree.leaves(jax.jit(each)(w, xs))[0] for each in (ours, f)), rtol=2e-2)
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_every_order_of_transformations_agrees(policy):
     loss = scanned(softmax_layer)
     once = autocast(jax.grad(loss), policy)
-    want = leaves(quick_jit(once)(PARAMS, X))
+    want = leaves(jax.jit(once)(PARAMS, X))
     orders = [
         autocast(once, policy),
         autocast(jax.jit(jax.grad(loss)), policy),
@@ -363,7 +363,7 @@ def test_every_order_of_transformations_agrees(policy):
         lambda p, x: jax.tree.map(lambda a: a[0], autocast(jax.vmap(jax.grad(loss), (None, 0)), policy)(p, x[None])),
     ]
     for other in orders:
-        assert relative_error(leaves(quick_jit(other)(PARAMS, X)), want) < (1e-2 if policy != "float32" else 1e-6)
+        assert relative_error(leaves(jax.jit(other)(PARAMS, X)), want) < (1e-2 if policy != "float32" else 1e-6)
 
 
 def test_float32_changes_nothing_and_residuals_can_stay_wide():

@@ -21,7 +21,6 @@ from battery_tools import (
     loss_gradients,
     median_errors,
     primitives,
-    quick_jit,
     relative_error,
     unscaled,
 )
@@ -109,7 +108,7 @@ def check_order(row, order):
         return row.loss()(params, batch) * row.scale
 
     params, batch = example(row)
-    loss, got = quick_jit(ORDERS[order](scaled, get_policy("mixed_float16")))(params, batch)
+    loss, got = jax.jit(ORDERS[order](scaled, get_policy("mixed_float16")))(params, batch)
     assert loss.dtype == jnp.float32 and jnp.isfinite(loss)
     chex.assert_trees_all_equal_shapes_and_dtypes(got, params)
     close(row, got, loss_gradients(row))
@@ -139,7 +138,7 @@ def stacked(*leaves):
 
 def check_vmap(row, mapped):
     params, batches = example(row)[0], [example(row, seed)[1] for seed in (0, 1)]
-    got = quick_jit(mapped)(params, jax.tree.map(stacked, *batches))
+    got = jax.jit(mapped)(params, jax.tree.map(stacked, *batches))
     one_by_one = [gradients_at(row, "mixed_float16", params, batch) for batch in batches]
     want = jax.tree.map(stacked, *one_by_one)
     chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
@@ -165,7 +164,7 @@ def test_autocast_twice_is_autocast_once(row, dtype):
 
 @one_fast_row
 def test_three_jitted_steps_trace_once(row):
-    @quick_jit
+    @jax.jit
     @chex.assert_max_traces(n=1)
     def step(params, batch):
         grads = autocast(jax.grad(row.loss()), get_policy("mixed_float16"))(params, batch)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from battery_tools import leaves, quick_jit, relative_error
+from battery_tools import leaves, relative_error
 from jax import lax
 from jax.experimental import io_callback
 from jax.experimental.ode import odeint
@@ -439,5 +439,5 @@ def test_the_gradient_of_a_stopped_scan_takes_its_steps():
     """Also where rematerialization takes them once more."""
     loss = jax.checkpoint(lambda w, x: jnp.mean(bounded_adaptive(w, x)[0] ** 2))
     assert loops(jax.grad(loss), W, X, kind="scan")[0] == [STOP, STOP]
-    ours, plain = (quick_jit(fn)(W, X) for fn in (autocast(jax.grad(loss), "mixed_bfloat16"), jax.grad(loss)))
+    ours, plain = (jax.jit(fn)(W, X) for fn in (autocast(jax.grad(loss), "mixed_bfloat16"), jax.grad(loss)))
     assert error(ours, plain) < 1e-2

@@ -10,7 +10,7 @@ import pytest
 import jmp_train as jmp
 from jmp_train import diagnostics
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("compiled_well")]
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

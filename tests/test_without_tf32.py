@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from battery_tools import quick_jit
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.scheduling_groups import scheduling_group
@@ -124,7 +123,7 @@ def test_what_stays_in_float32_is_no_tf32(case):
     for program in (fn, *([] if case in FORWARD_ONLY else [jax.grad(fn)])):
         wide = wide_products(program, "mixed_float16", (W, X), **options)
         assert wide and {precision for _, precision in wide} <= {HIGHEST, "highest"}
-        got, want = (quick_jit(f)(W, X) for f in (autocast(program, "mixed_float16", **options), program))
+        got, want = (jax.jit(f)(W, X) for f in (autocast(program, "mixed_float16", **options), program))
         np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2)
 
 
