@@ -319,5 +319,6 @@ def test_products_that_no_tile_of_triton_divides_are_those_of_cublas(policy):
 
     w, x = jax.ShapeDtypeStruct((4, 512, 512), jnp.float32), jax.ShapeDtypeStruct((8, 197, 512), jnp.float32)
     made = gpu_report(jax.grad(loss), policy=policy)(w, x)
-    assert len(made.products) >= 6 and any("cuBLAS" in note for note in made.notes)
-    assert "cuBLAS" in str(made)
+    assert len(made.products) >= 6
+    # XLA of JAX 0.12 gives them other tiles.
+    assert any("cuBLAS" in note for note in made.notes) == ("cuBLAS" in str(made)) == (jax.__version_info__ < (0, 12))
