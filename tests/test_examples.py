@@ -97,9 +97,9 @@ def test_digits_is_as_accurate_as_float32(tmp_path):
 @pytest.mark.slow
 def test_underflow_stops_learning_and_scaling_cures_it():
     underflow = load("underflow")
-    runs = underflow.experiment_gradients(steps=80, stride=1)
+    runs = underflow.experiment_gradients(steps=50, stride=1)
     loss = {title: run["loss"][-8:].mean() for title, run in runs.items()}
-    assert loss["mixed_float16, unscaled"] > 2 * loss["float32"], loss
+    assert loss["mixed_float16, unscaled"] > 1.6 * loss["float32"], loss
     assert loss["mixed_float16, dynamic scale"] < 1.15 * loss["float32"], loss
     assert runs["mixed_float16, unscaled"]["zeros"][-8:].mean() > 0.8
     assert runs["mixed_float16, dynamic scale"]["zeros"][-8:].mean() < 0.05
@@ -107,8 +107,8 @@ def test_underflow_stops_learning_and_scaling_cures_it():
 
 @pytest.mark.slow
 def test_updates_are_lost_and_masters_and_stochastic_rounding_cure_it():
-    runs = load("underflow").experiment_updates(steps=400, stride=1)
-    loss = {title: run["loss"][-40:].mean() for title, run in runs.items()}
+    runs = load("underflow").experiment_updates(steps=150, stride=1)
+    loss = {title: run["loss"][-15:].mean() for title, run in runs.items()}
     assert loss["bfloat16 parameters"] > 1.3 * loss["float32 parameters"], loss
     for title in ("with float32 masters", "with stochastic rounding", "with stochastic rounding, state too"):
         assert loss[title] < 1.1 * loss["float32 parameters"], loss
