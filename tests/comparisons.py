@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_train import autocast
+
 Tree = Any
 
 
@@ -73,6 +75,16 @@ def assert_two_programs_agree(got: Tree, want: Tree, computed_in: str | None = N
         tolerance = TOLERANCE[name].programs if name in TOLERANCE else 0
         size = np.max(np.abs(np.asarray(two, np.float64)), initial=0) if tolerance else 0
         chex.assert_trees_all_close(one, two, rtol=tolerance, atol=tolerance * size)
+
+
+def as_written(fn: Callable[..., Any]) -> Any:
+    """`fn` compiled with each of its roundings, as it is without `jit`; XLA would drop some that it sees undone."""
+    return jax.jit(fn, compiler_options={"xla_allow_excess_precision": False})
+
+
+def with_and_without(fn: Callable[..., Any], policy: str, *args: Any) -> Any:
+    """The results of `fn` under autocast and of `fn`, as NumPy arrays."""
+    return jax.tree.map(np.asarray, as_written(lambda *args: (autocast(fn, policy)(*args), fn(*args)))(*args))
 
 
 def lowered(fn: Callable[..., Any], *args: Any) -> str:

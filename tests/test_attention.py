@@ -88,13 +88,13 @@ def error(got, want):
 
 def of_both(compute):
     """What `compute` makes of our attention and of JAX's, in one program."""
-    return quick_jit(lambda: (compute(dot_product_attention), compute(jax.nn.dot_product_attention)))()
+    return jax.jit(lambda: (compute(dot_product_attention), compute(jax.nn.dot_product_attention)))()
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_in_float32_it_is_attention_written_out(case):
     """Value and gradients."""
-    got = quick_jit(jax.value_and_grad(loss(dot_product_attention, case), (0, 1, 2, 3)))(*operands(), bias_of(case))
+    got = jax.jit(jax.value_and_grad(loss(dot_product_attention, case), (0, 1, 2, 3)))(*operands(), bias_of(case))
     out, gradients = written_out_case(case, *operands())
     assert error(got[0], np.sum(np.sin(out))) <= TOLERANCE["float32"].gradient
     assert error(got[1][: len(gradients)], gradients) <= TOLERANCE["float32"].gradient
@@ -180,7 +180,7 @@ X = draw(B, T, N * H)
 @functools.cache
 def gradient_in_float32(fn):
     """Of `model_loss` or `stacked`."""
-    return quick_jit(jax.grad(fn))(PARAMS if fn is model_loss else STACK, X)
+    return jax.jit(jax.grad(fn))(PARAMS if fn is model_loss else STACK, X)
 
 
 def equations(jaxpr, found=None):
@@ -224,7 +224,7 @@ PLACES = {
 def test_autocast_narrows_the_whole_attention(place, order):
     fn, written, params = PLACES[place]
     gradient = autocast(jax.grad(fn), "mixed_float16") if order == "of a gradient" else None
-    traced = quick_jit(gradient or jax.grad(autocast(fn, "mixed_float16"))).trace(params, X)
+    traced = jax.jit(gradient or jax.grad(autocast(fn, "mixed_float16"))).trace(params, X)
     found = equations(traced.jaxpr)
     assert {eqn.primitive.name for eqn in found} == set(PRIMITIVES)
     for eqn in found:
@@ -247,8 +247,8 @@ def test_the_log_sum_exp_crosses_to_the_backward_pass_as_it_is():
 def test_under_vmap_and_on_eight_devices():
     mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
     x = draw(16, T, N * H)
-    want = quick_jit(jax.grad(model_loss))(PARAMS, x)
-    each = quick_jit(jax.vmap(autocast(jax.grad(model_loss), "mixed_bfloat16"), (None, 0)))(PARAMS, x[:, None])
+    want = jax.jit(jax.grad(model_loss))(PARAMS, x)
+    each = jax.jit(jax.vmap(autocast(jax.grad(model_loss), "mixed_bfloat16"), (None, 0)))(PARAMS, x[:, None])
     means = jax.tree.map(lambda g: np.asarray(g).mean(0), each)
     assert error(means, want) <= TOLERANCE["bfloat16"].gradient
     for check_vma in (True, False):
@@ -261,7 +261,7 @@ def test_under_vmap_and_on_eight_devices():
             out_specs=PartitionSpec(),
             check_vma=check_vma,
         )
-        assert error(quick_jit(step)(PARAMS, x), want) <= TOLERANCE["bfloat16"].gradient
+        assert error(jax.jit(step)(PARAMS, x), want) <= TOLERANCE["bfloat16"].gradient
 
 
 def test_a_shared_bias_in_a_shard_map_has_the_gradient_of_all_devices():
@@ -274,7 +274,7 @@ def test_a_shared_bias_in_a_shard_map_has_the_gradient_of_all_devices():
     specs = (PartitionSpec(), *[PartitionSpec("data")] * 3)
     mapped = jax.shard_map(jax.grad(total), mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
     _, _, (*_, want) = written_out(query, key, value, ALL, bias)
-    assert error(quick_jit(mapped)(bias, query, key, value), want) <= TOLERANCE["float32"].gradient
+    assert error(jax.jit(mapped)(bias, query, key, value), want) <= TOLERANCE["float32"].gradient
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -369,7 +369,7 @@ def test_biases_of_any_size(case, dtype):
         return of(query, key, value), gradients(query, key, value)
 
     run = autocast(fn, "mixed_float16") if dtype == "float16" else fn
-    got = quick_jit(run)(*operands(), jnp.asarray(bias))
+    got = jax.jit(run)(*operands(), jnp.asarray(bias))
     out, _, (*gradients, _) = written_out(*operands(), mask, bias)
     assert error(got, (out, tuple(gradients))) <= TOLERANCE[dtype].gradient
 
@@ -387,7 +387,7 @@ def test_a_scale_of_any_kind(scale):
     got = traced(jnp.float32(2000.0)) if scale == "traced" else fn(scale)
     assert abs(got - want) <= 2e-2 * abs(want)
     assert abs(traced(jnp.float32(-2000.0)) - negative) <= 2e-2 * abs(negative)
-    assert np.isfinite(float(quick_jit(jax.grad(fn))(0.0)))
+    assert np.isfinite(float(jax.jit(jax.grad(fn))(0.0)))
 
 
 def test_by_hand_in_16_bits_the_bias_keeps_a_dtype_of_its_own():
@@ -415,9 +415,9 @@ def test_a_float16_bias_of_minus_1e9_masks():
     """Its 16-bit copy is minus infinity; nothing becomes NaN, and no gradient is lost."""
     bias = jnp.asarray(np.where(MASK, 0, -1e9).astype(np.float32))
     gradient = autocast(jax.grad(lambda w, x, bias: model_loss(w, x, bias=bias)), "mixed_float16")
-    got = quick_jit(gradient)(PARAMS, X, bias)
+    got = jax.jit(gradient)(PARAMS, X, bias)
     rows = np.where(MASK | ~MASK.any(-1, keepdims=True), 0, -1e9).astype(np.float32)
-    want = quick_jit(jax.grad(lambda w, x: model_loss(w, x, bias=jnp.asarray(rows))))(PARAMS, X)
+    want = jax.jit(jax.grad(lambda w, x: model_loss(w, x, bias=jnp.asarray(rows))))(PARAMS, X)
     assert error(got, want) <= TOLERANCE["float16"].gradient
 
 
@@ -600,7 +600,7 @@ def test_the_kernels_are_called_for_the_same_attention(case, monkeypatch):
         out, lse = _cudnn.forward(*given, settings=settings)
         return out, _cudnn.backward(*given, out, lse, jnp.cos(out), settings=settings)
 
-    got, want = quick_jit(run)(), written_out_case(case, *given[:3])
+    got, want = jax.jit(run)(), written_out_case(case, *given[:3])
     assert error(got, want) <= TOLERANCE["float16"].value
 
 
@@ -646,7 +646,7 @@ def test_large_gradients_of_an_average(monkeypatch):
     def run(*given):
         return _cudnn.backward(*given, *_cudnn.forward(*given, settings=settings), gradient, settings=settings)[2]
 
-    of_value = quick_jit(run)(*given)
+    of_value = jax.jit(run)(*given)
     np.testing.assert_allclose(of_value, np.full((B, T, K, H), 1e4 * N / K), rtol=1e-3)
 
 
@@ -687,7 +687,7 @@ def test_divided_among_devices_it_is_the_same(kind):
     ]
     sharded = [jax.device_put(given[0], NamedSharding(mesh, spec)), *given[1:]]
     replicated = [sharded[0], *(jax.device_put(x, NamedSharding(mesh, PartitionSpec())) for x in sharded[1:])]
-    got = quick_jit(functools.partial(run, *divided))(*replicated)
+    got = jax.jit(functools.partial(run, *divided))(*replicated)
     mask = CAUSAL & (np.arange(T) < np.asarray(LENGTHS)[:, None, None, None])
     out, lse, gradients = written_out(given[0], given[1], given[2], mask, given[3])
     shifted = lse - np.max(np.where(mask, given[3], -np.inf), axis=-1)  # the largest bias of a row is taken from it
@@ -953,20 +953,20 @@ def test_every_combination_of_operands_has_a_name_for_each():
 def test_dropout_leaves_padding_zero():
     query, key, value = (np.ones((1, 4, 2, 8), np.float32) for _ in range(3))
     options = {"dropout_rate": 0.25, "dropout_key": jax.random.key(0), "query_seq_lengths": np.array([3])}
-    out = np.asarray(quick_jit(lambda: dot_product_attention(query, key, value, **options))())
+    out = np.asarray(jax.jit(lambda: dot_product_attention(query, key, value, **options))())
     assert not np.any(out[:, 3:]) and np.all(np.any(out[:, :3], axis=-1))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_a_bias_of_any_size_stays_above_what_masks(dtype):
     bias, mask = jnp.array([[[[-1e38, 0.0, 3.0]]]]), jnp.array([[[[True, True, False]]]])
-    merged: Any = np.asarray(quick_jit(lambda: _reference.merged(bias, mask, mask, dtype)[0])())
+    merged: Any = np.asarray(jax.jit(lambda: _reference.merged(bias, mask, mask, dtype)[0])())
     assert np.all(np.isfinite(merged)) and merged[..., 0] > merged[..., 2]
 
 
 def test_the_log_sum_exp_of_large_logits():
     query, key, value = (np.array(x, np.float32).reshape(1, 2, 1, 1) for x in ([1, 2], [30, 40], [0, 1]))
-    _, found = quick_jit(functools.partial(_reference.forward, settings=Settings()))(query, key, value)
+    _, found = jax.jit(functools.partial(_reference.forward, settings=Settings()))(query, key, value)
     logits = query[0, :, 0] * key[0, :, 0].T
     np.testing.assert_allclose(found[0, 0], np.logaddexp.reduce(logits, axis=-1), rtol=1e-6)
 
@@ -974,7 +974,7 @@ def test_the_log_sum_exp_of_large_logits():
 def test_products_of_gradient_and_output_beyond_float16():
     given = [np.full((1, 2, 1, 8), x, np.float16) for x in (1, 1, 256, 512)]
 
-    @quick_jit
+    @jax.jit
     def run(query, key, value, gradient):
         out, lse = _reference.forward(query, key, value, settings=Settings())
         return _reference.backward(query, key, value, out, lse, gradient, settings=Settings())
@@ -987,7 +987,7 @@ def test_a_bias_of_fewer_axes_has_the_last_ones(axes):
     """Of integers too."""
     whole = np.arange(N * T * T).reshape(1, N, T, T) % 5
     bias = whole[(0,) * (4 - axes)]
-    got = quick_jit(dot_product_attention)(*operands(), bias)
+    got = jax.jit(dot_product_attention)(*operands(), bias)
     assert error(got, written_out(*operands(), ALL, bias)[0]) <= TOLERANCE["float32"].value
 
 
@@ -1049,7 +1049,7 @@ def test_a_row_that_masks_everything_has_the_log_of_its_length():
     """Beside what masks, -2**126, a log-sum-exp in float32 would not hold it; the kernels' backward pass reads it."""
     settings, mask = Settings(("bias", "mask")), np.arange(T)[:, None] != 3
     given = *operands(), 5 + np.asarray(draw(1, 1, T, T)), np.broadcast_to(mask, (1, 1, T, T))
-    _, found = quick_jit(functools.partial(_reference.forward, settings=settings))(*given)
+    _, found = jax.jit(functools.partial(_reference.forward, settings=settings))(*given)
     np.testing.assert_allclose(found[:, :, 3], np.log(T), rtol=1e-6)
 
 
