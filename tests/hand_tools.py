@@ -1,11 +1,13 @@
 """A small network with a head, its gradients in float64, in mixed precision by hand, and by autocast."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from comparisons import as_written
 from jax import lax
 
 from jmp_train import autocast
@@ -23,25 +25,38 @@ def by_hand(dtype: str) -> Callable[[Any], Any]:
     return lambda value: lax.optimization_barrier(value.astype(dtype)).astype(jnp.float32)
 
 
-def errors(head: Head, dtype: str, scale: float) -> tuple[float, float]:
-    """The relative errors of gradients: with products alone in a dtype, written by hand, and under autocast."""
+def gradients(head: Head, scale: float, arguments: Any, rounded: Callable[[Any], Any] = lambda value: value) -> Any:
+    def dot(a, b):
+        return rounded(rounded(a) @ rounded(b))
 
-    def gradients(run: Callable[..., Any], arguments: Any, rounded: Callable[[Any], Any]) -> Any:
-        def dot(a, b):
-            return rounded(rounded(a) @ rounded(b))
+    def loss(params, x, y):
+        return scale * head(dot(jnp.tanh(dot(x, params["hidden"]) + params["bias"]), params["out"]), y)
 
-        def loss(params, x, y):
-            return scale * head(dot(jnp.tanh(dot(x, params["hidden"]) + params["bias"]), params["out"]), y)
+    return jax.grad(loss)(*arguments)
 
-        return run(jax.grad(loss))(*arguments)
 
-    arguments = (PARAMS, X, Y)
+@functools.cache
+def exact_gradients(head: Head) -> Any:
     with jax.enable_x64(True):
-        wide = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), arguments)
-        exact = gradients(jax.jit, wide, lambda value: value)
-    hand = gradients(jax.jit, arguments, by_hand(dtype))
-    cast = gradients(lambda fn: autocast(fn, f"mixed_{dtype}"), arguments, lambda value: value)
-    return relative_error(hand, exact), relative_error(cast, exact)
+        wide = jax.tree.map(np.float64, (PARAMS, X, Y))
+        return jax.tree.map(np.asarray, jax.jit(lambda *arguments: gradients(head, 1.0, arguments))(*wide))
+
+
+@functools.cache
+def error_by_hand(head: Head, dtype: str, scale: float) -> float:
+    found = as_written(lambda *arguments: gradients(head, scale, arguments, by_hand(dtype)))(PARAMS, X, Y)
+    return relative_error(found, jax.tree.map(lambda leaf: scale * leaf, exact_gradients(head)))
+
+
+def errors(head: Head, dtype: str, scale: float, written: Head | None = None) -> tuple[float, float]:
+    """The relative errors of gradients: with products alone in a dtype, written by hand, and under autocast.
+
+    `written` is a function that computes the same as `head`, if others are compared with it too.
+    """
+    written = head if written is None else written
+    cast = autocast(lambda *arguments: gradients(head, scale, arguments), f"mixed_{dtype}")
+    exact = jax.tree.map(lambda leaf: scale * leaf, exact_gradients(written))
+    return error_by_hand(written, dtype, scale), relative_error(as_written(cast)(PARAMS, X, Y), exact)
 
 
 def relative_error(got: Any, want: Any) -> float:
