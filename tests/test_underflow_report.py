@@ -28,10 +28,9 @@ VALUES = awkward(np.float32, seed=3)  # one size for many tests, and so one prog
 SCALES = [1.0, 2.0**15, 2.0**-20, 3.0, 1000.7, 2.0**24, 2.0**126, 2.0**-126, float(np.float32(1 / 3))]
 
 
-# A program each, which takes seconds to compile.
+# A program each, large ones. Other tests have every format.
 each_target = pytest.mark.parametrize(
-    "name",
-    [name if name in ("float16", "float8_e4m3fn") else pytest.param(name, marks=pytest.mark.slow) for name in TARGETS],
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "float16")) for name in TARGETS]
 )
 
 
@@ -84,7 +83,7 @@ def test_every_boundary_is_exact_in_float64(name):
 @given(
     st.floats(2.0**-149, 2.0**127, width=32),
     st.floats(2.0**-126, 2.0**126, width=32),
-    st.sampled_from(["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz"]),
+    st.sampled_from(["float16", "bfloat16", "float8_e4m3fn"]),
 )
 def test_any_number_times_any_scale(value, scale, name):
     report = diagnostics.underflow_report({"g": np.full_like(VALUES, value)}, name, scale).total
@@ -151,7 +150,7 @@ def test_leaves_total_headroom_and_text():
 
 def test_float64_leaves():
     with jax.enable_x64(True):
-        grads = {"w": jnp.float64([1e-310, 2.0**-30, 3.0, jnp.nan])}
+        grads = {"w": np.array([1e-310, 2.0**-30, 3.0, np.nan])}
         exact = diagnostics.underflow_report(grads)
         binned = diagnostics.underflow_report(diagnostics.exponent_histogram(grads))
         assert exact.total.largest == 3.0 and binned.total.largest == 4.0 - 2.0**-51
@@ -161,7 +160,7 @@ def test_float64_leaves():
 
 
 def test_nothing_to_report():
-    report = diagnostics.underflow_report({"ids": jnp.arange(3), "w": jnp.zeros(2)})
+    report = diagnostics.underflow_report({"ids": np.arange(3), "w": np.zeros(2, np.float32)})
     assert report.total.headroom is None and report.total.zeros == 2 and report.total.becomes_zero == 0
     assert diagnostics.underflow_report({}).total.values == 0
     assert json.loads(json.dumps(report.as_dict()))["total"]["headroom"] is None
@@ -174,6 +173,7 @@ def test_a_stack_of_reports_is_not_read():
             read(stack)
 
 
+@settings(max_examples=40)
 @given(st.fractions(Fraction(1, 2**40), 2**40))
 def test_the_power_of_two_below_a_fraction(number):
     assert Fraction(2) ** floor_log2(number) <= number < Fraction(2) ** (floor_log2(number) + 1)
@@ -194,7 +194,7 @@ def test_under_jit_vmap_and_scan():
     assert jax.jit(lambda x: diagnostics.underflow_report(x, "bfloat16", 3.0))({"x": values[0]}).total == alone[0].total
     stack = jax.vmap(lambda x: diagnostics.underflow_report({"x": x}, "bfloat16", 3.0))(values)
     _, scanned = jax.lax.scan(lambda c, x: (c, diagnostics.underflow_report({"x": x}, "bfloat16", 3.0)), 0, values)
-    for stacked in (stack, scanned):
+    for stacked in jax.tree.map(np.asarray, (stack, scanned)):
         assert [jax.tree.map(lambda x, i=i: x[i], stacked).as_dict() for i in range(3)] == [r.as_dict() for r in alone]
     with pytest.raises(ValueError) as error:
         str(stack)
@@ -211,8 +211,9 @@ class TestHistogram:
         scales = jnp.float32([1.0, 2.0**-3, 2.0**7])
         reports = jax.jit(jax.vmap(lambda x, scale: diagnostics.underflow_report(x, name, scale), (None, 0)))
         histogram = diagnostics.exponent_histogram(values)
+        both = jax.tree.map(np.asarray, [reports(each, scales) for each in (values, histogram)])
         for i in range(len(scales)):
-            exact, binned = (jax.tree.map(lambda x, i=i: x[i], reports(each, scales)) for each in (values, histogram))
+            exact, binned = jax.tree.map(lambda x, i=i: x[i], both)
             assert exact.exact and not binned.exact and "to the accuracy of a histogram" in str(binned)
             for share in ("becomes_zero", "becomes_subnormal", "becomes_infinite"):
                 assert getattr(binned.total, share) == getattr(exact.total, share)
@@ -248,11 +249,11 @@ class TestHistogram:
 
 
 class TestSuggestion:
-    @settings(max_examples=60)
+    @settings(max_examples=50)
     @given(
         st.lists(st.floats(-(2.0**127), 2.0**127, width=32), min_size=4, max_size=4),
-        st.sampled_from(TARGETS),
-        st.sampled_from([1.0, 1.5, 2.0, 10.0]),
+        st.sampled_from(["float16", "float8_e4m3fn"]),  # it reads their largest number, no more
+        st.sampled_from([1.0, 1.5, 10.0]),
     )
     def test_is_the_largest_power_of_two_below_the_margin(self, numbers, name, margin):
         values = np.float32(numbers)
@@ -292,9 +293,9 @@ class TestSuggestion:
         histograms = jax.vmap(diagnostics.exponent_histogram)(values)
         for found in (
             jax.vmap(diagnostics.suggest_loss_scale)(values),
-            2 * jax.vmap(diagnostics.suggest_loss_scale)(histograms),  # bins taken as full
+            2 * np.asarray(jax.vmap(diagnostics.suggest_loss_scale)(histograms)),  # bins taken as full
             jax.lax.scan(lambda c, x: (c, diagnostics.suggest_loss_scale(x)), 0, values)[1],
-            jnp.stack([jax.jit(diagnostics.suggest_loss_scale)(x) for x in values]),
+            np.stack([jax.jit(diagnostics.suggest_loss_scale)(x) for x in np.asarray(values)]),
         ):
             assert found.dtype == jnp.float32 and found.tolist() == expected
 
@@ -312,14 +313,14 @@ class Net(nn.Module):
 
 def test_linen_and_nnx_gradients():
     x = jnp.ones((2, 4))
-    params = Net().init(jax.random.key(0), x)
-    grads = jax.grad(lambda p: 1e-9 * jnp.mean(Net().apply(p, x) ** 2))(params)  # pyright: ignore
+    params = jax.jit(Net().init)(jax.random.key(0), x)
+    grads = jax.jit(jax.grad(lambda p: 1e-9 * jnp.mean(Net().apply(p, x) ** 2)))(params)  # pyright: ignore
     report = diagnostics.underflow_report(grads)
     assert report.paths == ("params/out/bias", "params/out/kernel") and report.total.becomes_zero == 1
     assert float(diagnostics.suggest_loss_scale(grads)) == 2**24
 
     model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
-    grads = nnx.grad(lambda m: 1e-9 * jnp.mean(m(x) ** 2))(model)
+    grads = nnx.jit(nnx.grad(lambda m: 1e-9 * jnp.mean(m(x) ** 2)))(model)
     report = diagnostics.underflow_report(grads, loss_scale=2.0**24)
     assert set(report.paths) == {"bias", "kernel"} and report.total.becomes_zero == 0
 
@@ -336,10 +337,11 @@ def test_in_a_training_step_with_an_injected_infinity():
         report = diagnostics.underflow_report(grads, loss_scale=scale)
         return optax.apply_updates(w, updates), opt_state, report, diagnostics.suggest_loss_scale(grads)
 
-    w, x = jnp.ones((4, 2)), jnp.ones((8, 4))
+    w, x = jnp.ones((4, 2)), np.ones((8, 4), np.float32)
     opt_state = tx.init(w)
+    bad = np.where(np.arange(32).reshape(8, 4) == 0, np.float32(np.inf), x)
     seen = []
-    for batch in (x, x.at[0, 0].set(jnp.inf), x):
+    for batch in (x, bad, x):
         w, opt_state, report, suggested = step(w, opt_state, batch)
         seen.append((float(report.loss_scale), report.total.not_finite, float(suggested)))
     # The gradient is 4 at w = 1, then 4 * (1 - 4 * 0.1 * 4) ...; the skipped step has nothing finite.
