@@ -1,6 +1,6 @@
 """What a scan under autocast stacks for its backward pass, and in which dtype it carries what.
 
-The dtypes are read from the emitted program; the numbers are compared with the same layers unrolled, in float64.
+The dtypes are read from the emitted program; the numbers are compared with those of the same layers, in float64.
 """
 
 import itertools
@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from battery_tools import leaves, relative_error, tracing_calls
-from comparisons import assert_only_the_precision_differs
+from comparisons import as_written, assert_only_the_precision_differs, with_and_without
 from flax import linen as nn
 from jax import lax
 from loop_carries import sixteen_bit_carries
@@ -70,6 +70,10 @@ def unrolled(layer, reverse=False):
 
 def scans(fn, *args):
     """For each scan in the program of `fn`, outer before inner: the types it carries, the types it stacks."""
+    return scans_of(jax.make_jaxpr(fn)(*args))
+
+
+def scans_of(program):
     found = []
 
     def walk(jaxpr):
@@ -83,7 +87,7 @@ def scans(fn, *args):
             for body in bodies:
                 walk(getattr(body, "jaxpr", body))
 
-    walk(jax.make_jaxpr(fn)(*args).jaxpr)
+    walk(program.jaxpr)
     return found
 
 
@@ -126,7 +130,7 @@ def test_gradients_of_a_scan_are_those_of_its_layers(kind, reverse, dtype):
     ours = jax.jit(autocast(jax.grad(scanned(layer, reverse)), policy))(PARAMS, X)
     with jax.enable_x64(True):
         double = jax.tree.map(lambda a: np.asarray(a, np.float64), (PARAMS, X))
-        want = leaves(jax.jit(jax.grad(unrolled(layer, reverse)))(*double))
+        want = leaves(jax.jit(jax.grad(scanned(layer, reverse)))(*double))
     theirs = jax.jit(autocast(jax.grad(unrolled(layer, reverse)), policy))(PARAMS, X)
     # One draw: over seeds the ratio scatters from 0.85 to 1.46 around 1.
     assert relative_error(leaves(ours), want) < 1.6 * relative_error(leaves(theirs), want)
@@ -146,15 +150,15 @@ def test_a_scanned_softmax_and_its_gradient_see_the_same_logits(dtype):
 
     rng = np.random.default_rng(0)
     params = {"in": rng.standard_normal((16, 64)) / 4, "out": rng.standard_normal((64, 10))}
-    params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), params)
+    params = jax.tree.map(np.float32, params)
     xs = rng.standard_normal((4, 64, 16)).astype(np.float32)
-    labels = jnp.argmax(jax.nn.relu(xs @ params["in"]) @ params["out"], -1)
-    gradient = jax.jit(autocast(jax.grad(loss), f"mixed_{dtype}"))(params, xs, labels)["out"]
-    assert jnp.linalg.norm(gradient.sum(axis=1)) < 0.02 * jnp.linalg.norm(gradient)
-    stacked = stacked_forward(loss, f"mixed_{dtype}", (params, xs, labels))
+    labels = np.argmax(np.maximum(xs @ params["in"], 0) @ params["out"], -1)
+    traced = jax.jit(autocast(jax.grad(loss), f"mixed_{dtype}")).trace(params, xs, labels)
+    gradient = np.asarray(traced.lower().compile()(params, xs, labels)["out"])
+    assert np.linalg.norm(gradient.sum(axis=1)) < 0.02 * np.linalg.norm(gradient)
+    stacked = scans_of(traced.jaxpr)[0][1]
     assert (dtype, (64, 10)) in stacked and ("float32", (64, 10)) not in stacked
-    closed = jax.make_jaxpr(autocast(jax.grad(loss), f"mixed_{dtype}"))(params, xs, labels)
-    forward, backward = (eqn.params["jaxpr"].eqns for eqn in closed.eqns if eqn.primitive.name == "scan")
+    forward, backward = (eqn.params["jaxpr"].eqns for eqn in traced.jaxpr.eqns if eqn.primitive.name == "scan")
     for body in (forward, backward):  # of logits: no compiler may drop it on one side only; their maxima are float32
         rounded = {eqn.invars[0].aval.shape for eqn in body if eqn.primitive.name == "reduce_precision"}
         assert rounded == {(64, 10)}
@@ -203,9 +207,8 @@ def test_what_others_read_is_stacked_as_it_was():
         return jnp.mean(h**2) + jnp.sum(kept[1]), kept
 
     ours = autocast(jax.grad(returned, has_aux=True), "mixed_float16")
-    gradient, kept = jax.jit(ours)(PARAMS, X)
+    (gradient, kept), (want, wanted) = with_and_without(jax.grad(returned, has_aux=True), "mixed_float16", PARAMS, X)
     assert kept.dtype == np.float32 and kept.shape == (LAYERS, *FULL)
-    want, wanted = jax.jit(jax.grad(returned, has_aux=True))(PARAMS, X)
     assert relative_error(leaves(gradient), leaves(want)) < 5e-3
     np.testing.assert_allclose(kept, wanted, rtol=1e-2)
     (_, stacked), *_ = scans(ours, PARAMS, X)
@@ -230,7 +233,7 @@ def test_one_scan_may_serve_several():
         return lax.scan(read, 0.0, (exp,))[0] + lax.scan(read, 0.0, (tanh,))[0] + lax.scan(read, 0.0, (h,))[0]
 
     w, xs = normal(WIDTH, WIDTH) / 3, normal(LAYERS, *FULL)
-    np.testing.assert_allclose(autocast(f, "mixed_float16")(w, xs), jax.jit(f)(w, xs), rtol=2e-2)
+    np.testing.assert_allclose(*with_and_without(f, "mixed_float16", w, xs), rtol=2e-2)
     (_, stacked), *_ = scans(autocast(f, "mixed_float16"), w, xs)
     assert stacked == [("float16", FULL)]
 
@@ -257,7 +260,7 @@ def test_what_one_scan_rematerializes_from_stays_stacked_though_another_could_do
     w, xs = normal(2, WIDTH, WIDTH) / 9, normal(LAYERS, *FULL)
     (_, stacked), *_ = scans(autocast(f, "mixed_float16"), w, xs)
     assert sorted(stacked) == [("float16", FULL)] * 2 + [("float32", FULL)]  # `h`
-    np.testing.assert_allclose(jax.jit(autocast(f, "mixed_float16"))(w, xs), jax.jit(f)(w, xs), rtol=2e-2)
+    np.testing.assert_allclose(*with_and_without(f, "mixed_float16", w, xs), rtol=2e-2)
 
 
 def test_a_scan_computes_again_what_another_made_with_a_derivative_rule_or_joined():
@@ -276,12 +279,18 @@ def test_a_scan_computes_again_what_another_made_with_a_derivative_rule_or_joine
     ours = autocast(f, "mixed_float16")
     (_, stacked), *_ = scans(ours, w, xs)
     assert stacked == [("float16", FULL)]
-    got, want = (jax.jit(jax.value_and_grad(each))(w, xs) for each in (ours, f))
+    got, want = as_written(lambda *args: [jax.value_and_grad(each)(*args) for each in (ours, f)])(w, xs)
     assert relative_error(leaves(got), leaves(want)) < 2e-3
 
 
-@pytest.mark.parametrize("joined", [False, True], ids=["two kernels", "a joined kernel"])
-@pytest.mark.parametrize("gate", [jax.nn.silu, jax.nn.gelu, jax.nn.sigmoid, jnp.tanh])
+@pytest.mark.parametrize(
+    ("gate", "joined"),
+    [
+        *((gate, False) for gate in (jax.nn.silu, jax.nn.gelu, jax.nn.sigmoid, jnp.tanh)),
+        (jax.nn.gelu, True),
+        *(pytest.param(gate, True, marks=pytest.mark.slow) for gate in (jax.nn.silu, jax.nn.sigmoid, jnp.tanh)),
+    ],
+)
 def test_a_gated_product_is_computed_again_from_the_results_of_two_dots(gate, joined):
     """The product is as many bytes as either, and so is the float32 one before it as both: neither alone is cheaper."""
 
@@ -292,7 +301,7 @@ def test_a_gated_product_is_computed_again_from_the_results_of_two_dots(gate, jo
     params = PARAMS | {"v": PARAMS["w"][::-1], "joined": normal(LAYERS, WIDTH, 2 * WIDTH) / 3}
     loss = scanned(layer)
     assert stacked_forward(loss, args=(params, X)) == [("float16", FULL)] * 3
-    ours, plain = (jax.jit(fn)(params, X) for fn in (autocast(jax.grad(loss), "mixed_float16"), jax.grad(loss)))
+    ours, plain = with_and_without(jax.grad(loss), "mixed_float16", params, X)
     assert relative_error(leaves(ours), leaves(plain)) < 3e-3
 
 
@@ -325,7 +334,7 @@ def test_a_scan_may_hand_on_its_own_rows_constants_and_zeros(length):
         return lax.scan(read, 0.0, lax.scan(write, 0.0, xs)[1])[0]
 
     w, xs = normal(WIDTH, WIDTH) / 3, normal(LAYERS, *FULL)[:length]
-    np.testing.assert_allclose(jax.jit(autocast(f, "mixed_float16"))(w, xs), jax.jit(f)(w, xs), rtol=2e-2)
+    np.testing.assert_allclose(*with_and_without(f, "mixed_float16", w, xs), rtol=2e-2)
 
 
 @pytest.mark.parametrize("how", ["whole", "rows and whole", "rows twice", "rows and outside", "rows and returned"])
@@ -345,9 +354,10 @@ def test_what_is_not_only_read_as_rows_is_stacked_as_it_was(how):
         return (total, exp) if "returned" in how else total
 
     w, xs = normal(WIDTH, WIDTH) / 3, normal(LAYERS, *FULL)
-    ours = autocast(f, "mixed_float16")
-    assert ("float32", FULL) in scans(ours, w, xs)[0][1]
-    np.testing.assert_allclose(*(jax.tree.leaves(jax.jit(each)(w, xs))[0] for each in (ours, f)), rtol=2e-2)
+    assert ("float32", FULL) in scans(autocast(f, "mixed_float16"), w, xs)[0][1]
+    np.testing.assert_allclose(
+        *(jax.tree.leaves(each)[0] for each in with_and_without(f, "mixed_float16", w, xs)), rtol=2e-2
+    )
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", pytest.param("float32", marks=pytest.mark.slow)])
@@ -453,7 +463,8 @@ def test_the_cost_of_stacking_less_is_linear():
 
         return tracing_calls(lambda: autocast(jax.grad(loss), "mixed_float16"), PARAMS["w"], X)
 
-    assert calls(80) <= 4.4 * calls(20)  # quadratic would be 16
+    few, more, most = map(calls, (8, 16, 24))
+    assert most - more <= 1.05 * (more - few)  # quadratic would be 1.67
 
 
 def last_carry(fn, *args):
@@ -475,19 +486,19 @@ def test_sums_recorded_in_16_bits_are_carried_in_float32(dtype):
         states = lax.scan(cell, jnp.zeros(FULL, x.dtype), x)[1]
         return jnp.mean(states.astype(jnp.float32) ** 2) * 1024
 
-    x = np.ones((2048, *FULL))
+    x = np.ones((2048, *FULL), np.float32)
     weights = {"in": np.eye(WIDTH) / 8, "h": np.eye(WIDTH) / 16, "b": np.full(WIDTH, 0.25)}
     with jax.enable_x64(True):
-        exact = jax.tree.map(np.asarray, jax.jit(jax.grad(loss))(weights, x))
-    args = jax.tree.map(lambda a: jnp.asarray(a, dtype), (weights, x))
+        exact = jax.tree.map(np.asarray, jax.jit(jax.grad(loss))(*jax.tree.map(np.float64, (weights, x))))
+    args = jax.tree.map(lambda a: np.asarray(a, getattr(jnp, dtype)), (weights, x))
     cast = autocast(jax.grad(loss), dtype)
     assert last_carry(jax.grad(loss), *args) == [dtype] * 4
     assert sorted(last_carry(cast, *args)) == sorted([dtype, "float32", "float32", "float32"])
-    got = jax.jit(cast)(*args)
+    got, recorded = with_and_without(jax.grad(loss), dtype, *args)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(got)} == {dtype}
     eps = float(jnp.finfo(dtype).eps)
     assert relative_error(got, exact) < 2 * eps
-    assert relative_error(jax.grad(loss)(*args), exact) > 10 * eps  # as recorded, the sums stop growing
+    assert relative_error(recorded, exact) > 10 * eps  # as recorded, the sums stop growing
     assert last_carry(autocast(cast, dtype), *args) == last_carry(cast, *args)
 
 
@@ -501,12 +512,12 @@ def test_a_16_bit_carry_that_is_no_sum_stays():
     def total(x):
         return lax.scan(lambda carry, row: (carry - row, None), jnp.zeros(8, jnp.float16), x, reverse=True)[0]
 
-    x = jnp.full((3000, 8), -1.0, jnp.float16)
+    x = np.full((3000, 8), -1.0, np.float16)
     assert last_carry(autocast(average, "mixed_float16"), x) == ["float16"]
     assert last_carry(autocast(difference, "mixed_float16"), x) == ["float16"]
     assert last_carry(autocast(total, "mixed_float16"), x) == ["float32"]
-    assert autocast(total, "mixed_float16")(x)[0] == 3000 and total(x)[0] == 2048
-    np.testing.assert_array_equal(autocast(difference, "mixed_float16")(x), difference(x))
+    assert [found[0] for found in with_and_without(total, "mixed_float16", x)] == [3000, 2048]
+    np.testing.assert_array_equal(*with_and_without(difference, "mixed_float16", x))
 
 
 ONES = jnp.asarray(np.ones((4096, 4), np.float16))
@@ -535,11 +546,11 @@ SUMS_IN_16_BITS = {
 @pytest.mark.parametrize("name", SUMS_IN_16_BITS)
 def test_a_16_bit_sum_may_pass_through_anything_that_hands_it_on(name):
     total = SUMS_IN_16_BITS[name]
-    assert float(total(ONES)[0]) == 2048
-    cast = autocast(total, "mixed_float16")
-    assert sixteen_bit_carries(cast)(ONES) == []
-    assert float(cast(ONES)[0]) == (8192 if name == "scatter" else 4096)
-    assert cast(ONES).dtype == jnp.float16
+    assert sixteen_bit_carries(autocast(total, "mixed_float16"))(ONES) == []
+    found, recorded = with_and_without(total, "mixed_float16", ONES)
+    assert recorded[0] == 2048
+    assert found[0] == (8192 if name == "scatter" else 4096)
+    assert found.dtype == jnp.float16
 
 
 def test_what_reads_a_running_sum_reads_the_sum():
@@ -550,8 +561,8 @@ def test_what_reads_a_running_sum_reads_the_sum():
 
         return lax.scan(step, (ZERO, ZERO), x)
 
-    x = jnp.arange(32, dtype=jnp.float16).reshape(8, 4)
-    jax.tree.map(np.testing.assert_array_equal, autocast(cumulative, "mixed_float16")(x), cumulative(x))
+    x = np.arange(32, dtype=np.float16).reshape(8, 4)
+    jax.tree.map(np.testing.assert_array_equal, *with_and_without(cumulative, "mixed_float16", x))
 
 
 def narrow_carries(fn, *args, argnums=0):
@@ -608,8 +619,7 @@ def test_what_a_loop_builds_up_is_carried_in_float32(fn):
         return jnp.sum(fn(weights, x) ** 2) * 1e-2
 
     assert narrow_carries(jax.grad(loss), weights, X) == []
-    got = jax.jit(autocast(jax.grad(loss), "mixed_float16"))(weights, X)
-    assert relative_error(got, jax.jit(jax.grad(loss))(weights, X)) < 5e-3
+    assert relative_error(*with_and_without(jax.grad(loss), "mixed_float16", weights, X)) < 5e-3
 
 
 def test_a_critics_gradients_accumulate_in_float32_though_its_cotangent_is_a_literal():
@@ -624,8 +634,7 @@ def test_a_critics_gradients_accumulate_in_float32_though_its_cotangent_is_a_lit
 
     params = {"a": 20 * normal(16, 32), "b": normal(32, 1)}
     xs = normal(4, 512, 16)
-    got = autocast(accumulated, "mixed_float16")(params, xs)
-    want = jax.tree.map(np.asarray, jax.jit(accumulated)(params, xs))
+    got, want = with_and_without(accumulated, "mixed_float16", params, xs)
     assert float(abs(want["b"]).max()) > 65504
     assert relative_error(got, want) < 2e-3
 
@@ -637,7 +646,7 @@ def test_low_rank_weights_have_float32_gradients_where_they_are_clipped_in_the_p
         return jax.tree.map(lambda leaf: leaf / norm, gradient)
 
     params = {"a": normal(WIDTH, 2), "b": 4 * normal(2, WIDTH)}
-    got, want = autocast(clipped, "mixed_float16")(params, X), jax.jit(clipped)(params, X)
+    got, want = with_and_without(clipped, "mixed_float16", params, X)
     assert relative_error(got, want) < 2e-3
 
 
@@ -649,7 +658,7 @@ def test_small_numbers_survive_beside_a_softmax():
         return jnp.sum(jax.nn.softmax(h)[:, 0]) + jnp.sum(h * lax.rsqrt(jnp.sum(h * h)))
 
     w = 1e-5 * normal(WIDTH, WIDTH)
-    got, want = jax.jit(autocast(jax.grad(loss), "mixed_float16"))(w, X), jax.jit(jax.grad(loss))(w, X)
+    got, want = with_and_without(jax.grad(loss), "mixed_float16", w, X)
     assert np.isfinite(got).all()
     assert relative_error({"w": got}, {"w": want}) < 5e-2
 
