@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from battery_tools import primitives
+from battery_tools import primitives, primitives_of
 from comparisons import assert_two_programs_agree
 from jax import export, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -21,6 +21,7 @@ from pass_tools import after, lines, run, stages
 
 import jmp_train._autocast.emit as emit_module
 from jmp_train import DEFAULT_RULES, autocast
+from jmp_train._autocast.emit import emit
 from jmp_train._autocast.format_program import format_program
 from jmp_train._autocast.ir import Program, Use
 from jmp_train._autocast.passes.rewrites import REWRITES
@@ -310,7 +311,8 @@ def test_a_rewrite_can_be_left_out_and_the_gradients_are_the_same(name):
     *_, (_, program) = stages(fn, *args)
     *_, (_, without) = stages(fn, *args, rewrites=others)
     assert format_program(program) != format_program(without)  # so the comparison below is one
-    assert_two_programs_agree(run(fn, *args), run(fn, *args, rewrites=others), "float16")
+    got, want = jax.jit(lambda *args: [emit(each, args) for each in (program, without)])(*args)
+    assert_two_programs_agree(got, want, "float16")
 
 
 def test_every_rewrite_is_left_out_once():
@@ -320,9 +322,12 @@ def test_every_rewrite_is_left_out_once():
 @pytest.mark.parametrize("name", REWRITTEN)
 def test_no_rewrite_changes_what_the_user_keeps_as_recorded(name):
     fn, *args = REWRITTEN[name]
-    rules = DEFAULT_RULES.with_scopes({".": "float32"})
-    assert primitives(autocast(fn, "mixed_float16", rules=rules), *args) <= primitives(fn, *args)  # but for dead code
-    assert_two_programs_agree(autocast(fn, "mixed_float16", rules=rules)(*args), fn(*args), "float32")
+    ours = autocast(fn, "mixed_float16", rules=DEFAULT_RULES.with_scopes({".": "float32"}))
+    both = jax.jit(ours), jax.jit(fn)
+    found, recorded = (primitives_of(each.trace(*args).jaxpr) for each in both)
+    assert found <= recorded  # but for dead code
+    got, want = (each(*args) for each in both)
+    assert_two_programs_agree(got, want, "float32")
 
 
 @pytest.mark.parametrize(
@@ -492,14 +497,14 @@ def test_window_sums_adds_one_slice_a_place(name):
     window, strides, padding, shape = WINDOWS[name]
     x = RNG.normal(size=shape).astype(np.float32)
     fn = sums_of_windows(window, strides, padding)
-    jaxpr = jax.make_jaxpr(lambda x: run(fn, x)[0])(x).jaxpr
-    names = Counter(eqn.primitive.name for eqn in jaxpr.eqns)
+    ours = jax.jit(lambda x: run(fn, x)[0])
+    names = Counter(eqn.primitive.name for eqn in ours.trace(x).jaxpr.eqns)
     assert names["reduce_window_sum"] == 0 and names["pad"] == names["add"] + 1 == np.prod(window)
     padded = np.zeros([n + max(low, 0) + max(high, 0) for n, (low, high) in zip(shape, padding, strict=True)])
     padded[tuple(slice(max(low, 0), max(low, 0) + n) for n, (low, _) in zip(shape, padding, strict=True))] = x
     cut = [slice(max(-low, 0), n - max(-high, 0)) for n, (low, high) in zip(padded.shape, padding, strict=True)]
     windows = np.lib.stride_tricks.sliding_window_view(padded[tuple(cut)], window)[:: strides[0], :: strides[1]]
-    np.testing.assert_allclose(run(fn, x)[0], windows.sum((-2, -1)), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(ours(x), windows.sum((-2, -1)), rtol=1e-6, atol=1e-6)
 
 
 # Axes of an operand of which all numbers are in one window.
@@ -515,10 +520,12 @@ def test_the_sum_of_one_window_is_a_sum(name):
     window, shape = ONE_WINDOW[name]
     x = RNG.normal(size=shape).astype(np.float32)
     fn = sums_of_windows(window, window, ((0, 0),) * len(window))
-    names = {name for name, _ in primitives(lambda x: run(fn, x)[0], x)}
+    ours = jax.jit(lambda x: run(fn, x)[0])
+    names = {name for name, _ in primitives_of(ours.trace(x).jaxpr)}
     assert "reduce_sum" in names and "reduce_window_sum" not in names
     axes = tuple(axis for axis, size in enumerate(window) if size > 1)
-    np.testing.assert_allclose(run(fn, x)[0], x.astype(np.float64).sum(axes, keepdims=True), rtol=1e-5, atol=1e-5)
+    want = x.astype(np.float64).sum(axes, keepdims=True)
+    np.testing.assert_allclose(ours(x), want, rtol=1e-5, atol=1e-5)
 
 
 # The shape of an operand, the axes summed over, and the axis that is summed over first.
@@ -649,9 +656,9 @@ KERNELS = {
 def test_window_sums_leaves_other_reductions_as_they_are(name):
     fn, shape = KERNELS[name]
     x = RNG.normal(size=shape).astype(np.float32)
-    jaxpr = jax.make_jaxpr(lambda x: run(fn, x)[0])(x).jaxpr
-    assert [eqn.primitive.name for eqn in jaxpr.eqns].count("reduce_window_sum") == 1
-    np.testing.assert_array_equal(run(fn, x)[0], fn(x))
+    ours = jax.jit(lambda x: run(fn, x)[0])
+    assert [eqn.primitive.name for eqn in ours.trace(x).jaxpr.eqns].count("reduce_window_sum") == 1
+    np.testing.assert_array_equal(ours(x), fn(x))
 
 
 @pytest.mark.parametrize("fn", [jax.grad(tanh_between_dots), jax.grad(softmax_between_dots), jax.grad(squares)])
@@ -703,7 +710,7 @@ def test_every_value_of_the_last_program_has_the_dtype_that_it_says(name, policy
         return results
 
     monkeypatch.setattr(emit_module, "_run", run_and_check)
-    emit_module.emit(last, args)
+    jax.eval_shape(lambda *args: emit_module.emit(last, args), *args)
     assert {id(equation) for equation in checked} == avals.keys()
 
 
@@ -756,7 +763,8 @@ def test_fold_transposes_of_a_batched_product(name):
     w, x = (RNG.normal(size=shape).astype(np.float32) for shape in ((4, 8, 3), (3, 2, 8)))
     names = Counter(e.name for e in after("insert_casts", fn, w, x).equations)
     assert names["transpose"] == left
-    assert_two_programs_agree(run(fn, w, x), run(fn, w, x, rewrites=()), "float16")
+    got, want = jax.jit(lambda *args: (run(fn, *args), run(fn, *args, rewrites=())))(w, x)
+    assert_two_programs_agree(got, want, "float16")
 
 
 @pytest.mark.parametrize("spec", [("rows", "columns"), ("rows",)])
@@ -777,7 +785,7 @@ def test_fold_transposes_leaves_a_product_that_is_written_as_sums():
     def fn(w, x):
         return (x[:, :2] @ w[:2]).T + 1.0
 
-    np.testing.assert_allclose(run(fn, X.T, X)[0], fn(X.T, X), rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(lambda *args: run(fn, *args)[0])(X.T, X), fn(X.T, X), rtol=1e-5)
 
 
 @pytest.mark.parametrize("pool", [lax.max, lax.min], ids=["largest", "smallest"])
@@ -791,11 +799,12 @@ def test_the_gradient_of_a_pool_is_not_handed_to_the_padding(pool, scale):
     def loss(x):
         return jnp.sum(weights * lax.reduce_window(x, empty, pool, (3, 3), (2, 2), [(1, 1), (2, 2)]))
 
-    cast = autocast(jax.grad(loss), "mixed_float16")
-    assert "select_and_scatter_add" not in str(jax.make_jaxpr(cast)(x))
-    assert np.sum(cast(x)) == np.sum(weights)
+    ours = jax.jit(autocast(jax.grad(loss), "mixed_float16"))
+    assert "select_and_scatter_add" not in str(ours.trace(x).jaxpr)
+    got = np.asarray(ours(x))
+    assert np.sum(got) == np.sum(weights)
     if np.isfinite(scale):
-        np.testing.assert_array_equal(cast(x), jax.grad(loss)(x))
+        np.testing.assert_array_equal(got, jax.jit(jax.grad(loss))(x))
 
 
 def max_pool(x):
@@ -815,7 +824,7 @@ def test_a_pool_of_integers_stays_one_beside_a_gradient():
         return jax.grad(lambda x: jnp.sum(max_pool(x)))(x), largest
 
     n = np.full((2, 8), 2**24 + 1, np.int32)
-    _, largest = autocast(fn, "mixed_float16")(np.ones((2, 8), np.float32), n)
+    _, largest = jax.jit(autocast(fn, "mixed_float16"))(np.ones((2, 8), np.float32), n)
     np.testing.assert_array_equal(largest, n[:, 1:])
 
 
@@ -852,11 +861,15 @@ def test_a_product_written_as_sums_is_the_product(name):
     left, right, *numbers = PRODUCTS[name]
     a, b = (RNG.integers(-4, 4, shape) for shape in (left, right))
     wide = a.astype(np.float32), b.astype(np.float32)
-    traced = jax.make_jaxpr(lambda a, b: lax.dot_general(a, b, tuple(numbers)))(*wide)
+    product = functools.partial(lax.dot_general, dimension_numbers=tuple(numbers))
     scope: Any = None
-    node = Node(traced.eqns[0], (), (), scope, False)
-    for args in (wide, (a, wide[1])):
+    node = Node(jax.make_jaxpr(product)(*wide).eqns[0], (), (), scope, False)
+
+    def sums(*args):
         with jax.numpy_dtype_promotion("strict"):
-            (found,) = multiply_and_add(node, args)
-        assert found.dtype == np.float32
-        np.testing.assert_array_equal(found, lax.dot_general(*wide, tuple(numbers)))
+            return multiply_and_add(node, args)[0]
+
+    want, *found = jax.jit(lambda a, b, n: (product(a, b), sums(a, b), sums(n, b)))(*wide, a)
+    for each in found:
+        assert each.dtype == np.float32
+        np.testing.assert_array_equal(each, want)
