@@ -4,6 +4,7 @@
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportOperatorIssue=false
 
+import functools
 import re
 
 import jax
@@ -23,6 +24,7 @@ from jmp_train.flax_bridge._assigned import forwarded_arguments
 
 X = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
 BAD = np.where(np.arange(8)[:, None] == 3, np.inf, X)
+BATCHES = X, X + 1, X - 1
 ADAM = optax.adam(1e-2)
 
 
@@ -52,7 +54,7 @@ def arrays(module):
 
 
 def in_place(model, policy, batches):
-    """The module after one step for each batch, in place."""
+    """The arrays of the module after a step for each batch, in place."""
     optimizer = nnx.Optimizer(model, with_loss_scale(ADAM, jmp.StaticLossScale(8.0)), wrt=nnx.Param)
     grad_fn = flax_bridge.value_and_grad(loss_fn, policy)
 
@@ -62,9 +64,11 @@ def in_place(model, policy, batches):
         update_module(model, optimizer, grads, model_state)
         return loss
 
+    found = []
     for x in batches:
         train_step(model, optimizer, x)
-    return model
+        found.append(arrays(model))
+    return found
 
 
 def as_state(model, policy, batches):
@@ -77,13 +81,17 @@ def as_state(model, policy, batches):
         _, grads, model_state = grad_fn(state.model, x, loss_scale=jmp.get_loss_scale(state))
         return state.apply_gradients(grads=grads, model_state=model_state)
 
+    found = []
     for x in batches:
         state = train_step(state, x)
-    return state.model
+        found.append(arrays(state.model))
+    return found
 
 
-def by_flax(model, batches):
-    """The module as Flax's own `nnx.value_and_grad` and `nnx.Optimizer` train it."""
+@functools.cache
+def by_flax(make):
+    """The arrays of the module as Flax's own `nnx.value_and_grad` and `nnx.Optimizer` train it."""
+    model = make()
     optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
 
     @nnx.jit
@@ -91,35 +99,38 @@ def by_flax(model, batches):
         _, grads = nnx.value_and_grad(loss_fn)(model, x)
         optimizer.update(model, grads)
 
-    for x in batches:
+    for x in BATCHES:
         train_step(model, optimizer, x)
-    return model
+    return arrays(model)
 
 
-@pytest.mark.parametrize("train", [in_place, as_state])
+@pytest.mark.parametrize(
+    ("train", "policy", "tolerance"),
+    [(in_place, "float32", 1e-6), (in_place, "mixed_float16", 3e-3), (as_state, "float32", 1e-6)],
+)
 @pytest.mark.parametrize("make", [weight_norm, Spectral])
-def test_steps_are_those_of_flax(make, train):
-    want = arrays(by_flax(make(), [X, X + 1, X - 1]))
-    for policy, tolerance in (("float32", 1e-6), ("mixed_float16", 3e-3)):
-        got = arrays(train(make(), policy, [X, X + 1, X - 1]))
-        assert got.keys() == want.keys()
-        for path in want:
-            np.testing.assert_allclose(got[path], want[path], rtol=tolerance, atol=tolerance, err_msg=path)
+def test_steps_are_those_of_flax(make, train, policy, tolerance):
+    want = by_flax(make)
+    *_, got = train(make(), policy, BATCHES)
+    assert got.keys() == want.keys()
+    for path in want:
+        np.testing.assert_allclose(got[path], want[path], rtol=tolerance, atol=tolerance, err_msg=path)
 
 
 @pytest.mark.parametrize("train", [in_place, as_state])
 @pytest.mark.parametrize("make", [weight_norm, Spectral])
 def test_a_skipped_step_keeps_nothing_that_was_assigned(make, train):
-    kernel = "kernel"
-    good, skipped = (train(make(), "mixed_float16", batches) for batches in ([X], [X, BAD]))
-    assert_same_bits(arrays(good), arrays(skipped))
-    assert_same_bits(arrays(make()), arrays(train(make(), "mixed_float16", [BAD])))
-    changed = arrays(train(make(), "mixed_float16", [X]))
-    assert any(kernel in path and not np.array_equal(leaf, arrays(make())[path]) for path, leaf in changed.items())
+    before = arrays(make())
+    skipped, good, skipped_later = train(make(), "mixed_float16", [BAD, X, BAD])
+    assert_same_bits(before, skipped)
+    assert_same_bits(good, skipped_later)
+    assert any("kernel" in path and not np.array_equal(leaf, before[path]) for path, leaf in good.items())
 
 
 def test_what_was_assigned_is_returned_with_the_other_variables():
-    loss, grads, model_state = flax_bridge.value_and_grad(loss_fn, "mixed_bfloat16")(weight_norm(), X)
+    grad_fn = flax_bridge.value_and_grad(loss_fn, "mixed_bfloat16")
+    graphdef, state = nnx.split(weight_norm())
+    loss, grads, model_state = jax.jit(lambda state, x: grad_fn(nnx.merge(graphdef, state), x))(state, X)
     found = leaf_paths(model_state)
     assert "layer_instance/kernel" in found and "layer_instance/bias" not in found
     assert {"layer_instance/bias", "layer_instance/kernel"} <= {*leaf_paths(grads)} and jnp.isfinite(loss)
@@ -159,11 +170,18 @@ def test_rounded_values_are_refused():
         "updates would be lost in the rounding. Use autocast=True, or keep what a step computes in a variable of "
         "another kind, such as nnx.BatchStat."
     )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        grad_fn(weight_norm(), X, loss_scale=jmp.NoOpLossScale())
+    graphdef, state = nnx.split(weight_norm())
+
+    def model_state(grad_fn):
+        return jax.eval_shape(
+            lambda state: grad_fn(nnx.merge(graphdef, state), X, loss_scale=jmp.NoOpLossScale())[2], state
+        )
+
+    with pytest.raises(ValueError, match=rf"^{re.escape(message)}(\n|$)"):
+        model_state(grad_fn)
     wide = jmp.get_policy("mixed_float16").replace(overrides={"kernel": "float32"})
     grad_fn = flax_bridge.value_and_grad(loss_fn, wide, autocast=False)
-    assert "layer_instance/kernel" in leaf_paths(grad_fn(weight_norm(), X, loss_scale=jmp.NoOpLossScale())[2])
+    assert "layer_instance/kernel" in leaf_paths(model_state(grad_fn))
 
 
 def test_on_several_devices_it_is_the_mean():
@@ -266,14 +284,24 @@ NOT_ASSIGNED = {
 @pytest.mark.parametrize("name", NOT_ASSIGNED)
 def test_calls_that_give_back_every_variable_assign_none(name):
     make, apply = NOT_ASSIGNED[name]
-    for autocast in (True, False):
-        grad_fn = flax_bridge.value_and_grad(
-            lambda model, x: jnp.mean(apply(model, x) ** 2), "mixed_bfloat16", autocast=autocast
-        )
-        _, grads, model_state = grad_fn(make(), X)
-        assert not leaf_paths(model_state)
-        want = nnx.grad(lambda model, x: jnp.mean(apply(model, x) ** 2))(make(), X)
-        for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
+    graphdef, state = nnx.split(make())
+
+    def loss_of_model(model, x):
+        return jnp.mean(apply(model, x) ** 2)
+
+    @jax.jit
+    def gradients(state, x):
+        found = [nnx.grad(loss_of_model)(nnx.merge(graphdef, state), x)]
+        for autocast in (True, False):
+            grad_fn = flax_bridge.value_and_grad(loss_of_model, "mixed_bfloat16", autocast=autocast)
+            _, grads, model_state = grad_fn(nnx.merge(graphdef, state), x)
+            assert not leaf_paths(model_state)
+            found.append(grads)
+        return list(map(jax.tree.leaves, found))
+
+    want, *found = gradients(state, X)
+    for grads in found:
+        for one, other in zip(grads, want, strict=True):
             np.testing.assert_allclose(one, other, rtol=0.05, atol=0.02)
 
 
@@ -285,7 +313,7 @@ def test_an_assignment_inside_such_a_call(call):
 
     def doubled(model, x):
         double(model)
-        return loss_fn(model, x)
+        return jnp.sum(model.kernel[...]) * jnp.sum(x)
 
     model = linear()
     _, _, model_state = flax_bridge.value_and_grad(doubled, "mixed_bfloat16")(model, X)
