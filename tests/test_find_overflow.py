@@ -58,7 +58,7 @@ def test_operands_that_were_rounded_before(by_autocast):
     def fn(x):
         return jnp.log((x @ x @ x).astype(F32))
 
-    x = jnp.full((64, 64), 1e-6, F32 if by_autocast else F16)
+    x = np.full((8, 8), 1e-6, F32 if by_autocast else F16)
     report = find_overflow(jmp.autocast(fn, "mixed_float16") if by_autocast else fn)(x)
     assert (report.primitive, report.verdict) == ("log", Verdict.KEEP_FLOAT32)
     assert report.why.startswith("Its operands were rounded in 16 bits before, to zero or too far;")
@@ -91,7 +91,7 @@ def test_a_constant_that_is_zero_in_float16(fn):
 @pytest.mark.parametrize("primitive", IN_FLOAT32_TOO)
 def test_what_is_the_models_own(primitive):
     fn, why, cure = IN_FLOAT32_TOO[primitive]
-    report = find_overflow(fn)(jnp.float32(1))
+    report = find_overflow(fn)(np.float32(1))
     assert (report.primitive, report.verdict) == (primitive, Verdict.MODEL)
     assert why in report.why and cure in report.cure
 
@@ -115,8 +115,9 @@ def test_the_scale_that_fits_is_the_largest(name, fits):
     scale = report.fitting_loss_scale or 0.0
     assert report.loss_scale == float(kwargs["loss_scale"].loss_scale)
     assert scale == 2.0 ** round(np.log2(scale)) and fits in (None, scale)
-    assert jmp.all_finite(fn(*args, loss_scale=jmp.StaticLossScale(scale)))
-    assert not jmp.all_finite(fn(*args, loss_scale=jmp.StaticLossScale(2 * scale)))
+    for tried, expected in ((scale, True), (2 * scale, False)):
+        results = jax.tree.leaves(fn(*args, loss_scale=jmp.StaticLossScale(tried)))
+        assert all(np.isfinite(leaf).all() for leaf in results) == expected
 
 
 def test_a_scale_in_a_closure_is_seen():
@@ -187,9 +188,10 @@ def attention(q, mask):
 
 
 CAUSAL = np.tril(np.ones((2, 2), bool))
+NARROW_DOTS = jmp.DEFAULT_RULES.replace({"dot_general": "low"})
 INNOCENT = {
     "mask of a softmax": (jax.value_and_grad(attention), (X, CAUSAL)),
-    "the same under autocast": (lambda q, m: jmp.grad(attention, "mixed_bfloat16")(q, m), (X, CAUSAL)),
+    "the same under autocast": (jmp.autocast(jax.grad(attention), "mixed_float16", rules=NARROW_DOTS), (X, CAUSAL)),
     "additive mask, an argument": (
         jax.grad(lambda q, m: jnp.sum(jax.nn.softmax(q @ q.T + m) ** 2)),
         (X, np.where(CAUSAL, 0, -np.inf).astype(np.float32)),
@@ -479,8 +481,8 @@ def test_a_gradient_that_the_dtype_of_its_parameter_cannot_hold():
     assert narrow.cure.endswith(" Have 'w' in float32 first: a gradient has the dtype that its parameter is stored in.")
     assert not find_overflow(gradient)(w, x)
     # Where 16 bits hold the result, nothing is said of it.
-    small = find_overflow(jax.grad(lambda w: jnp.sum((x @ (w * F16(300))) / F32(300))))(w.astype(F16))
-    assert "Besides" not in small.why
+    small = find_overflow(jax.grad(lambda w: jnp.sum((x @ (w * F16(1 / 300))) * F32(300))))(w.astype(F16))
+    assert small.backward and "Besides" not in small.why
 
 
 def test_a_step_at_the_minimum():
@@ -518,12 +520,12 @@ def test_a_function_that_is_applied_to_elements_cannot_be_run_in_float32():
 
 def test_what_a_reference_holds_is_seen_when_it_is_read():
     def fn(x):
-        ref = jax.new_ref(jnp.zeros(3))
+        ref = jax.new_ref(np.zeros(3, np.float32))
         ref[...] = x
         return ref[...] / x
 
-    assert not find_overflow(fn)(jnp.ones(3))
-    assert find_overflow(fn)(jnp.zeros(3)).primitive == "div"
+    assert not find_overflow(fn)(np.ones(3, np.float32))
+    assert find_overflow(fn)(np.zeros(3, np.float32)).primitive == "div"
 
 
 def infinite(x):
@@ -576,7 +578,7 @@ def added_to_infinity(x):
     ],
 )
 def test_what_is_written_to_a_reference_is_blamed_not_its_reader(fn, primitive, text, verdict):
-    report = find_overflow(fn)(jnp.ones(3))
+    report = find_overflow(fn)(np.ones(3, np.float32))
     assert (report.primitive, report.text, report.verdict) == (primitive, text, verdict)
 
 
@@ -597,7 +599,7 @@ def test_the_forward_pass_of_a_gradient_whose_loss_nobody_reads():
         return jnp.mean((jax.nn.relu(jax.nn.relu(x @ w) @ (1e5 * w)) * 1e-6) @ w)
 
     for transform in (jax.grad, jax.value_and_grad):
-        report = find_overflow(jmp.autocast(transform(loss), "mixed_float16"))(jnp.ones((8, 8)), jnp.ones((4, 8)))
+        report = find_overflow(jmp.autocast(transform(loss), "mixed_float16"))(np.ones_like(W), np.ones_like(X))
         assert (report.backward, report.verdict) == (False, Verdict.KEEP_FLOAT32)
 
 
@@ -608,7 +610,7 @@ def test_the_cure_can_be_pasted(scope):
             h = jax.nn.relu((1e3 * x) @ (1e2 * w)) @ w
         return jnp.mean(h)
 
-    args = jnp.ones((16, 16)), jnp.ones((8, 16))
+    args = np.ones_like(W), np.ones_like(X)
     report = find_overflow(jmp.autocast(jax.value_and_grad(loss), "mixed_float16"))(*args)
     assert report.scope == scope
     pasted = eval(report.cure.removeprefix("Pass rules=").partition(";")[0])
@@ -623,7 +625,7 @@ def test_a_scope_that_no_glob_names_alone(scope):
         with jax.named_scope("block"), jax.named_scope("dense"):
             return jnp.mean(h)
 
-    report = find_overflow(jmp.autocast(loss, "mixed_float16"))(jnp.ones((16, 16)), jnp.ones((8, 16)))
+    report = find_overflow(jmp.autocast(loss, "mixed_float16"))(np.ones_like(W), np.ones_like(X))
     assert report.cure.startswith("Put `with jax.named_scope('wide'):` around ")
     assert 'DEFAULT_RULES.with_scopes({"wide": "float32"})' in report.cure
 
@@ -650,7 +652,7 @@ def test_a_function_outside_of_jax(call):
     def fn(x):
         return call(lambda x: np.full(3, np.nan, np.float32), x, x)
 
-    report = find_overflow(fn)(jnp.ones(3))
+    report = find_overflow(fn)(np.ones(3, np.float32))
     assert (report.primitive, report.verdict) == (call.__name__, Verdict.UNKNOWN)
     assert report.why == f"{call.__name__} calls a function outside of JAX."
 
@@ -684,7 +686,7 @@ def test_what_cannot_be_entered_is_said():
 
 def test_eight_bits_complex_and_keys_pass():
     def fn(x, key):
-        noise = jax.random.normal(key, x.shape)
+        noise = jax.random.bits(key, x.shape) % 2
         spectrum = jnp.fft.fft(x + noise)
         eight = x.astype(jnp.float8_e4m3fn).astype(F32)
         return jnp.abs(spectrum) + jnp.log(eight - eight)
@@ -764,7 +766,7 @@ def jitted(a, b):
 
 def test_the_cure_of_a_product_inside_a_jit():
     """A `jit` cuts tracebacks: JAX's own stand at the user's line, in the user's own nobody sees autocast."""
-    a = jnp.full((16, 16), 1e3)
+    a = np.full((8, 8), 1e3, np.float32)
     of_jax = find_overflow(jmp.autocast(lambda a, b: jnp.linalg.matrix_power(a @ b, 3), "mixed_float16"))(a / 1e3, a)
     assert of_jax.file == __file__ and "with_scopes" in of_jax.cure and "itself" not in of_jax.cure
     of_user = find_overflow(jmp.autocast(jitted, "mixed_float16"))(a, a)
@@ -791,7 +793,7 @@ def test_the_cure_in_a_low_precision_region():
         with jax.named_scope("head"):
             return head(h) + 1
 
-    h = jnp.full(4, 8.0)
+    h = np.full(8, 8.0, np.float32)
     report = find_overflow(jmp.autocast(fn, "mixed_float16"))(h)
     assert report.verdict is Verdict.KEEP_FLOAT32 and report.cure == (
         f"{__file__}:{report.line} is inside a function marked low_precision, for which no rules hold: take the mark "
@@ -900,7 +902,7 @@ class TestTaint:
             first, second = jax.lax.optimization_barrier((jnp.log(x - 1), jnp.exp(100 * x)))
             return jnp.where(x > 2, first, second)
 
-        report = find_overflow(fn)(jnp.float32(1))
+        report = find_overflow(fn)(np.float32(1))
         assert report and report.primitive == "exp"
 
     def test_pieces_of_one_value(self):
