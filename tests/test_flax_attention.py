@@ -23,7 +23,7 @@ def linen(attention_fn: Any = nn.dot_product_attention, **kwargs: Any) -> Any:
     return nn.MultiHeadDotProductAttention(num_heads=HEADS, attention_fn=attention_fn, **kwargs)
 
 
-PARAMS = linen().init(jax.random.key(0), X)
+PARAMS = quick_jit(linen().init)(jax.random.key(0), X)
 
 
 def assert_near(got: Any, want: Any, dtype: str = "float32") -> None:
@@ -33,19 +33,21 @@ def assert_near(got: Any, want: Any, dtype: str = "float32") -> None:
     assert np.linalg.norm(errors) <= TOLERANCE[dtype].gradient * np.linalg.norm([np.linalg.norm(x) for x in want])
 
 
+def linens_loss(attention_fn, mask):
+    return lambda params, x: jnp.sum(jnp.sin(linen(attention_fn).apply(params, x, mask=mask)))
+
+
+@functools.cache
+def by_linen(masked):
+    return quick_jit(jax.grad(linens_loss(nn.dot_product_attention, MASK if masked else None), (0, 1)))(PARAMS, X)
+
+
 @pytest.mark.parametrize("masked", ["mask", "partial", "none"])
 def test_linens_layer_computes_the_same(masked):
-    kwargs = {"mask": None if masked == "none" else MASK}
     attend = functools.partial(dot_product_attention, is_causal=True) if masked == "partial" else dot_product_attention
-    ours = {"mask": MASK if masked == "mask" else None}
-
-    def loss(attention_fn, kwargs):
-        return lambda params, x: jnp.sum(jnp.sin(linen(attention_fn).apply(params, x, **kwargs)))
-
-    got = jax.jit(jax.grad(loss(attend, ours), (0, 1)))(PARAMS, X)
-    want = jax.jit(jax.grad(loss(nn.dot_product_attention, kwargs), (0, 1)))(PARAMS, X)
-    assert_near(got, want)
-    found = explain(jax.grad(loss(attend, ours)), "mixed_float16")(PARAMS, X).operations
+    gradient = jax.grad(linens_loss(attend, MASK if masked == "mask" else None), (0, 1))
+    assert_near(quick_jit(gradient)(PARAMS, X), by_linen(masked != "none"))
+    found = explain(gradient, "mixed_float16")(PARAMS, X).operations
     assert {"jmp_attention", "jmp_attention_backward"} <= {op.primitive for op in found if op.dtype == "float16"}
 
 
@@ -53,12 +55,19 @@ def test_nnxs_layer_computes_the_same_and_trains_under_autocast():
     def layer(**kwargs):
         return nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=nnx.Rngs(0), **kwargs)
 
-    ours, theirs = layer(attention_fn=dot_product_attention), layer()
-    assert_near(ours(X, mask=MASK), theirs(X, mask=MASK))
-    gradient = flax_bridge.value_and_grad(lambda model, x: jnp.mean(model(x, mask=MASK) ** 2), "mixed_bfloat16")
-    _, grads, _ = gradient(ours, X)
-    _, want, _ = flax_bridge.value_and_grad(lambda model, x: jnp.mean(model(x, mask=MASK) ** 2), "float32")(theirs, X)
-    assert_near(grads, want, "bfloat16")
+    def loss(model, x):
+        return jnp.mean(model(x, mask=MASK) ** 2)
+
+    def run(layer, policy):
+        return layer(X, mask=MASK), flax_bridge.value_and_grad(loss, policy)(layer, X)[1]
+
+    @nnx.jit
+    def both(ours, theirs):
+        return run(ours, "mixed_bfloat16"), run(theirs, "float32")
+
+    (got, grads), (want, expected) = both(layer(attention_fn=dot_product_attention), layer())
+    assert_near(got, want)
+    assert_near(grads, expected, "bfloat16")
 
 
 def test_decoding_with_a_cache():
@@ -66,16 +75,16 @@ def test_decoding_with_a_cache():
     outs: list[Any] = []
     for attention_fn in (dot_product_attention, nn.dot_product_attention):
         layer = linen(attention_fn, decode=True)
-        variables = {**layer.init(jax.random.key(0), X), **PARAMS}
+        empty = jax.eval_shape(layer.init, jax.random.key(0), X)["cache"]
         step = jax.jit(lambda cache, x, layer=layer: layer.apply({**PARAMS, "cache": cache}, x, mutable=["cache"]))
-        cache, rows = variables["cache"], []
+        cache, rows = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), empty), []
         for position in range(LENGTH):
             out, changed = step(cache, X[:, position : position + 1])
             cache = changed["cache"]
             rows.append(out)
-        outs.append(jnp.concatenate(rows, axis=1))
+        outs.append(np.concatenate(rows, axis=1))
     assert_near(*outs)
-    assert_near(outs[0], linen().apply(PARAMS, X, mask=MASK))
+    assert_near(outs[0], quick_jit(functools.partial(linen().apply, mask=MASK))(PARAMS, X))
 
 
 def test_dropout_is_drawn_as_the_layer_asks():
@@ -83,22 +92,26 @@ def test_dropout_is_drawn_as_the_layer_asks():
         layer = linen(dropout_rate=0.5, **kwargs)
         return layer.apply(PARAMS, X, deterministic=False, rngs={"dropout": jax.random.key(1)})
 
+    @quick_jit
+    def outputs():
+        each = run(attention_fn=dot_product_attention, broadcast_dropout=False)
+        still = linen(dot_product_attention, dropout_rate=0.5).apply(PARAMS, X, deterministic=True)
+        return run(attention_fn=dot_product_attention), run(), each, still, linen().apply(PARAMS, X)
+
     # The same draws from the same key: a mask of [T, S] for all, and one for each example and head.
-    assert_near(run(attention_fn=dot_product_attention), run())
-    each = run(attention_fn=dot_product_attention, broadcast_dropout=False)
-    assert not np.allclose(each, run(attention_fn=dot_product_attention))
-    still = linen(dot_product_attention, dropout_rate=0.5).apply(PARAMS, X, deterministic=True)
-    assert_near(still, linen().apply(PARAMS, X))
+    ours, theirs, each, still, without = outputs()
+    assert_near(ours, theirs)
+    assert not np.allclose(each, ours)
+    assert_near(still, without)
 
 
 def test_batches_of_any_rank_and_a_dtype():
     attend = functools.partial(dot_product_attention, dtype=jnp.bfloat16)
-    query = jnp.asarray(np.random.default_rng(1).standard_normal((3, 2, LENGTH, HEADS, 8), np.float32))
-    bias, mask = query[..., 0, 0][:, :, None, None, :], jnp.ones((2, 1, LENGTH, LENGTH), bool)
-    got = attend(query, query, query, bias, mask)
+    query = np.random.default_rng(1).standard_normal((3, 2, LENGTH, HEADS, 8), np.float32)
+    bias, mask = query[..., 0, 0][:, :, None, None, :], np.ones((2, 1, LENGTH, LENGTH), bool)
+    got, want = (quick_jit(fn)(query, query, query, bias, mask) for fn in (attend, nn.dot_product_attention))
     assert got.shape == query.shape and got.dtype == jnp.bfloat16
-    want = nn.dot_product_attention(query, query, query, bias, mask)
-    assert_near(got.astype(jnp.float32), want, "bfloat16")
+    assert_near(np.asarray(got, np.float32), want, "bfloat16")
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
@@ -122,20 +135,21 @@ def test_source_lines_are_those_of_its_callers():
 @pytest.mark.parametrize("precision", [None, "default", jax.lax.Precision.DEFAULT])
 def test_arguments_of_other_forms(precision):
     """The default precision, a key of a wider dtype, few axes, and a mask of numbers below zero."""
-    wide = X.reshape(2, LENGTH, HEADS, 8)
+    wide = np.reshape(X, (2, LENGTH, HEADS, 8))
     low = wide.astype(jnp.bfloat16)
-    bias, mask = jnp.arange(1.0 * LENGTH), -jnp.tri(LENGTH)
-    got = dot_product_attention(low, wide, wide, bias, mask, precision=precision)
+    bias, mask = np.arange(LENGTH, dtype=np.float32), -np.tri(LENGTH, dtype=np.float32)
+    got = quick_jit(functools.partial(dot_product_attention, precision=precision))(low, wide, wide, bias, mask)
     assert got.dtype == jnp.float32
-    assert_near(got, nn.dot_product_attention(low.astype(jnp.float32), wide, wide, bias, mask != 0))
+    assert_near(got, quick_jit(nn.dot_product_attention)(low.astype(np.float32), wide, wide, bias, mask != 0))
 
 
 def test_one_draw_serves_all_if_nothing_is_said():
-    x = jnp.ones((2, LENGTH, HEADS, 8)) * jnp.arange(1.0, 9)
-    value = jnp.broadcast_to(jnp.eye(LENGTH)[None, :, None], x.shape)
-    out = dot_product_attention(x, x, value, dropout_rng=jax.random.key(0), dropout_rate=0.5)
-    np.testing.assert_array_equal(out, jnp.broadcast_to(out[:1, :, :1], out.shape))
-    assert np.any(np.asarray(out) == 0)
+    x = np.broadcast_to(np.arange(1, 9, dtype=np.float32), (2, LENGTH, HEADS, 8))
+    value = np.broadcast_to(np.eye(LENGTH, dtype=np.float32)[None, :, None], x.shape)
+    attend = quick_jit(functools.partial(dot_product_attention, dropout_rate=0.5))
+    out = np.asarray(attend(x, x, value, dropout_rng=jax.random.key(0)))
+    np.testing.assert_array_equal(out, np.broadcast_to(out[:1, :, :1], out.shape))
+    assert np.any(out == 0)
 
 
 REFUSED = {
@@ -164,5 +178,5 @@ def test_the_layers_pass_nothing_that_it_does_not_know():
 
 
 def test_under_autocast_the_layer_is_as_accurate():
-    gradient = jax.grad(lambda params: jnp.sum(jnp.sin(linen(dot_product_attention).apply(params, X, mask=MASK))))
-    assert_near(autocast(gradient, "mixed_float16")(PARAMS), gradient(PARAMS), "float16")
+    gradient = jax.grad(linens_loss(dot_product_attention, MASK), (0, 1))
+    assert_near(quick_jit(autocast(gradient, "mixed_float16"))(PARAMS, X), by_linen(True), "float16")
