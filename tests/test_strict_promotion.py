@@ -10,7 +10,6 @@ import optax
 import pytest
 from battery_models import ROWS, SMALL
 from battery_tools import abstract_example, gradient_function
-from comparisons import assert_same_bits
 
 import jmp_train as jmp
 
@@ -28,19 +27,17 @@ WRAPPERS = {
 def test_a_step(name, dtype):
     tx = jmp.with_loss_scale(WRAPPERS[name](optax.trace(0.9)))
     stored = "bfloat16" if name in ("masters", "stochastic rounding") else "float32"
-    params = {"w": jnp.ones((2, 3), stored), "b": jnp.ones(3)}
+    params = {"w": np.ones((2, 3), jnp.dtype(stored)), "b": np.ones(3, np.float32)}
+    grads = jax.tree.map(lambda p: np.ones(p.shape, jnp.dtype(dtype)), params)
 
-    def steps(bad):
-        grads = jax.tree.map(lambda p: jnp.ones(p.shape, dtype), params)
-        state = tx.init(params)
-        for value in (jnp.float32(1), jnp.float32(np.inf)):
-            updates, state = tx.update({**grads, "b": grads["b"] * bad}, state, params, value=value)
-        return updates, state
+    def steps(params, grads, value):
+        _, state = tx.update(grads, tx.init(params), params, value=value)
+        return tx.update(grads, state, params, value=value)
 
-    for bad in (1, np.inf):
-        with jax.numpy_dtype_promotion("strict"):
-            strict = steps(bad)
-        assert_same_bits(strict, steps(bad))
+    args = params, grads, np.float32(1)
+    with jax.numpy_dtype_promotion("strict"):
+        strict = jax.make_jaxpr(steps)(*args)
+    assert str(strict) == str(jax.make_jaxpr(steps)(*args))
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"local_window_size": 2}])
@@ -62,9 +59,9 @@ QUICK = {"mlp", "resnet", "optax_integer_labels", "lstm", "transformer", "branch
 def test_what_is_differentiated_there_can_be_autocast(row):
     args = abstract_example(row, SMALL)
     with jax.numpy_dtype_promotion("strict"):
-        try:
-            jax.eval_shape(gradient_function(row, "float32"), *args)
-        except jax.dtypes.TypePromotionError:
-            assert row.name not in QUICK  # the model promotes
-            return
+        if row.name not in QUICK:
+            try:
+                jax.eval_shape(gradient_function(row, "float32"), *args)
+            except jax.dtypes.TypePromotionError:
+                return  # the model promotes
         jax.eval_shape(gradient_function(row, "mixed_float16"), *args)
