@@ -12,7 +12,8 @@ from jax.experimental import pallas as pl
 
 from jmp_train import DEFAULT_RULES, autocast, explain, full_precision, low_precision
 
-X = jnp.full((8, 8), 0.5, jnp.float32)
+X = np.full((8, 8), 0.5, np.float32)
+ROWS = np.ones((3, 8, 8), np.float32)
 
 
 def operations(fn, *args, rules=DEFAULT_RULES):
@@ -107,29 +108,46 @@ TRANSFORMS = {
 
 def inside(x):
     """Every operation that belongs to the part under test is a dot, so that it can be told from the rest."""
-    return jnp.tanh(x @ jnp.ones((8, 8)))
+    return jnp.tanh(x @ np.ones((8, 8), np.float32))
+
+
+WIDE_SCOPE = DEFAULT_RULES.with_scopes({"Part": "float32"})
+WIDE_PARTS = {
+    "region": full_precision(inside),
+    "scope": jax.named_scope("Part")(inside),
+    "scope of two segments": jax.named_scope("Part/0")(inside),
+}
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize(
-    "part",
-    [full_precision(inside), jax.named_scope("Part")(inside), jax.named_scope("Part/0")(inside)],
-    ids=["region", "scope", "scope of two segments"],
-)
+@pytest.mark.parametrize("part", WIDE_PARTS.values(), ids=WIDE_PARTS)
 def test_a_wide_part_is_wide_forward_and_backward(name, part):
     def loss(x):
         return jnp.mean(TRANSFORMS[name](part)(x))
 
-    x = jnp.ones((3, 8, 8)) if "vmap" in name else X
-    rules = DEFAULT_RULES.with_scopes({"Part": "float32"})
-    found = [op for op in operations(jax.grad(loss), x, rules=rules) if op.primitive == "dot_general"]
+    x = ROWS if "vmap" in name else X
+    found = [op for op in operations(jax.grad(loss), x, rules=WIDE_SCOPE) if op.primitive == "dot_general"]
     assert {op.dtype for op in found} == {"float32"} and {op.backward for op in found} == {False, True}
-    # Without it, all of them are narrow.
-    plain = [op for op in operations(jax.grad(lambda x: jnp.mean(TRANSFORMS[name](inside)(x))), x) if op.flops]
-    assert {op.dtype for op in plain} == {"float16"}
-    wide = autocast(jax.grad(loss), "mixed_float16", rules=rules)(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [*((name, WIDE_PARTS["region"]) for name in TRANSFORMS), ("scan of remat", WIDE_PARTS["scope"])]
+)
+def test_a_wide_part_computes_what_it_does_without_autocast(name, part):
+    def loss(x):
+        return jnp.mean(TRANSFORMS[name](part)(x))
+
+    x = ROWS if "vmap" in name else X
+    wide = jax.jit(autocast(jax.grad(loss), "mixed_float16", rules=WIDE_SCOPE))(x)
     with jax.default_matmul_precision("highest"):  # on a GPU, JAX's default is TF32
-        np.testing.assert_allclose(wide, jax.grad(loss)(x), rtol=1e-6)
+        np.testing.assert_allclose(wide, jax.jit(jax.grad(loss))(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_without_a_region_or_scope_all_of_it_is_narrow(name):
+    gradient = jax.grad(lambda x: jnp.mean(TRANSFORMS[name](inside)(x)))
+    plain = [op for op in operations(gradient, ROWS if "vmap" in name else X) if op.flops]
+    assert {op.dtype for op in plain} == {"float16"}
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -137,7 +155,7 @@ def test_a_low_part_is_low_forward_and_backward(name):
     def loss(x):
         return jnp.mean(TRANSFORMS[name](low_precision(jnp.sin))(x))
 
-    x = jnp.ones((3, 8, 8)) if "vmap" in name else X
+    x = ROWS if "vmap" in name else X
     found = [op for op in operations(jax.grad(loss), x) if op.primitive in ("sin", "cos")]
     assert {op.dtype for op in found} == {"float16"}
 
@@ -149,7 +167,7 @@ def test_what_a_low_part_transforms_is_low_too(name):
     def loss(x):
         return jnp.mean(low_precision(TRANSFORMS[name](jnp.sin))(x))
 
-    x = jnp.ones((3, 8, 8)) if "vmap" in name else X
+    x = ROWS if "vmap" in name else X
     found = [op for op in operations(jax.grad(loss), x) if op.primitive in ("sin", "cos")]
     assert found and {op.dtype for op in found} == {"float16"}
 
@@ -268,4 +286,4 @@ def test_a_pallas_kernel_is_given_16_bits_by_low_precision_and_float32_without()
     for call, dtype in ((twice, "float32"), (low_precision(twice, dtype="float16"), "float16")):
         fn = lambda x, call=call: call(x @ x)  # noqa: E731
         assert reads("pallas_call", fn, X) == [dtype]
-        assert jnp.all(autocast(fn, "mixed_float16")(X) == 4)
+        assert np.all(jax.jit(autocast(fn, "mixed_float16"))(X) == 4)
