@@ -56,13 +56,12 @@ def test_float32(compile):
 def test_float64_beside_float32():
     with jax.enable_x64(True):
         wide, single = awkward(np.float64), awkward(np.float32)
-        tree = {"a": jnp.asarray(wide), "b": jnp.asarray(single), "c": jnp.asarray(single).astype(jnp.complex128)}
         for function in (diagnostics.exponent_histogram, jax.jit(diagnostics.exponent_histogram)):
-            histogram = function({"a": tree["a"], "b": tree["b"]})
+            histogram = function({"a": wide, "b": single})
             assert histogram.lowest == -1074
             check(histogram, wide, 0)
             check(histogram, single, 1)
-        check(diagnostics.exponent_histogram(1e-310 * np.ones(3)), 1e-310 * np.ones(3))
+        check(HISTOGRAM(1e-310 * np.ones(3)), 1e-310 * np.ones(3))
 
 
 def test_complex_numbers_count_twice():
@@ -72,7 +71,7 @@ def test_complex_numbers_count_twice():
     check(jax.jit(diagnostics.exponent_histogram)(values), parts[: 2 * values.size])
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.lists(st.floats(width=32), min_size=40, max_size=40))
 def test_any_float32(numbers):
     values = np.array(numbers, np.float32)
@@ -84,26 +83,26 @@ HISTOGRAM = jax.jit(diagnostics.exponent_histogram)
 
 def test_what_is_no_gradient_is_left_out():
     tree = {
-        "w": jnp.ones(2),
-        "ids": jnp.arange(3),
+        "w": np.ones(2, np.float32),
+        "ids": np.arange(3),
         "mask": np.array([True]),
         "key": jax.random.key(0),
         "none": None,
         "float0": np.zeros(2, jax.dtypes.float0),
-        "fp8": {"_overwrite_with_gradient": {"scale": jnp.ones(5)}},
+        "fp8": {"_overwrite_with_gradient": {"scale": np.ones(5, np.float32)}},
         "rate": 0.5,
         "name": "text",
     }
     histogram = diagnostics.exponent_histogram(tree)
     assert histogram.paths == ("rate", "w")
     assert [row["exponents"] for row in histogram.as_dict()["leaves"]] == [{"-1": 1}, {"0": 2}]
-    empty = diagnostics.exponent_histogram({"ids": jnp.arange(3)})
+    empty = diagnostics.exponent_histogram({"ids": np.arange(3)})
     assert empty.paths == () and empty.as_dict()["total"]["exponents"] == {}
     assert "total" in str(empty)
 
 
 def test_empty_and_scalar_leaves():
-    histogram = diagnostics.exponent_histogram({"a": jnp.ones((0, 3)), "b": jnp.float32(-8)})
+    histogram = diagnostics.exponent_histogram({"a": np.ones((0, 3), np.float32), "b": np.float32(-8)})
     assert histogram.values.sum(axis=1).tolist() == [0, 1] and histogram.total().as_dict()["total"]["zeros"] == 0
 
 
@@ -120,11 +119,12 @@ class NNXNet(nnx.Module):
 
 
 def test_linen_and_nnx():
-    linen = diagnostics.exponent_histogram(jax.jit(Net().init)(jax.random.key(0), jnp.ones((2, 4))))
+    linen = HISTOGRAM(jax.jit(Net().init)(jax.random.key(0), np.ones((2, 4))))
     assert linen.paths == tuple(
         f"params/{name}" for name in ("Dense_0/bias", "Dense_0/kernel", "LayerNorm_0/bias", "LayerNorm_0/scale")
     )
-    for tree in (NNXNet(), nnx.state(NNXNet(), nnx.Param)):
+    model = NNXNet()
+    for tree in (model, nnx.state(model, nnx.Param)):
         histogram = diagnostics.exponent_histogram(tree)
         assert {"linear/bias", "linear/kernel", "norm/scale"} <= set(histogram.paths)
         assert histogram.zeros[histogram.paths.index("linear/bias")] == 3
@@ -132,11 +132,16 @@ def test_linen_and_nnx():
 
 def test_vmap_and_scan_return_stacks():
     values = awkward(np.float32)[:300].reshape(3, 100)
-    stack = jax.vmap(diagnostics.exponent_histogram)({"x": values})
-    _, scanned = jax.lax.scan(lambda carry, x: (carry, diagnostics.exponent_histogram({"x": x})), 0, values)
+
+    @jax.jit
+    def stacks(values):
+        scan = jax.lax.scan(lambda carry, x: (carry, diagnostics.exponent_histogram({"x": x})), 0, values)
+        return jax.vmap(diagnostics.exponent_histogram)({"x": values}), scan[1]
+
+    stack, scanned = stacks(values)
     for i in range(3):
         for stacked in (stack, scanned):
-            check(jax.tree.map(lambda x, i=i: x[i], stacked), values[i])
+            check(jax.tree.map(lambda x, i=i: np.asarray(x)[i], stacked), values[i])
     with pytest.raises(ValueError) as error:
         stack.as_dict()
     assert str(error.value) == (
@@ -151,8 +156,12 @@ def test_histograms_add_up_over_steps_in_a_scan_carry():
     def step(histogram, x):
         return histogram + diagnostics.exponent_histogram({"x": x, "y": -2 * jnp.ones(3)}), None
 
-    start = diagnostics.exponent_histogram({"x": values[0], "y": 4 * jnp.ones(3)})
-    summed, _ = jax.lax.scan(step, start, values[1:])
+    @jax.jit
+    def added_up(values):
+        start = diagnostics.exponent_histogram({"x": values[0], "y": 4 * jnp.ones(3)})
+        return jax.lax.scan(step, start, values[1:])[0]
+
+    summed = added_up(values)
     check(summed, values)
     assert summed.as_dict()["leaves"][1]["exponents"] == {"1": 9, "2": 3}
     whole = jax.jit(lambda histogram: histogram.total())(summed)
@@ -161,13 +170,11 @@ def test_histograms_add_up_over_steps_in_a_scan_carry():
 
 
 def test_counts_beyond_32_bits():
-    histogram = diagnostics.exponent_histogram(jnp.ones((2, 3)))
+    one = histogram = diagnostics.exponent_histogram(np.ones((2, 3), np.float32))
     for _ in range(40):
         histogram = histogram + histogram
     assert histogram.values.sum() == 6 * 2**40
-    assert (histogram + diagnostics.exponent_histogram(jnp.ones((2, 3)))).as_dict()["total"]["exponents"] == {
-        "0": 6 * 2**40 + 6
-    }
+    assert (histogram + one).as_dict()["total"]["exponents"] == {"0": 6 * 2**40 + 6}
     assert str(6 * 2**40) in str(histogram)
 
 
@@ -187,7 +194,8 @@ def test_large_arrays_are_counted_in_rows():
 
 
 def test_what_cannot_be_added():
-    one, other = diagnostics.exponent_histogram({"a": jnp.ones(2)}), diagnostics.exponent_histogram({"b": jnp.ones(2)})
+    numbers = np.ones(2, np.float32)
+    one, other = (diagnostics.exponent_histogram({name: numbers}) for name in ("a", "b"))
     with pytest.raises(ValueError) as error:
         print(one + other)
     assert str(error.value) == (
@@ -222,9 +230,9 @@ def test_a_leaf_too_large_to_count(shape, dtype):
 
 
 def test_values_before_text():
-    histogram = diagnostics.exponent_histogram({"w": jnp.array([0.75, 3.0, 0.0, jnp.nan, 2.0**-140, 1.0])})
+    histogram = diagnostics.exponent_histogram({"w": np.array([0.75, 3.0, 0.0, np.nan, 2.0**-140, 1.0], np.float32)})
     assert json.loads(json.dumps(histogram.as_dict())) == histogram.as_dict()
-    median = str(diagnostics.exponent_histogram(jnp.array([1.0, 2.0, 4.0]))).splitlines()[-1].split()[4]
+    median = str(diagnostics.exponent_histogram(np.array([1.0, 2.0, 4.0], np.float32))).splitlines()[-1].split()[4]
     assert median == "2^1"
     assert str(histogram).splitlines() == [
         "leaf   values  zero  smallest  median  largest  infinite  NaN",
@@ -234,7 +242,7 @@ def test_values_before_text():
 
 
 def test_through_flatten_with_every_leaf_replaced():
-    histogram = diagnostics.exponent_histogram({"w": jnp.ones(3)})
+    histogram = diagnostics.exponent_histogram({"w": np.ones(3, np.float32)})
     again = jax.tree.unflatten(jax.tree.structure(histogram), jax.tree.leaves(histogram))
     assert (again.paths, again.lowest) == (histogram.paths, histogram.lowest) and again.as_dict() == histogram.as_dict()
     assert jax.tree.map(lambda x: None, histogram).paths == ("w",)
@@ -253,10 +261,11 @@ def test_in_a_training_step_with_an_injected_infinity():
         updates, opt_state = tx.update(grads, opt_state, w)
         return optax.apply_updates(w, updates), opt_state, histogram + diagnostics.exponent_histogram(grads), grads
 
-    w, x = jnp.ones((4, 2)), jax.random.normal(jax.random.key(0), (8, 4))
-    opt_state, histogram = tx.init(w), diagnostics.exponent_histogram(jnp.zeros_like(w))
+    w, x = np.ones((4, 2), np.float32), np.random.default_rng(0).standard_normal((8, 4), np.float32)
+    bad = np.where(np.arange(8)[:, None] == 0, np.float32(np.inf), x)
+    opt_state, histogram = jax.jit(tx.init)(w), diagnostics.exponent_histogram(np.zeros_like(w))
     seen = [np.zeros((4, 2), np.float32)]
-    for batch in (x, x.at[0, 0].set(jnp.inf), 2 * x):
+    for batch in (x, bad, 2 * x):
         w, opt_state, histogram, grads = step(w, opt_state, histogram, batch)
         seen.append(np.asarray(grads))
     check(histogram, np.stack(seen))
@@ -278,7 +287,7 @@ def test_sharded_arrays_and_shard_map():
         each, together = jax.jit(inside)(values)
         check(together, values)
         for device, part in enumerate(values):
-            check(jax.tree.map(lambda counts, i=device: counts[i], each), part)
+            check(jax.tree.map(lambda counts, i=device: np.asarray(counts)[i], each), part)
 
 
 @pytest.mark.parametrize("within", [jax.set_mesh, lambda mesh: contextlib.nullcontext()])
@@ -286,7 +295,7 @@ def test_arrays_over_a_mesh_with_explicit_axes(within):
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     values = np.random.default_rng(0).standard_normal((8, 64), np.float32)
     with within(mesh):
-        for spec in (PartitionSpec(), PartitionSpec("data"), PartitionSpec("data", "model")):
+        for spec in (PartitionSpec(), PartitionSpec("data", "model")):
             split = jax.device_put(values, NamedSharding(mesh, spec))
             check(HISTOGRAM(split), values)
             check(diagnostics.exponent_histogram(split), values)
@@ -294,8 +303,9 @@ def test_arrays_over_a_mesh_with_explicit_axes(within):
 
 def test_the_sum_over_devices_carries():
     most = np.full(8, 2**32 - 1, np.uint32)
-    histogram = diagnostics.exponent_histogram(jnp.ones(3))
-    counts = jnp.stack([jnp.zeros_like(histogram.counts).at[0, 149].set(np.array([low, 3], np.uint32)) for low in most])
+    histogram = diagnostics.exponent_histogram(np.ones(3, np.float32))
+    counts = np.zeros((8, *histogram.counts.shape), np.uint32)
+    counts[:, 0, 149, 0], counts[:, 0, 149, 1] = most, 3
     stacked = dataclasses.replace(histogram, counts=counts)
     total = jax.pmap(lambda each: each.psum("i"), axis_name="i")(stacked)
-    assert int(jax.tree.map(lambda x: x[5], total).values[0, 149]) == 8 * (2**32 - 1 + (3 << 32))
+    assert int(jax.tree.map(lambda x: np.asarray(x)[5], total).values[0, 149]) == 8 * (2**32 - 1 + (3 << 32))
