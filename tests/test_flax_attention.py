@@ -23,7 +23,7 @@ def linen(attention_fn: Any = nn.dot_product_attention, **kwargs: Any) -> Any:
     return nn.MultiHeadDotProductAttention(num_heads=HEADS, attention_fn=attention_fn, **kwargs)
 
 
-PARAMS = quick_jit(linen().init)(jax.random.key(0), X)
+PARAMS = jax.jit(linen().init)(jax.random.key(0), X)
 
 
 def assert_near(got: Any, want: Any, dtype: str = "float32") -> None:
@@ -39,14 +39,14 @@ def linens_loss(attention_fn, mask):
 
 @functools.cache
 def by_linen(masked):
-    return quick_jit(jax.grad(linens_loss(nn.dot_product_attention, MASK if masked else None), (0, 1)))(PARAMS, X)
+    return jax.jit(jax.grad(linens_loss(nn.dot_product_attention, MASK if masked else None), (0, 1)))(PARAMS, X)
 
 
 @pytest.mark.parametrize("masked", ["mask", "partial", "none"])
 def test_linens_layer_computes_the_same(masked):
     attend = functools.partial(dot_product_attention, is_causal=True) if masked == "partial" else dot_product_attention
     gradient = jax.grad(linens_loss(attend, MASK if masked == "mask" else None), (0, 1))
-    assert_near(quick_jit(gradient)(PARAMS, X), by_linen(masked != "none"))
+    assert_near(jax.jit(gradient)(PARAMS, X), by_linen(masked != "none"))
     found = explain(gradient, "mixed_float16")(PARAMS, X).operations
     assert {"jmp_attention", "jmp_attention_backward"} <= {op.primitive for op in found if op.dtype == "float16"}
 
@@ -84,7 +84,7 @@ def test_decoding_with_a_cache():
             rows.append(out)
         outs.append(np.concatenate(rows, axis=1))
     assert_near(*outs)
-    assert_near(outs[0], quick_jit(functools.partial(linen().apply, mask=MASK))(PARAMS, X))
+    assert_near(outs[0], jax.jit(functools.partial(linen().apply, mask=MASK))(PARAMS, X))
 
 
 def test_dropout_is_drawn_as_the_layer_asks():
@@ -92,7 +92,7 @@ def test_dropout_is_drawn_as_the_layer_asks():
         layer = linen(dropout_rate=0.5, **kwargs)
         return layer.apply(PARAMS, X, deterministic=False, rngs={"dropout": jax.random.key(1)})
 
-    @quick_jit
+    @jax.jit
     def outputs():
         each = run(attention_fn=dot_product_attention, broadcast_dropout=False)
         still = linen(dot_product_attention, dropout_rate=0.5).apply(PARAMS, X, deterministic=True)
@@ -109,7 +109,7 @@ def test_batches_of_any_rank_and_a_dtype():
     attend = functools.partial(dot_product_attention, dtype=jnp.bfloat16)
     query = np.random.default_rng(1).standard_normal((3, 2, LENGTH, HEADS, 8), np.float32)
     bias, mask = query[..., 0, 0][:, :, None, None, :], np.ones((2, 1, LENGTH, LENGTH), bool)
-    got, want = (quick_jit(fn)(query, query, query, bias, mask) for fn in (attend, nn.dot_product_attention))
+    got, want = (jax.jit(fn)(query, query, query, bias, mask) for fn in (attend, nn.dot_product_attention))
     assert got.shape == query.shape and got.dtype == jnp.bfloat16
     assert_near(np.asarray(got, np.float32), want, "bfloat16")
 
@@ -138,15 +138,15 @@ def test_arguments_of_other_forms(precision):
     wide = np.reshape(X, (2, LENGTH, HEADS, 8))
     low = wide.astype(jnp.bfloat16)
     bias, mask = np.arange(LENGTH, dtype=np.float32), -np.tri(LENGTH, dtype=np.float32)
-    got = quick_jit(functools.partial(dot_product_attention, precision=precision))(low, wide, wide, bias, mask)
+    got = jax.jit(functools.partial(dot_product_attention, precision=precision))(low, wide, wide, bias, mask)
     assert got.dtype == jnp.float32
-    assert_near(got, quick_jit(nn.dot_product_attention)(low.astype(np.float32), wide, wide, bias, mask != 0))
+    assert_near(got, jax.jit(nn.dot_product_attention)(low.astype(np.float32), wide, wide, bias, mask != 0))
 
 
 def test_one_draw_serves_all_if_nothing_is_said():
     x = np.broadcast_to(np.arange(1, 9, dtype=np.float32), (2, LENGTH, HEADS, 8))
     value = np.broadcast_to(np.eye(LENGTH, dtype=np.float32)[None, :, None], x.shape)
-    attend = quick_jit(functools.partial(dot_product_attention, dropout_rate=0.5))
+    attend = jax.jit(functools.partial(dot_product_attention, dropout_rate=0.5))
     out = np.asarray(attend(x, x, value, dropout_rng=jax.random.key(0)))
     np.testing.assert_array_equal(out, np.broadcast_to(out[:1, :, :1], out.shape))
     assert np.any(out == 0)
@@ -179,4 +179,4 @@ def test_the_layers_pass_nothing_that_it_does_not_know():
 
 def test_under_autocast_the_layer_is_as_accurate():
     gradient = jax.grad(linens_loss(dot_product_attention, MASK), (0, 1))
-    assert_near(quick_jit(autocast(gradient, "mixed_float16"))(PARAMS, X), by_linen(True), "float16")
+    assert_near(jax.jit(autocast(gradient, "mixed_float16"))(PARAMS, X), by_linen(True), "float16")
