@@ -71,7 +71,7 @@ def test_each_operation_is_within_tolerance(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@examples(12)
+@examples(8)
 @given(program=programs())
 def test_outputs_are_within_tolerance(program, dtype):
     check_program(program, dtype)
@@ -85,7 +85,7 @@ def test_float32_changes_no_bit(program, build):
 
 
 @either_direction
-@examples(30)
+@examples(15)
 @given(program=programs(), dtype=st.sampled_from(HALVES))
 def test_dtypes_and_shapes_are_as_recorded_and_twice_is_once(program, dtype, build):
     check_types_and_idempotence(build(program), dtype)

@@ -52,9 +52,6 @@ def each_row_and_dtype(wanted=lambda row: True, fast=lambda row: row.fast, in_bf
 
 
 each_fast_row = each_row(lambda row: row.fast)
-few_fast_rows = each_row(
-    lambda row: row.fast, fast=lambda row: row.name in ("cnn_batchnorm", "lstm", "transformer_block")
-)
 one_fast_row = each_row(lambda row: row.fast, fast=lambda row: row.name == "lstm")
 each_policy = pytest.mark.parametrize("name", [f"mixed_{dtype}" for dtype in HALVES])
 
@@ -150,7 +147,7 @@ def test_autocast_of_vmap_is_vmap_of_autocast(row):
     check_vmap(row, autocast(jax.vmap(row.grads(), (None, 0)), get_policy("mixed_float16")))
 
 
-@few_fast_rows
+@one_fast_row
 def test_vmap_of_autocast(row):
     check_vmap(row, jax.vmap(autocast(row.grads(), get_policy("mixed_float16")), (None, 0)))
 

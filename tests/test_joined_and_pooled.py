@@ -114,15 +114,10 @@ def test_joined_values_are_joined_again_and_not_kept(dtype):
         return jnp.mean(jnp.asarray(model.apply(params, x)) ** 2)
 
     cast = autocast(jax.grad(loss), f"mixed_{dtype}")
-    joined = [dtypes for name, dtypes, _ in equations(cast, params, X) if name == "concatenate"]
-    assert len(joined) > 3 and {each.name for dtypes in joined for each in dtypes} == {dtype}
-
-    def kept(jaxpr):
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "optimization_barrier":
-                yield eqn.invars[0].aval.shape[-1:]
-
-    shapes = [*kept(jax.make_jaxpr(cast)(params, X).jaxpr)]
+    program = jax.make_jaxpr(cast)(params, X).jaxpr
+    joined = [eqn for eqn in program.eqns if eqn.primitive.name == "concatenate"]
+    assert len(joined) > 3 and {var.aval.dtype.name for eqn in joined for var in eqn.invars} == {dtype}
+    shapes = [eqn.invars[0].aval.shape[-1:] for eqn in program.eqns if eqn.primitive.name == "optimization_barrier"]
     assert shapes and not {(24,), (32,), (40,)} & {*shapes}
     if dtype == "float16":  # in bfloat16 some relus see another sign, which no gradient survives
         with jax.enable_x64(True):

@@ -124,8 +124,10 @@ def test_what_unrolled_steps_change_is_as_exact_as_their_gradients(name, dtype):
     "name",
     [
         "descent",
-        "checkpointed",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("clipped", "weight decay", "Adam", "preconditioned")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("checkpointed", "clipped", "weight decay", "Adam", "preconditioned")
+        ),
     ],
 )
 def test_the_gradient_through_unrolled_steps_is_as_exact(name, dtype):
@@ -163,7 +165,7 @@ def encoded(p, x):
     return jnp.tanh(x @ p["in"]) @ p["out"], jnp.tanh
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("start", [generated, encoded])
 def test_what_a_network_starts_is_trained_as_exactly(start, dtype):
     """Steps along gradients of what a network made: fast weights of a hypernetwork, latents of an encoder."""
