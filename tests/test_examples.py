@@ -10,7 +10,7 @@ import pytest
 import jmp_train as jmp
 from jmp_train import diagnostics
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("compiled_well")]
+pytestmark = pytest.mark.integration
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -84,6 +84,7 @@ def test_underflow(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_well")
 def test_digits_is_as_accurate_as_float32(tmp_path):
     digits = load("digits")
     rows = [("float32", False), ("mixed_bfloat16", False), ("mixed_float16", True)]
@@ -95,6 +96,7 @@ def test_digits_is_as_accurate_as_float32(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_well")
 def test_underflow_stops_learning_and_scaling_cures_it():
     underflow = load("underflow")
     runs = underflow.experiment_gradients(steps=50, stride=1)
@@ -106,6 +108,7 @@ def test_underflow_stops_learning_and_scaling_cures_it():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_well")
 def test_updates_are_lost_and_masters_and_stochastic_rounding_cure_it():
     runs = load("underflow").experiment_updates(steps=150, stride=1)
     loss = {title: run["loss"][-15:].mean() for title, run in runs.items()}
