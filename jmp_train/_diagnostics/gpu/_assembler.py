@@ -13,7 +13,7 @@ import functools
 import tempfile
 from pathlib import Path
 
-# The version is that of the compiler's plugin; XLA takes none older than CUDA 12.
+# The version is that of the plugin's CUDA; XLA passes over an assembler that is too old for it.
 _ASSEMBLER = """\
 #!/bin/sh
 [ "$1" = --version ] && echo "Cuda compilation tools, release 13.0, V13.0.88"
@@ -44,4 +44,5 @@ def without_machine_code() -> dict[str, str | int]:
 
     Where the directory cannot hold programs, XLA looks on, and uses a CUDA that is installed.
     """
+    # Keys of JAX's persistent cache leave out the directory, but not the level: none of these is run by mistake.
     return {"xla_gpu_cuda_data_dir": _directory().name, "xla_backend_optimization_level": 0}
