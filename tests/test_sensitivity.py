@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hand_tools import relative_error
 
 import jmp_train as jmp
 from jmp_train import DEFAULT_RULES, StaticLossScale
@@ -22,12 +23,6 @@ RNG = np.random.default_rng(0)
 W = RNG.normal(size=(8, 8)).astype(np.float32)
 X = RNG.normal(size=(16, 8)).astype(np.float32)
 SCALE = StaticLossScale(1024.0)
-
-
-def relative_error(grads, truth):
-    pairs = list(zip(jax.tree.leaves(grads), jax.tree.leaves(truth), strict=True))
-    size = sum(np.sum(np.asarray(true, np.float64) ** 2) for _, true in pairs)
-    return np.sqrt(sum(np.sum((np.asarray(one, np.float64) - true) ** 2) for one, true in pairs) / size)
 
 
 def in_float64(loss, *args):

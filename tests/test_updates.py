@@ -1,13 +1,13 @@
 """Parameters that a program updates itself, step by step, as in meta-learning: no step is lost to 16 bits."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hand_tools import relative_error
 
 import jmp_train as jmp
 from jmp_train import autocast
@@ -98,11 +98,6 @@ LEARN = {
 # Of the norm: by hand, with products alone in the dtype, 3e-4 and 3e-3, and twice that of meta-gradients.
 TOLERANCE = {"float16": 1e-3, "bfloat16": 8e-3}
 DTYPES = ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)]  # each compiles unrolled steps
-
-
-def relative_error(got: Any, want: Any) -> float:
-    got, want = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (got, want))
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
