@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from ._application import Application
 
@@ -80,7 +80,7 @@ def summarise(application: Application, runs: Sequence[Any], reference: Sequence
 def margin_of(truth: np.ndarray, n: int) -> float:
     """The difference that chance explains between the mean of `truth` and that of `n` more runs; 0 for one run."""
     m = len(truth)
-    return float(stats.t.ppf(0.975, m - 1) * truth.std(ddof=1)) * math.sqrt(1 / n + 1 / m) if m > 1 else 0.0
+    return float(special.stdtrit(m - 1, 0.975) * truth.std(ddof=1)) * math.sqrt(1 / n + 1 / m) if m > 1 else 0.0
 
 
 def _final_loss(runs: Sequence[Any]) -> float:
