@@ -1,7 +1,8 @@
 """Runs a program that `insert_casts` has written: one equation after the other.
 
-Decides nothing. A value is dropped after its last reader. A body is never bound with other dtypes than it was traced
-with: it is traced anew.
+Decides nothing. A value is dropped after its last reader, so that an eager call holds no more memory than the function
+would. A body is traced anew, never bound as recorded: a jaxpr has the dtypes that it was traced with, and running it on
+others fails.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from .._jaxpr import (
 from .._sizes import is_static
 from .ir import Equation, Op, Program
 
+# Of casts in a body that has no equation, such as a branch that returns its operand: no recorded equation is near.
 _NO_CONTEXTS = contextlib.nullcontext(), contextlib.nullcontext()
 
 
@@ -42,6 +44,7 @@ def emit(program: Program, args: Sequence[Any]) -> list[Any]:
     reads = [(equation.operands, equation.results) for equation in program.equations]
     last = last_reads(reads, {*program.outputs, *program.constants})  # constants are kept by the program anyway
     steps = zip(program.equations, last, strict=True)
+    # The casts that an equation needs stand in front of it: they share its contexts, which are Python calls to enter.
     for node, group in itertools.groupby(steps, key=lambda step: step[0].at or step[0].node):
         source, settings = contexts(node) if node else _NO_CONTEXTS
         with source, settings:
@@ -84,7 +87,7 @@ def _round(value: Any, dtype: np.dtype) -> Any:
 
 
 def _chained(value: Any, last: Any, dtype: np.dtype) -> Any:
-    """`value`, float32, in the dtype of `last`, of which it is an elementwise function that keeps NaN: so no change."""
+    """`value`, float32, in the dtype of `last`, which is NaN only where `value` is: the selection changes no number."""
     return _copy_of(value, lax.select(lax.ne(last, last), last, convert(value, dtype)))
 
 
@@ -114,8 +117,8 @@ def _copy_equation() -> JaxprEqn:
 def _saved(x: Any, joined: bool = False) -> Any:
     """`x` behind a barrier: what is computed from it is no expression that XLA would find on the other side of a dot.
 
-    A slice of joined dots would be copied for that. Times a one behind a barrier it is another expression as well, has
-    the same bits, and fuses with what reads it.
+    With `joined`, it is a slice of dots that XLA joined, and a barrier would have the slice copied. A product with a
+    one that stands behind a barrier is another expression as well; it has the same bits, and fuses with what reads it.
     """
     return lax.mul(x, lax.optimization_barrier(np.ones((), x.dtype))) if joined else lax.optimization_barrier(x)
 
@@ -138,7 +141,7 @@ def _scan(equation: Equation, operands: list[Any]) -> list[Any]:
         return _run_scan(equation, list(args))
 
     def run_wide(*args: Any) -> list[Any]:
-        # Copies of weights that a loop around was to cast, which come last, are no operands of it.
+        # `hoist_weight_casts` may have added operands to the narrow scan, but not to `wide`: they are the last ones.
         operands = zip(args[: len(wide.uses)], _dtypes(wide.bodies[0], wide.bodies[0].inputs), strict=True)
         results = _run_scan(wide, [cast(x, dtype) for x, dtype in operands])
         return list(map(cast, results, _dtypes(equation.bodies[0], equation.bodies[0].outputs)))
@@ -148,7 +151,11 @@ def _scan(equation: Equation, operands: list[Any]) -> list[Any]:
 
 
 def _run_scan(equation: Equation, operands: list[Any]) -> list[Any]:
-    """Through `jax.lax.scan` where the scan has other operands than it was recorded with."""
+    """Through `jax.lax.scan` where the scan has other operands than it was recorded with.
+
+    The primitive's parameters say how many operands are constants and carries, and in which of them it is linear:
+    `lax.scan` makes them anew.
+    """
     if equation.counts is None:
         return _with_bodies(equation, operands)
     (body,), (consts, carry), params = equation.bodies, equation.counts, equation.node.params
@@ -170,7 +177,7 @@ def _custom_jvp(equation: Equation, operands: list[Any]) -> list[Any]:
 
     def wrap(_: Callable, jvp: Callable) -> tuple[Callable, Callable]:
         def rule(*args: Any) -> list[Any]:
-            pairs = zip(derive(jvp, args), _dtypes(body, body.outputs) * 2, strict=True)
+            pairs = zip(derive(jvp, args), _dtypes(body, body.outputs) * 2, strict=True)  # the results, their tangents
             return [cast(x, dtype) if is_array(x) else x for x, dtype in pairs]
 
         return (lambda *args: emit(body, args)), rule
@@ -179,11 +186,12 @@ def _custom_jvp(equation: Equation, operands: list[Any]) -> list[Any]:
 
 
 def _custom_vjp(equation: Equation, operands: list[Any]) -> list[Any]:
-    """Float32 at the boundary, since a rule's residuals may be the operands themselves."""
+    """Its operands and results are as recorded, float32: see `control_flow.py`."""
     (body,), derive = equation.bodies, equation.derive
 
     def wrap(_: Callable, fwd: Callable, bwd: Callable) -> tuple[Callable, Callable, Callable]:
         def forward(*args: Any) -> Any:
+            # JAX gives a `fwd` each operand followed by a boolean: whether somebody differentiates by it.
             values, nonzeros = args[::2], args[1::2]
 
             def rule(*values: Any) -> Any:
@@ -197,7 +205,7 @@ def _custom_vjp(equation: Equation, operands: list[Any]) -> list[Any]:
 
 
 def is_array(x: Any) -> bool:
-    """Whether `x` is an array to trace: no symbolic zero, nor the tangent of an integer."""
+    """Whether `x` is an array to trace: no symbolic zero, and no `float0`, which the tangent of an integer has."""
     return isinstance(x, jax.Array | np.ndarray | np.generic) and x.dtype != jax.dtypes.float0
 
 

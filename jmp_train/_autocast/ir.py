@@ -38,7 +38,10 @@ class Precision(enum.Enum):
 
 
 def joined_precision(precisions: Sequence[Precision]) -> Precision:
-    """What a value is that may be any one of several, such as the result of a branch."""
+    """What a value is that may be any one of several, such as the result of a branch.
+
+    It has one dtype. Float32 holds what any of the others may be, and what is weak narrows to a value in 16 bits.
+    """
     order = (Precision.RECORDED, Precision.OVERFLOWS, Precision.FULL, Precision.LOW)
     return next((precision for precision in order if precision in precisions), Precision.WEAK)
 
@@ -61,8 +64,14 @@ def recorded_reads(precisions: Iterable[Precision]) -> list[np.dtype | None]:
 
 
 class Place(NamedTuple):
-    """Where a body stands: the scope path of its call, whether that is marked `low_precision`, whether it belongs to a
-    backward pass, which the name stacks inside a body do not say, and the primitive whose body it is."""
+    """Where a body stands, which the name stacks inside it do not say.
+
+    Attributes:
+      scope: the scope path of its call.
+      low_region: whether that is marked `low_precision`.
+      backward: whether it belongs to a backward pass.
+      body_of: the primitive whose body it is; empty for a whole program.
+    """
 
     scope: str = ""
     low_region: bool = False
@@ -77,6 +86,7 @@ class Place(NamedTuple):
         return "/".join(filter(None, (self.scope, scope_of(node))))
 
     def is_backward(self, node: Node) -> bool:
+        # The body of a rematerialized call holds the forward pass, which runs again, beside the backward pass.
         return is_backward(node) or (self.backward and not is_recomputed(node))
 
     def inside(self, node: Node) -> Place:
@@ -130,9 +140,9 @@ class Access(enum.Enum):
     """How an operand gets to its equation."""
 
     FUSED = "fused"  # XLA computes it in the kernel that reads it
-    STORED = "stored"  # through memory, so the copy that a dot reads anyway does
-    NARROW = "narrow"  # the same, in the compute dtype in any case
-    CARRIED = "carried"  # as it is, whatever reads it
+    STORED = "stored"  # from memory: it reads the copy in the compute dtype, if a dot reads that anyway
+    NARROW = "narrow"  # what a loop's carry starts as, from memory; in the compute dtype even if no dot reads it
+    CARRIED = "carried"  # what a loop's carry starts as, in the dtype that it has: never the copy that a dot reads
 
 
 class Use(NamedTuple):
@@ -140,8 +150,8 @@ class Use(NamedTuple):
 
     Attributes:
       value: which value.
-      dtype: what it is read in; `None` as it is.
-      residual: whether it is read on the far side of a dot, where a value is what was saved of it, or rematerialized.
+      dtype: what it is read in; `None` for the dtype that the value has.
+      residual: whether it is read as the saved copy or the rematerialized value, as it is across a dot.
     """
 
     value: int
@@ -159,14 +169,17 @@ class Op(enum.Enum):
     CAST = "cast"  # a conversion that autocast adds
     SAVED = "saved"  # behind an optimization barrier: XLA stores the operand once, and all later readers read that
     ROUND = "round"  # keeps float32 numbers on the compute dtype's grid, where XLA might drop a cast and its inverse
-    CHAINED = "chained"  # a cast of the first operand, which is NaN where the second is: written as a selection of both
+    CHAINED = "chained"  # a cast of the first operand, which is NaN where the second is; see `rewrites.chained_casts`
     COPY_OF = "copy_of"  # the second operand, with the derivative of a cast of the first, which is equal to it
 
-    __hash__ = object.__hash__  # as `Rule`'s
+    __hash__ = object.__hash__  # `Enum`'s own is a function in Python, and `emit` has a table by `Op`
 
 
 class _Copied:
-    """A dataclass of which every pass makes copies: `dataclasses.replace` reads each field by name, in a call."""
+    """A dataclass of which every pass makes copies, one for each equation that it changes.
+
+    `dataclasses.replace` takes three times as long: it looks at every field in Python and calls `__init__` by names.
+    """
 
     __slots__ = ()
 
@@ -188,21 +201,23 @@ class Equation(_Copied):
     """One equation of a `Program`.
 
     Attributes:
-      node: the recorded equation that it runs or belongs to.
+      node: the recorded equation that it runs; for what autocast adds, the one that it was added for.
       entry: the rule that holds for it, with the reason.
       uses: its operands.
       results: the values it defines.
       op: what it does.
       params: parameters of the primitive that differ from the recorded ones.
-      computes: the dtype in which the primitive returns each result, if it says so: another one is cast.
+      computes: the dtype in which the primitive returns each result, `None` for the result's own; `insert_casts` adds a
+        cast where the two differ. Empty where all results are returned in their own.
       rewrite: computes the results from the operands, in place of the primitive.
       bodies: the programs inside.
       counts: how many of a loop's operands are constants of its body and carries, where they are not the recorded ones.
-      wide: of a scan that carries less precise numbers than its derivative should: the one whose derivative it has.
+      wide: of a scan whose carries were narrowed to 16 bits: the scan before that. It is differentiated in the other's
+        place, so that cotangents of the carries are summed in float32.
       derive: plans and runs derivative rules, which are callables until JAX asks for them.
       depth: the number of dots before it on the longest path; a use at greater depth than its value's is residual.
       accesses: how each operand gets to it.
-      dead: whether nobody reads its results where it stands.
+      dead: whether it need not run where it stands. It may still be rematerialized: then its readers are across a dot.
       at: the recorded equation that reads the result of a cast, saved copy or rematerialization: this one runs under
         its source line and scope.
       remat: whether it runs a second time, for the backward pass.
@@ -233,12 +248,12 @@ class Equation(_Copied):
 
     @property
     def is_narrow_dot(self) -> bool:
-        """Whether it multiplies matrices of 16-bit numbers, so that its depth is another than that of its operands."""
+        """Whether it multiplies matrices of 16-bit numbers, so that its results are one deeper than itself."""
         return self.entry.rule is Rule.LOW and self.node.name in DOTS
 
     @property
     def has_narrow_dot(self) -> bool:
-        """The same of an equation with bodies: whether one of theirs does."""
+        """Whether it, or an equation of a body inside, is such a dot."""
         return self.is_narrow_dot or any(inner.has_narrow_dot for body in self.bodies for inner in body.equations)
 
     @property
@@ -265,10 +280,11 @@ class Residuals:
     Attributes:
       saved: values of which a copy is saved, in the compute dtype if they are floating.
       remat: values that are rematerialized instead.
-      in_full: saved values that are rematerialized too, in float32, for what is rematerialized from them.
-      rounded: values in the compute dtype that every float32 reader has to see rounded.
+      in_full: saved values that are rematerialized too, in float32, for those readers among the rematerialized
+        equations that read them before they were rounded.
+      rounded: values in the compute dtype that every float32 reader has to see rounded; see `shared_roundings`.
       squared: those among them that a product, here or in a body, multiplies with themselves.
-      joined: saved results of dots that XLA computes as one, and as slices of it.
+      joined: saved results of dots that XLA computes as slices of one dot; see `analysis.joined_dots`.
     """
 
     saved: frozenset[int] = frozenset()
@@ -289,7 +305,8 @@ class Context:
       uses: what becomes of each value.
       precisions: what the arguments are.
       out_flags: what becomes of the results.
-      roundable: positions of arguments that a loop computed, so that a copy handed out may be rounded.
+      roundable: positions of arguments that are carries of a loop: float32 ones may leave the body in the compute dtype
+        where a dot outside reads them, though no equation of the body computed them.
     """
 
     planner: Planner
@@ -371,4 +388,5 @@ class Program(_Copied):
 
 def with_dtype(aval: Any, dtype: np.dtype | None) -> Any:
     """`aval` in a dtype; `None` leaves it."""
+    # Casts are strongly typed: `emit` binds them with `weak_type=False`.
     return aval if dtype is None or aval.dtype == dtype else aval.update(dtype=dtype, weak_type=False)

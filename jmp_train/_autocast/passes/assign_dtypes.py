@@ -89,6 +89,7 @@ class _Walk:
             numbers = Numbers(overflows=precision is Precision.OVERFLOWS)
             precision = Precision.FULL if precision is Precision.OVERFLOWS else precision
             self.facts[number] = Fact(precision, parameter=precision is Precision.WEAK, numbers=numbers)
+        # By the sizes of their axes in any order: the gradient of a weight is recorded transposed, too.
         self.weights = {axes_of(self.avals[number]) for number in program.inputs if self.facts[number].parameter}
         for number, value in program.constants.items():
             known = range_of(value) if is_float32(self.avals[number]) else None
@@ -96,6 +97,8 @@ class _Walk:
             self.facts[number] = Fact(precision, numbers=Numbers(known))
 
     def finished(self) -> Program:
+        # A carry that the body returns or stacks as it is was computed in the iteration before, so it is rounded for a
+        # dot outside as if it were computed in this one.
         carried = {self.program.inputs[position] for position in self.context.roundable if self.saves_low}
         outputs = zip(self.program.outputs, self.context.out_flags, strict=True)
         results = [self._for_readers_outside(number, flags, number in carried) for number, flags in outputs]
@@ -105,6 +108,7 @@ class _Walk:
         """What a reader at `depth` sees of a value."""
         fact = self.facts[number]
         narrow = fact.has_low_copy and access is not Access.CARRIED
+        # A fused reader on the near side computes the float32 value anew in its own kernel, and pays no bytes for it.
         narrow = narrow and (access is Access.STORED or depth > fact.depth)
         return Precision.LOW if narrow or access is Access.NARROW else fact.precision
 
@@ -133,6 +137,7 @@ class _Walk:
             has_dot = entry.rule is Rule.LOW and equation.is_narrow_dot
         equation.depth, equation.accesses = depth, accesses
         if Access.NARROW in accesses:
+            # `control_flow` knows the body, and may have decided that the carry is float32: then it starts unrounded.
             equation.accesses = [
                 Access.CARRIED if access is Access.NARROW and use.dtype == FLOAT32 else access
                 for access, use in zip(accesses, equation.uses, strict=True)
@@ -157,19 +162,24 @@ class _Walk:
             numbers=_numbers_of(equation.node, operands, precision, self.low),
         )
         flags = self.uses[number]
+        # The comparison spares most values the call: nothing is known of their numbers.
         exceeds = fact.numbers != UNKNOWN_NUMBERS and fact.numbers.exceed(self.low)
         fact.sensitive = flags.sensitive or exceeds
         if fact.precision is Precision.FULL and fact.computed and self.saves_low:
             fact.has_low_copy = flags.to_dot and not fact.sensitive
         values = fact.numbers.range
         if fact.precision is Precision.WEAK and values is not None:
+            # A backward pass starts from a literal, one over a mean's terms, and autodiff broadcasts it to the shape of
+            # the loss's terms. No dot is between, so that 16 bits would round the first cotangents and save nothing.
+            # Zeros are no start: the gradient of a slice is zeros that `dynamic_update_slice` writes a cotangent into,
+            # and would be float32 with them.
             seed = self.place.is_backward(equation.node) and values != Range() and self._is_constant(equation.node)
             if seed or not values.fits(self.low):
                 fact.precision = Precision.FULL
         return fact
 
     def _is_constant(self, node: Node) -> bool:
-        """Whether it computes with literals alone, as where a backward pass starts: with one over a mean's terms."""
+        """Whether all operands of a node are literals or captured arrays."""
         return all([number in self.program.constants for number in node.ins])
 
     def _made(self, node: Node, precision: Precision = Precision.FULL) -> list[Precision]:
@@ -179,8 +189,9 @@ class _Walk:
     def _wide_product(self, node: Node, entry: WideProduct, seen: list[Precision]) -> Decided:
         full = self._made(node)
         if entry.meets_squares and not entry.of_derivative and all(p is Precision.LOW for p in seen):
-            # Products of 16-bit numbers are exact in float32. They are read as stored: a compiler that computes
-            # the product in float32 would drop the rounding that other readers see.
+            # Products of 16-bit numbers are exact in float32, so that 16-bit operands lose nothing. They are read as
+            # residuals, behind a barrier: a compiler that computes the product in float32 would otherwise drop the
+            # rounding of its operands, while the squares that meet the product are of rounded numbers.
             uses = [Use(number, self.low, residual=True) for number in node.ins]
             return Equation(node, entry, uses, node.outs, params={"preferred_element_type": FLOAT32}), full
         return equation_of(node, entry, recorded_reads(seen)), full
@@ -201,15 +212,19 @@ class _Walk:
 
     def _high(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         equation, made = self._in_dtype(node, entry, FLOAT32)
+        # What updates a parameter makes a parameter: float32 in memory, and narrowed to what it meets.
         weak = entry is UPDATE or entry is STEP or entry is GRADIENT
         return equation, [Precision.WEAK] if weak else made
 
     def _follow(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         floating = [precision for precision in seen if precision is not Precision.RECORDED]
         if len(floating) > 1 and len(node.outs) != len(node.ins):
-            return self._widest(node, entry, seen)  # an edit: its operands still need one dtype
+            # The user's `rules` let a primitive of several operands follow them. JAX demands one dtype of these.
+            return self._widest(node, entry, seen)
         if node.name == "rev" and seen == [Precision.WEAK] and self.uses.is_for_one_dot(node.outs[0]):
-            return self._pairwise(node, entry, seen, Precision.LOW)  # a cast after it hides cuDNN's data gradient
+            # XLA for GPUs takes a convolution with a reversed kernel for cuDNN's gradient by the data, but not with a
+            # cast between them. So the kernel is cast before it is reversed.
+            return self._pairwise(node, entry, seen, Precision.LOW)
         if node.name in _TRANSFERS and seen == [Precision.WEAK] and self._is_weight_for_dots(node):
             return equation_of(node, CAST_FIRST, [FLOAT32], computes=[FLOAT32]), [Precision.LOW]
         fill = filled_with(node)
@@ -218,7 +233,8 @@ class _Walk:
             return self._pairwise(node, high, seen, Precision.FULL)
         flags = self.uses[node.outs[0]]
         # A gate near one would be rounded to one, and a loop multiplies its state by it again and again. In float32 it
-        # costs nothing there: the backward pass computes it again from what it was computed from, which is stored.
+        # costs no bytes: the scan stacks its 16-bit operand, from which the backward pass computes it again. A gate
+        # that a dot reads is stored, and rounded, for that anyway.
         gate = node.name == "logistic" and self.place.is_scan and seen[0] is Precision.LOW and not flags.to_dot
         if node.name in _ROUNDS and (gate or flags.delicate or flags.is_position):
             return self._pairwise(node, entry, seen, Precision.FULL)
@@ -239,13 +255,16 @@ class _Walk:
     def _widest(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         flags = self.uses[node.outs[0]]
         wide = flags.only_wide or (flags.is_position and not self._is_stream(node, seen))
-        wide = wide and node.name in _ROUNDS
+        wide = wide and node.name in _ROUNDS  # what rounds nothing is as exact in the dtype of its operands
         if node.name == "div" and not wide and self._is_mean_to_store(node):
+            # The sum is float32, and with it the quotient would be. A pool writes its result to memory, so that 16 bits
+            # are half of the bytes.
             entry = Entry(entry.rule, "a mean of 16-bit values, which fits where they do")
             return equation_of(node, entry, [FLOAT32, FLOAT32], computes=[FLOAT32]), [Precision.LOW]
         narrow = Precision.LOW if Precision.LOW in seen else Precision.WEAK
         if node.name == "div" and seen == [Precision.LOW, Precision.WEAK]:
-            # A small parameter may be zero in 16 bits, and its square, by which a derivative divides, before.
+            # In float16 a parameter below 3e-8 is zero. `jax.grad(autocast(f))` divides by its square, in the dtype of
+            # the quotient: in float16 that is infinite below 2^-8. A literal is in 16 bits only if they hold it.
             wide = wide or self.facts[node.ins[1]].numbers.range is None
         precision = Precision.FULL if wide or Precision.FULL in seen else narrow
         return self._pairwise(node, entry, seen, precision)
@@ -262,6 +281,7 @@ class _Walk:
         if pool is None or pool.name != "reduce_window_sum" or self.facts[pool.ins[0]].precision is not Precision.LOW:
             return False
         mean = divides_by_terms(math.prod(pool.params["window_dimensions"]), self.facts[divisor].numbers.range)
+        # What the program returns leaves in float32: a rounding before would be visible and save nothing.
         return mean and not (node.outs[0] in self.program.outputs or self.uses[node.outs[0]].sensitive)
 
     def _pairwise(self, node: Node, entry: Entry, seen: list[Precision], precision: Precision) -> Decided:
@@ -281,6 +301,7 @@ class _Walk:
         avals = [self.avals[number] for number in node.ins[:3]]  # not of an attention's bias
         low = next((aval.dtype for aval in avals if is_sixteen_bit(aval)), self.low)
         pairs = zip(names, seen, strict=True)
+        # The log-sum-exp of a row of scores, an operand of the backward pass, is float32 as cuDNN made it.
         reads = [None if precision is Precision.RECORDED or name == "lse" else low for name, precision in pairs]
         return self._dot(node, entry, reads) if settings is None else self._attention(node, entry, reads)
 
@@ -293,8 +314,11 @@ class _Walk:
         # cuDNN has no convolution of 16-bit operands with a float32 result: asked for one, XLA casts both operands and
         # runs it in float32, in three times the bytes.
         gradient = node.name != "conv_general_dilated" and self.place.is_backward(node)
+        # A product with a parameter is the gradient of an activation, most often, and no float32 need leave it.
         weights = self.weights if any(are_parameters) else None
         leaves = self.reduce_dtype if gradient and self.uses.ends_at(node.outs[0], weights) else low
+        # Of the backward pass only what ends there leaves in float32. Any other cotangent is read by the elementwise
+        # derivatives up to the next dot, and would have them run in float32.
         if not self.place.is_backward(node) and leaves_small_result(self.recorded, node, are_parameters):
             entry, leaves = Entry(entry.rule, f"{entry.reason}; its small result stays in float32"), FLOAT32
         if any([call.params.get("name") == DROPOUT for call in node.calls]):
@@ -317,6 +341,7 @@ class _Walk:
         return equation_of(node, dataclasses.replace(entry, reason=reason), reads), made
 
     def _collective(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
+        """Gradients cross devices in the dtype that the policy asks for, statistics of the forward pass in float32."""
         return self._in_dtype(node, entry, self.reduce_dtype if self.place.is_backward(node) else FLOAT32)
 
     def _in_dtype(self, node: Node, entry: Entry, dtype: np.dtype) -> Decided:

@@ -45,7 +45,8 @@ class WithBody(abc.ABC):
       equation: as it was.
       body: its body, one input for each of the operands.
       operands, results: of both.
-      alike: equal for those that can hand values to each other.
+      alike: equal for those that can hand values to each other. All scans can: a stack is read row by row whichever way
+        a scan runs.
       shares: whether another body is given for nothing what this one is given.
     """
 
@@ -81,7 +82,7 @@ class WithBody(abc.ABC):
         """The abstract value that a value of the body is in the program around."""
 
     def input_of(self, operand: Operand) -> int | None:
-        """The body's input that is given an operand, if its value is read in no other way."""
+        """The body's input that is given an operand, if no other input is given the same value."""
         found = [i for i, each in enumerate(self.operands) if each.number == operand.number]
         return self.body.inputs[found[0]] if [self.operands[i] for i in found] == [operand] else None
 
@@ -99,16 +100,16 @@ class WithBody(abc.ABC):
         return len(readers) == 1 and given not in [result.inner for result in self.results]
 
     def copies(self) -> dict[int, int]:
-        """The copies in the compute dtype of the body's values."""
+        """The results of casts to the compute dtype, by the value that is cast."""
         casts = [equation for equation in self.body.equations if equation.op is Op.CAST]
         return {e.operands[0]: e.results[0] for e in casts if self.body.avals[e.results[0]].dtype == self.body.low}
 
     def reading(self, given: int) -> tuple[int, list[Equation]]:
-        """What equations that run again in this body read of an input, and what computes that."""
+        """What equations that run again in this body read of an input, and the equations that compute that from it."""
         return given, []
 
     def finished(self) -> Equation:
-        """The equation, its body without inputs and equations that nobody reads."""
+        """The equation with the new operands and results, its body without what nobody reads."""
         body = self.body.replace(outputs=tuple([result.inner for result in self.results]))
         body = remove_dead_code(body)
         slots = self.slots({*body.outputs}.union(*(equation.operands for equation in body.equations)))
@@ -157,6 +158,7 @@ class Scan(WithBody):
         return aval.update(shape=(length, *aval.shape), sharding=aval.sharding.update(spec=rows))
 
     def slots(self, read: Collection[int]) -> list[int]:
+        # A scan returns its carries, read or not. JAX wants constants, then carries, then rows; added ones are last.
         layouts = [operand.layout for operand in self.operands]
         left = [i for i, number in enumerate(self.body.inputs) if layouts[i] == self._CARRY or number in read]
         return sorted(left, key=layouts.__getitem__)
@@ -187,6 +189,7 @@ class ShardMap(WithBody):
         axes = tuple([name for name in mesh.axis_names if name in manual])
         aval = self.body.avals[number]
         spec = aval.nospec(mesh, self.params["check_vma"], axes)  # as JAX hands on residuals
+        # What differs between devices is handed on concatenated along its first axis, which a scalar does not have.
         return spec if len(spec) <= len(aval.shape) else None
 
     def whole(self, number: int) -> Any:
@@ -195,7 +198,8 @@ class ShardMap(WithBody):
         return ShapedArray((devices * aval.shape[0], *aval.shape[1:]) if spec else aval.shape, aval.dtype)
 
     def reading(self, given: int) -> tuple[int, list[Equation]]:
-        # XLA would see the same expression on both sides, compute it once, and store it.
+        # Both bodies are parts of one program to XLA, unlike those of two scans. Without a barrier it would take what
+        # runs again for the expression that the forward body has, compute it once, and store it.
         saved, node = self.body.new(self.body.avals[given]), self.equation.node
         return saved, [Equation(node, ADDED, [Use(given)], (saved,), Op.SAVED, at=node)]
 

@@ -39,6 +39,7 @@ def body_residuals(program: Program) -> Program:
                 value = found[at].input_of(Operand(result.layout, operand))
                 if value is not None:
                     pairs.setdefault(at, []).append((result.number, value))
+        # What one reader has come to read, to rematerialize other values from it, is handed on whatever others need.
         used: set[int] = set()
         for at, candidates in pairs.items():
             movable = {number: value for number, value in candidates if number not in used}
@@ -48,7 +49,10 @@ def body_residuals(program: Program) -> Program:
 
 
 def _only_reader(program: Program, readers: Mapping[int, int | None], number: int) -> tuple[int, int]:
-    """The equation that alone reads a value, which may be saved for it, and as what; -1 if several do."""
+    """The position of the equation that alone reads a value, -1 if several do, and the value that it reads.
+
+    That is another value where a saved copy stands between: a stack is in memory, so that it needs no barrier.
+    """
     while (at := readers.get(number)) is not None and program.equations[at].op is Op.SAVED:
         (number,) = program.equations[at].results
     return (-1 if at is None else at), number
@@ -80,7 +84,8 @@ class _Link:
         ours, theirs = source.copies(), reader.copies()
         for result in self.candidates:
             given = candidates[result.number]
-            if result.inner in ours and given in theirs and reader.reads_once(given):  # its copy is all that is read
+            # If the reader only casts a value that the source casts as well, the copy is handed on: half of the bytes.
+            if result.inner in ours and given in theirs and reader.reads_once(given):
                 self.wanted[result.number], self.replaced[result.number] = ours[result.inner], theirs[given]
 
     def costs(self) -> tuple[ResidualCosts, dict[int, Sources]]:
@@ -97,7 +102,7 @@ class _Link:
             for number in equation.results:
                 if number not in self.there:
                     costs.state(number, number in memory)
-                if not fuses(equation) and equation.name != "split":  # as slices
+                if not fuses(equation) and equation.name != "split":  # whose parts are slices, which fuse
                     continue
                 sources = costs.sources_of(equation.operands)
                 if all([each in self.passed or self.source.layout_of(each) is not None for each in sources]):
@@ -110,9 +115,10 @@ class _Link:
         """The values to hand on, and which of them or of what is rematerialized some candidates are."""
         costs, could = self.costs()
         needed: set[int] = {*costs.sources_of(self.wanted.values())}
-        # Once the others are known, a value may cost less as its sources, which some of them are. A source that is no
-        # cheaper itself stands for its own: what is rounded for a dot is the float32 number before, and that a product
-        # of two results of dots.
+        # `costs` compared each value alone with its sources. Once it is known which values are handed on, some sources
+        # cost reading only, and a value may be cheaper to compute again after all. A source that is not handed on
+        # stands for its own sources: a value rounded for a dot for the float32 value before the rounding, and that for
+        # the two results of dots that it is the product of.
         for number in reversed(could):
             if number in needed:
                 theirs = [{each} if each in needed else could.get(each, {each}) for each in could[number]]
@@ -120,7 +126,7 @@ class _Link:
                 if costs.is_cheaper(sources, number, needed):
                     needed.remove(number)
                     needed |= sources
-        again, there = {}, set(self.there)  # a candidate that equals another one is handed on once
+        again, there = {}, set(self.there)  # JAX may return one value several times: it is handed on once
         for result in self.candidates:
             wanted = self.wanted[result.number]
             if wanted != result.inner or wanted not in needed or wanted in there:
@@ -136,6 +142,7 @@ class _Link:
             return set()
         source = self.source
         source.results = [result for result in source.results if result.number not in again]
+        # The equations that run again start from what is handed on, what the source is given itself, and literals.
         stops = needed | self.passed.keys() | self.body.constants.keys()
         chain = computing(self.body.equations, again.values(), stops)
         read = {number for equation in chain for number in equation.operands}
@@ -145,7 +152,7 @@ class _Link:
             names[number], before = self.reader.reading(given[number])
             self.first += before
         self.first += [self._clone(equation, names) for equation in chain]
-        names.update(given)
+        names.update(given)  # the reader's own equations read an input as it is, with no barrier before it
         self._substitute({self.replaced[number]: names[inner] for number, inner in again.items()})
         return self.used
 

@@ -69,6 +69,7 @@ def enter(context: Context, node: Node, entry: Entry, place: Place, seen: list[P
     out_flags = [context.uses[number] for number in node.outs]
     call = _Entered(context, node, entry, place.inside(node), seen, out_flags)
     default = _branches if branches_of(node.eqn)[1] else _boundary
+    # A string is the reason for which the bodies stay as recorded.
     decided = _HANDLERS.get(node.name, default)(call)
     return _as_recorded(node, Entry(Rule.RECORDED, decided), seen) if isinstance(decided, str) else decided
 
@@ -85,6 +86,7 @@ def _branches(call: _Entered) -> Decided:
     """`cond`, and calls such as `jit` with shardings of its own: everything but the bodies stays as recorded."""
     skip, recorded = branches_of(call.node.eqn)
     branches = [call.plan(branch, call.seen[skip:], call.outs) for branch in recorded]
+    # JAX demands the same dtypes of all branches, so that each returns what the widest one does.
     made = [joined_precision(each) for each in zip(*(branch.result_precisions for branch in branches), strict=True)]
     bodies = [branch.replace(result_precisions=made) for branch in branches]
     return call.equation(bodies[0].dtypes_of(call.seen), *bodies), made
@@ -106,19 +108,21 @@ def _loop(call: _Entered) -> Decided | str:
 def _plan_loop(call: _Entered, loop: Loop) -> tuple[Program, list[Precision]]:
     """The plan of a loop's body, and what its carry is, which starts as its initial value is and can only widen."""
     planner, (body, consts, carry, *_), seen = call.context.planner, loop, call.seen[loop.skip :]
-    whole, first, starts = planner.inlined(body, call.inside), consts + carry, seen[consts : consts + carry]
-    weights = [n for n, p in zip(whole.inputs[first:], seen[first:], strict=True) if p is Precision.WEAK]
-    ends = zip(starts, whole.inputs[consts:first], whole.outputs[:carry], strict=True)
+    whole, rows, starts = planner.inlined(body, call.inside), consts + carry, seen[consts : consts + carry]
+    # Parameters that come row by row, one layer's at a time. One that every iteration reads is a recurrence's.
+    weights = [n for n, p in zip(whole.inputs[rows:], seen[rows:], strict=True) if p is Precision.WEAK]
+    carries = zip(starts, whole.inputs[consts:rows], whole.outputs[:carry], strict=True)
     carried = []
-    for precision, *end in ends:
-        narrow = precision is Precision.LOW and may_be_narrow(whole, call.inside, weights, *end, wide=planner.wide)
+    for precision, *ends in carries:
+        narrow = precision is Precision.LOW and may_be_narrow(whole, call.inside, weights, *ends, wide=planner.wide)
+        # What starts as a parameter is float32 data to the body: from the second iteration on the body has made it.
         stays = narrow or precision in (Precision.OVERFLOWS, Precision.RECORDED)
         carried.append(precision if stays else Precision.FULL)
     while True:  # a carry can only widen, so this ends
         # A narrow carry is rounded at the end of each iteration, as for a dot.
         to_low = [Flags(reaches_dot=each is Precision.LOW, to_dot=each is Precision.LOW) for each in carried]
-        arguments = [*seen[:consts], *carried, *seen[first:]]
-        program = call.plan(body, arguments, [*to_low, *call.outs[carry:]], roundable=range(consts, first))
+        arguments = [*seen[:consts], *carried, *seen[rows:]]
+        program = call.plan(body, arguments, [*to_low, *call.outs[carry:]], roundable=range(consts, rows))
         wider = [joined_precision(pair) for pair in zip(carried, program.result_precisions, strict=False)]
         if wider == carried:
             return program, carried
@@ -127,7 +131,8 @@ def _plan_loop(call: _Entered, loop: Loop) -> tuple[Program, list[Precision]]:
 
 def _custom_jvp(call: _Entered) -> Decided:
     equation, made = _branches(call)
-    # Of the arguments and their tangents.
+    # Of the arguments and their tangents. That an argument holds numbers beyond the compute dtype, such as the -1e9 of
+    # a mask, says nothing of its tangent's.
     precisions = [*call.seen, *(Precision.FULL if p is Precision.OVERFLOWS else p for p in call.seen)]
 
     def derive(rule: Callable, args: Sequence[Any]) -> Any:
@@ -139,7 +144,11 @@ def _custom_jvp(call: _Entered) -> Decided:
 
 
 def _custom_vjp(call: _Entered) -> Decided:
-    """Keeps float32 at the boundary, since a rule's residuals may be the operands themselves; the inside is planned."""
+    """Keeps float32 at the boundary; the inside is planned.
+
+    What a user's `fwd` saves for `bwd` may be the operands themselves. JAX then hands on those of the call, not what
+    `fwd` returned, and `bwd` expects the dtype that they were recorded in.
+    """
     equation, made = _branches(call)
 
     def derive(rule: Callable, args: Sequence[Any], backward: bool = False) -> Any:
@@ -162,6 +171,8 @@ def run_rule(call: _Entered, rule: Callable, args: Sequence[Any], precisions: Se
     given = hide_static(tuple(args), is_array)
     jaxpr, shape = trace(hidden, *given)
     of_arrays = [precision for precision, arg in zip(precisions, args, strict=True) if is_array(arg)]
+    # JAX asks for a rule when the program around it has been planned, and the jaxprs may be gone by whose ids that
+    # planner remembers equations.
     fresh = call.context.planner.fresh()
     program = fresh.plan_whole(jaxpr, of_arrays, [Flags()] * len(open_jaxpr(jaxpr).outvars), place)
     results = emit(fresh.lower(program), jax.tree.leaves(given))

@@ -1,9 +1,9 @@
 """Equations whose results nobody reads.
 
-    a = exp x                           a = exp x     (dead: b is read as rematerialized only)
-    b = mul a a                    ->   ...
-    c = dot_general ...
-    d = mul b* c
+    a = exp x                          a = exp x
+    b = mul a a                   ->   b = dead mul a a      (`b*` is computed again, from `a`)
+    c = dot_general a w                c = dot_general a w
+    d = mul b* c                       d = mul b* c
 
 `mark_dead` looks at a program before `insert_casts`, where a residual is read through what it is rematerialized from;
 `remove_dead_code` at one after it.
@@ -18,16 +18,17 @@ from ..ir import Equation, Op, Program
 
 def mark_dead(program: Program) -> Program:
     """The program with the equations marked that need not run where they stand."""
-    needed, again = set(program.outputs), set()  # values read as they are, and those that are rematerialized
+    needed, runs_again = set(program.outputs), set()  # values read as they are, and those that are rematerialized
     remat, equations = program.residuals.remat, []
     for equation in reversed(program.equations):
         dead = equation.dead or (needed.isdisjoint(equation.results) and not has_effects(equation))
         if not dead:
             for number, _, residual in equation.uses:
-                (again if residual and number in remat else needed).add(number)
-        if not again.isdisjoint(equation.results):
+                (runs_again if residual and number in remat else needed).add(number)
+        # `insert_casts` will run it across a dot, dead or not, where it reads residuals whatever its uses say.
+        if not runs_again.isdisjoint(equation.results):
             for number in equation.operands:
-                (again if number in remat else needed).add(number)
+                (runs_again if number in remat else needed).add(number)
         equations.append(equation.replace(dead=True) if dead else equation)
     return program.replace(equations=equations[::-1])
 

@@ -65,7 +65,7 @@ def f32_accumulators(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
 
 
 def _bind_wide(eqn: JaxprEqn, args: list[Any], wide: Positions, results: Positions) -> list[Any]:
-    """Runs a loop, branch or rematerialised call, its operands at `wide` and its results at `results` in float32."""
+    """Runs a loop, branch or rematerialized call, its operands at `wide` and its results at `results` in float32."""
     loop = loop_of(eqn)
     skip, bodies = branches_of(eqn) if loop is None else (loop.skip, [loop.body])
     made = [_with_wide(body, [i - skip for i in wide], results) for body in bodies]
@@ -103,17 +103,17 @@ def _dtype(program: FlatJaxpr, number: int) -> Any:
 def _run(program: FlatJaxpr, node: Node, values: dict[int, Any], sums: set[int]) -> list[Any]:
     """Runs a node as recorded or, where its result is a sum, in float32, as the sums among the `values` are."""
     results = [i for i, number in enumerate(node.outs) if number in sums]
-    exact = [values[number] for number in node.ins]
+    unrounded = [values[number] for number in node.ins]
     operands = [cast(values[number], _dtype(program, number)) for number in node.ins]
     if not results:
         if node.low_region:  # binding alone would lose the mark of the call that was inlined
             return low_precision(lambda *args: bind(node.eqn, args))(*operands)
         return bind(node.eqn, operands)
     if node.name == "convert_element_type":  # of a sum to another width: its float32 value is the same
-        return exact
+        return unrounded
     if node.name in HOLDS_SUMS:
         related = {i: relations_through(node, i) for i, number in enumerate(node.ins) if number in sums}
         wide = [i for i, found in related.items() if any(found[k] in HANDED_ON for k in results)]
-        given = [exact[i] if i in wide else operand for i, operand in enumerate(operands)]
+        given = [unrounded[i] if i in wide else operand for i, operand in enumerate(operands)]
         return _bind_wide(node.eqn, given, wide, results)
-    return bind(node.eqn, [cast(x, FLOAT32) if is_sixteen_bit(x) else x for x in exact])
+    return bind(node.eqn, [cast(x, FLOAT32) if is_sixteen_bit(x) else x for x in unrounded])

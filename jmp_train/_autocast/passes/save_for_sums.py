@@ -46,6 +46,8 @@ def save_for_sums(program: Program) -> Program:
         if not found.isdisjoint(equation.operands):
             uses = [use._replace(residual=use.residual or use.value in found) for use in uses]
         for number in found.intersection(equation.results):
+            # It is rounded once, where it is saved: what follows the dtype of its operands is computed in float32. What
+            # a region or an edit asks for in 16 bits stays so.
             if facts[number].precision is Precision.LOW and equation.entry.rule is not Rule.LOW:
                 uses = [use._replace(dtype=FLOAT32) for use in uses]
                 facts[number] = dataclasses.replace(facts[number], precision=Precision.FULL)
@@ -74,11 +76,14 @@ def _shared_with_sums(program: Program) -> set[int]:
 
 
 def _read_around_sums(program: Program) -> list[tuple[Equation, int, bool]]:
-    """The elementwise equations and their results that two equations read, one for a sum, one beside what waits for it.
+    """The elementwise equations whose results XLA would store for a sum and for what waits for it, and these results.
 
-    And whether a sum reads the result itself, rather than what is elementwise in it. As `assign_dtypes`, this runs for
-    every equation, and calls no function that need not be.
+    Of several readers one is on the way to a sum, another on the way to an equation that reads a value computed from a
+    sum, too. The boolean says whether a sum reads the result itself, rather than what is elementwise in it. As
+    `assign_dtypes`, this runs for every equation, and calls no function that need not be.
     """
+    # From the arguments on: what is computed from a sum on the same side of a dot, and what an elementwise equation
+    # reads beside that.
     after_sum, beside = ([False] * len(program.facts) for _ in range(2))
     for equation in program.equations:
         elementwise, is_sum = equation.node.name in _FUSED, equation.entry.has_own_kernel
@@ -93,6 +98,8 @@ def _read_around_sums(program: Program) -> list[tuple[Equation, int, bool]]:
                 beside[number] = beside[number] or not residual
     if True not in beside:
         return []
+    # From the results back: all that such values are computed from, and which of these a sum is computed from, too, by
+    # elementwise equations.
     readers, summed, read_by_sum = [0] * len(beside), [False] * len(beside), [False] * len(beside)
     found: list[tuple[Equation, int, bool]] = []
     for equation in reversed(program.equations):
@@ -108,7 +115,7 @@ def _read_around_sums(program: Program) -> list[tuple[Equation, int, bool]]:
         for number, _, residual in equation.uses:
             beside[number] = beside[number] or is_before
             if not residual:
-                readers[number] += number != last
+                readers[number] += number != last  # `h * h` is one kernel, which reads `h` once
                 summed[number] = summed[number] or is_summed
                 read_by_sum[number] = read_by_sum[number] or is_sum
             last = number

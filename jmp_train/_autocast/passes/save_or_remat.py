@@ -53,7 +53,7 @@ from .rewrites.relu_mask import is_positive, relu_operand
 def save_or_remat(program: Program) -> Program:
     """The program with its `residuals`, and with those operands marked that are read as saved or rematerialized."""
     equations, decisions = [], _Decisions(program)
-    values = decisions.values
+    values = decisions.values  # of the program's equations: arguments and constants are read as they are
     for equation in program.equations:
         for number in equation.results:
             decisions.add(equation, number)
@@ -63,7 +63,7 @@ def save_or_remat(program: Program) -> Program:
             if known and decisions.is_residual(equation, use, equation.accesses[position]):
                 uses = [*uses[:position], use._replace(residual=True), *uses[position + 1 :]]
         equations.append(equation if uses is equation.uses else equation.replace(uses=uses))
-    decisions.rematerialize_masks(equations)
+    decisions.rematerialize_masks(equations)  # which asks what all other equations read across a dot
     saved = frozenset(number for number, value in values.items() if value.saved)
     remat = frozenset(number for number, value in values.items() if value.remat)
     in_full = frozenset(decisions.computed_again(equations, remat) - remat)
@@ -77,14 +77,16 @@ class _Value:
 
     Attributes:
       saved, remat: the decision; neither where readers read it as it is.
-      from_dot: a dot's result or a mean over windows, possibly rearranged: it is in memory.
+      from_dot: a dot's result or a mean over windows, possibly rearranged by a kernel of its own: it is in memory.
       convolution: a convolution's result.
-      biased: that with its bias added: one kernel of cuDNN does both, unless something else reads the convolution.
-      expensive: rematerialized for kernels of their own too, since XLA would store it for them in float32.
+      biased: a convolution's result with its bias added: one kernel of cuDNN does both, unless something else reads the
+        convolution.
+      expensive: a sum on the near side reads it as rematerialized too, since XLA would store it for the sum in float32.
       dot_reads_relu: a relu's result that a dot reads in the compute dtype, so that it is in memory, whatever else
         reads it.
-      epilogue: a convolution's result, perhaps with a bias or other values added: cuDNN computes a relu of it, too.
-      fused_relu: the result of such a relu that a dot reads: the saved copy is what everything reads.
+      epilogue: a convolution's result, perhaps with a bias or other values added: cuDNN can compute a relu of it in the
+        same kernel.
+      fused_relu: the result of a relu of an epilogue, if a dot reads it. Everything reads the saved copy.
     """
 
     saved: bool = False
@@ -108,7 +110,8 @@ class _Decisions:
         self.values: dict[int, _Value] = {}
         self._program, self._saves_low, self._uses = program, program.context.saves_low, program.context.uses
         self._in_full: dict[int, Sources] = {}  # what a saved mask or value with a low copy may be computed again from
-        self._reads_in_full: dict[int, list[int]] = {}  # of results that may be rematerialized: which operands are so
+        # By results that may be rematerialized: the operands that are computed again for them, in float32.
+        self._reads_in_full: dict[int, list[int]] = {}
         self._costs = ResidualCosts(self._size_of, in_memory=(*program.inputs, *program.captured))
 
     def add(self, equation: Equation, number: int) -> None:
@@ -129,17 +132,21 @@ class _Decisions:
             if value.saved and (sources := self._sources_of(equation)) is not None:
                 self._in_full[number] = sources
         elif (sources := self._sources_of(equation)) is not None:
-            # What no barrier is behind would be the same expression twice, which XLA computes once.
+            # XLA merges equal expressions: what is rematerialized from arguments alone, behind no barrier, it would
+            # compute once and store, in float32.
             behind_barrier = any([operand.saved or operand.remat for operand in operands])
             if fact.has_low_copy:
                 if behind_barrier:
                     self._in_full[number] = sources
             elif self._costs.rematerialize(number, sources):
+                # What parameters alone make, a scaled weight say, is left to XLA, and so are a mask's zeros and ones.
                 value.remat = behind_barrier and fact.precision is not Precision.WEAK
         if fact.precision is Precision.LOW:
-            # What a dot reads needs no barrier of its own behind a bias: its kernel may write it in another layout.
-            read = any([operand.from_dot or (operand.biased and not to_dot) for operand in operands])
-            value.saved = not value.remat and (value.from_dot or read or self._is_shared_with_dot(number, node))
+            # Computed from what is in memory, but from too much of it to be rematerialized, as a sum of three results
+            # of dots is. What a dot reads behind a convolution's bias needs no barrier of its own: without one, the
+            # kernel that computes it may write it in the layout that the dot reads.
+            reads_memory = any([operand.from_dot or (operand.biased and not to_dot) for operand in operands])
+            value.saved = not value.remat and (value.from_dot or reads_memory or self._is_shared_with_dot(number, node))
         elif fact.has_low_copy:
             value.saved = True
         value.expensive = value.remat and is_expensive(equation)
@@ -149,19 +156,22 @@ class _Decisions:
         if not self._saves_low:  # float32 values and masks are left to the compiler, and nothing is rematerialized
             value.saved, value.remat = fact.precision is Precision.LOW and (value.saved or value.remat), False
         if value.saved:
-            value.saved = not is_on_host(self._program.avals[number])  # nobody computes that again
+            # XLA fuses no transfer to the host with its readers, so that it runs once without a barrier, which would be
+            # an equation on numbers in the host's memory.
+            value.saved = not is_on_host(self._program.avals[number])
             self._costs.state(number, in_memory=True)
 
     def is_residual(self, equation: Equation, use: Use, access: Access) -> bool:
-        """Whether an operand is read as saved or rematerialized; kernels of their own read so on the near side too."""
+        """Whether an operand is read as saved or rematerialized: across a dot, and by some kernels on the near side."""
         fact, value = self._program.facts[use.value], self.values[use.value]
         if value.fused_relu:
             return True
         if not (value.saved or value.remat) or (fact.has_low_copy and access is Access.CARRIED):
             return False
-        # Dots of both sides read the same numbers in the same memory. Behind a barrier XLA would pad them once more for
-        # the dot of the other side where it pads: attention over 196 tokens would move 1.2 times the bytes. And a relu
-        # of a dot's result, which both dots compute in their own kernels, would be stored for one of them.
+        # Dots of both sides read the same numbers in the same memory. XLA pads the operands of a dot whose sizes are no
+        # multiples of 8; with a barrier between it would do so once for each side: attention over 196 tokens would move
+        # 1.2 times the bytes. And a relu of a dot's result, which both dots compute in their own kernels, would be
+        # stored for one of them.
         if (fact.has_low_copy or value.dot_reads_relu) and equation.is_narrow_dot:
             return False
         shared = fact.has_low_copy or (value.expensive and self._uses.readers[use.value] > 1)
@@ -200,7 +210,7 @@ class _Decisions:
     def _is_saved_mask(self, number: int, node: Node) -> bool:
         """Whether a value compares numbers that were recorded in float32, or joins such masks.
 
-        Not if a relu's result says the same.
+        Not if it says where a relu's result is positive: a dot reads that, so that it is in memory.
         """
         compares = [n in self._in_full or self._program.precision(n) is not Precision.RECORDED for n in node.ins]
         if not (self._is_mask(number) and any(compares)):
@@ -212,9 +222,10 @@ class _Decisions:
         return getattr(self._program.avals[number], "dtype", None) == np.bool_
 
     def rematerialize_masks(self, equations: Sequence[Equation]) -> None:
-        """Rematerializes saved masks from fewer values than there are masks, but for those that are read anyway.
+        """Rematerializes saved masks where fewer values than masks have to be read for that.
 
-        A mask costs a byte to write and one to read, such a value 2 bytes to read.
+        A mask costs a byte to write and one to read, a value in the compute dtype 2 bytes to read. Values that are read
+        across a dot anyway do not count, nor do those that are smaller than the mask, such as a bias.
         """
         saved = {n for n, value in self.values.items() if value.saved and self._is_mask(n)}
         if not saved:
@@ -257,8 +268,10 @@ class _Decisions:
         known = all([number in low or facts[number].numbers.range is not None for number in operands])
         if len(low) == 1 and known and equation.node.name in ("add", "sub"):
             return self._costs.sources_of(operands)
-        passes = facts[equation.results[0]].precision is Precision.LOW  # its operand on, to a dot: it is in memory
-        if passes or not self._in_full.keys() >= set(low):
+        # A relu that is in 16 bits though its operand is float32 hands the low copy of that on to a dot, and is in
+        # memory itself. In a DenseNet its operand is computed from many results of dots.
+        passes_copy_on = facts[equation.results[0]].precision is Precision.LOW
+        if passes_copy_on or not self._in_full.keys() >= set(low):
             return None
         self._reads_in_full[equation.results[0]] = low
         others = self._costs.sources_of([number for number in operands if number not in low])
@@ -275,6 +288,7 @@ class _Decisions:
 
 def _is_from_dot(equation: Equation, operands: Sequence[_Value]) -> bool:
     """Whether a value in the compute dtype is in memory because a kernel of its own computed or rearranged it."""
-    mean = equation.entry.rule is Rule.WIDEST and bool(equation.computes)  # others compute what they return
+    # Under this rule only a mean over windows says in which dtype it computes: float32, for a result in 16 bits.
+    mean = equation.entry.rule is Rule.WIDEST and bool(equation.computes)
     moved = equation.entry.rule is Rule.SHAPE and not fuses(equation) and any([o.from_dot for o in operands])
     return equation.is_narrow_dot or mean or moved

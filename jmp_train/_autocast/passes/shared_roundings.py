@@ -1,14 +1,20 @@
 """Roundings that every reader of a value has to see.
 
-    a:f16 = dot_general x:f16 w:f16         the readers `exp` of a, here and across a dot, both read
-    h:f32 = exp a:f32                  ->   round a:f32, on the grid of float16
+    a:f16 = dot_general x w             a:f16 = dot_general x w
+    h:f32 = exp a:f32                   b:f32 = cast a
+    y:f16 = dot_general h:f16 w    ->   c:f32 = round b            (on the grid of float16)
+    g:f32 = mul h* y                    h:f32 = exp c
+                                        ...
+                                        s:f16 = saved a            (what `insert_casts` writes for `h*`)
+                                        p:f32 = remat exp (cast s)
 
 XLA may drop a cast to 16 bits and back where it fuses both. Two readers of one value then compute from different bits.
-To an exponential an absolute error is a relative one, so that a softmax and its gradient, which rematerializes it,
-would no longer belong together; and a squared distance subtracts from a product what has to be the same numbers. These
-readers round explicitly (`Op.ROUND`), which fuses and costs no memory traffic. Reading the saved copy on both sides
-instead would make both one expression, and have XLA store the exponential in float32. In the body of a scan or
-`shard_map` all that an exponential is computed from is rounded: `body_residuals` may rematerialize it in another one.
+To an exponential an absolute error is a relative one, so that a softmax and its gradient, which rematerializes the
+exponential, would no longer belong together. And a squared distance `|a|² - 2 a b` needs the same `a` in both terms.
+These readers round explicitly (`Op.ROUND`), which fuses and costs no memory traffic. If both sides read the saved copy
+instead, both exponentials would be one expression, which XLA would compute once and store in float32. In the body of a
+scan or `shard_map` all that an exponential is computed from is rounded: `body_residuals` may rematerialize that in
+another body.
 
 Decides which values these are.
 """
@@ -61,7 +67,8 @@ def _squared(program: Program) -> set[int]:
     for equation in program.equations:
         if isinstance(equation.entry, WideProduct) and equation.entry.meets_squares:
             found.update(equation.operands)
-        # The last operands of an equation are its bodies' arguments; a `while` and a `cond` have others before them.
+        # The last operands of an equation are its bodies' arguments; a `while` and a `cond` have others before them. So
+        # has the condition of a `while`, its second body: it is given the first operands and the last.
         for body in equation.bodies if equation.node.name != "while" else equation.bodies[:1]:
             operands = zip(reversed(equation.operands), reversed(body.inputs), strict=False)
             found.update(number for number, inside in operands if inside in body.residuals.squared)

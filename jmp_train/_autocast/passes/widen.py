@@ -24,11 +24,12 @@ from ..._sizes import assumed_size
 from ..ir import Equation, Precision, Program
 from ..primitives import ADDS, DOTS, Rule, Trait, having
 
-# A value that is that many times smaller than another one costs nothing in float32.
+# A value that is that many times smaller than another one costs next to nothing in float32: an eighth of its bytes.
 _SMALL = 8
 _ROUNDS = having(Trait.ROUNDS)
 _COMPARES = having(Trait.COMPARES) | {"eq", "ne", "argmax", "argmin"}
-# What hands on numbers as they are within a kernel: no buffer of its own and no other device is between.
+# What hands on numbers as they are, within a kernel: a transfer to other devices is none. XLA updates the operand of a
+# `scatter` or `dynamic_update_slice` in place, so that this is a buffer in memory.
 _EXACT = having(Trait.JOINS | Trait.BOUNDS | Trait.FLIPS | Trait.PICKS | Trait.EXTREMES) | {"stop_gradient"}
 _EXACT |= having(Trait.MOVES) & having(Trait.FUSES)
 _EXACT -= {"scatter", "dynamic_update_slice"}
@@ -51,12 +52,16 @@ def widen(program: Program) -> Program:
 
 
 def _wide(program: Program) -> set[int]:
-    """The results that run in float32. A comparison decides nothing: it reads what the other readers do."""
+    """The results that run in float32.
+
+    A comparison is no reader: it keeps no value in 16 bits, and reads in float32 what is widened for others.
+    """
     remat, facts, avals, (rounded, sums) = program.residuals.remat, program.facts, program.avals, _rounded(program)
     narrow_readers, wide, saved = set(program.outputs), set(), rounded - remat
     for equation in program.equations:
-        # What runs again across a dot does so on the values that are saved. That includes what nothing reads there: for
-        # an H200, Transformers would move 1 % more bytes with such a relu in float32. Statistics of rows cost none.
+        # What runs again across a dot reads saved values, and these are in 16 bits. So are those that are marked for it
+        # without a reader there: for an H200, Transformers would move 1 % more bytes with such a relu in float32.
+        # Values that are small beside the result, such as statistics of rows, cost nothing in float32.
         if not remat.isdisjoint(equation.results):
             result = avals[equation.results[0]]
             for number in saved.intersection(equation.operands):
@@ -66,6 +71,7 @@ def _wide(program: Program) -> set[int]:
         widens = narrow_readers.isdisjoint(equation.results) and not rounded.isdisjoint(equation.results)
         if widens and equation.node.name in ADDS:
             biased = any([facts[number].parameter for number in equation.operands])
+            # A scan stacks such a sum for its backward pass, in float32 with twice the bytes.
             stacked = program.place.is_scan and not sums.isdisjoint(equation.results)
             widens = not stacked and not (biased and _has_large_dot(program, equation))
         if widens:

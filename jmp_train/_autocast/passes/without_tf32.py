@@ -28,6 +28,7 @@ from ..primitives import DOTS, TABLE, Rule, Trait, having
 
 _ATTENTION = having(Trait.ATTENTION) | {ATTENTION_TANGENT}
 _PRODUCTS = DOTS | _ATTENTION
+# Calls, loops and branches, and the primitives that run as recorded of which JAX shows the programs.
 _WITH_PROGRAMS = frozenset(name for name, entry in TABLE.items() if entry.rule is Rule.ENTER) | {
     "custom_linear_solve",
     "xla_metadata_call",
@@ -43,7 +44,7 @@ def without_tf32(program: Program) -> Program:
         if name in _PRODUCTS:
             dtypes = [read_in or avals[number].dtype for number, read_in, _ in equation.uses[:2]]
             params = _precision_of(name, equation.node.params, dtypes, avals[equation.results[0]].dtype)
-        elif name in _WITH_PROGRAMS and not equation.bodies:
+        elif name in _WITH_PROGRAMS and not equation.bodies:  # planned bodies have been through this pass
             params = _programs_of(equation.node.params, known)
         if params:
             equations[i] = equation.replace(params={**params, **equation.params})
@@ -69,6 +70,7 @@ def _programs_of(params: dict[str, Any], known: dict[Any, Any]) -> dict[str, Any
 
 
 def _precision_of(name: str, params: dict[str, Any], operands: Sequence[np.dtype], result: np.dtype) -> dict[str, Any]:
+    # Operands of 16 bits are exact in TF32, which has the 10 bits of mantissa of float16 and the exponent of bfloat16.
     if FLOAT32 not in operands or result != FLOAT32:
         return {}
     if name in _ATTENTION:

@@ -1,4 +1,4 @@
-"""The rewrites, in the order in which they are tried; none relies on another."""
+"""The rewrites, in the order in which they are tried within each stage; none relies on another."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ def chained_casts(program: Program) -> Program:
     """The program whose float16 residuals that are computed from other ones are cast beside those."""
     if program.low != FLOAT16:  # XLA counts casts to bfloat16 as expensive and does not duplicate them
         return program
-    links: set[int] = set()  # float32 values, cast to float16
-    last: dict[int, int] = {}  # the saved copy, of the same shape, that a value is computed from
+    links: set[int] = set()  # the results of casts from float32
+    last: dict[int, int] = {}  # by value, the saved copy of the same shape that it is computed from
     equations = [*program.equations]
     for i, equation in enumerate(equations):
         result = equation.results[0] if equation.results else -1

@@ -26,7 +26,7 @@ from ...analysis.wide_product import WideProduct
 from ...ir import Equation, Program
 from .rewrite import Computation
 
-_MOST_TERMS = 16  # of a sum that is written out: more are reduced
+_MOST_TERMS = 16  # of a sum that is written out, two operations each; a longer one is one `reduce_sum`
 
 
 def dot_as_sums(program: Program, equation: Equation) -> Computation | None:
@@ -47,7 +47,8 @@ def multiply_and_add(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
         one, other = left.aligned(0, len(right.free)), right.aligned(len(left.free), 0)
         places = itertools.product(*(range(left.x.shape[axis]) for axis in left.contracted))
         return [functools.reduce(operator.add, (_taken(one, start, at) * _taken(other, start, at) for at in places))]
-    # Compilers keep the order of axes: that of the larger operand, its free axes after those of the other one.
+    # As one reduction of a product that has its axes in the order of the larger operand: compilers keep the order, and
+    # read that operand as it lies in memory. Its free axes are the result's last; those of a left one are moved.
     if left.x.size <= right.x.size:
         return [_reduced(left, right)]
     total, middle = _reduced(right, left), start + len(right.free)
@@ -80,6 +81,7 @@ class _Operand(NamedTuple):
 
 def _reduced(smaller: _Operand, larger: _Operand) -> jax.Array:
     """The sum of products as one reduction, `[batch..., smaller's free..., larger's free...]`."""
+    # The contracted axes stand before the free ones or behind them, as they do in the larger operand.
     leading = bool(larger.free) and min(larger.contracted) < min(larger.free)
     one, other = smaller.aligned(0, len(larger.free), leading), larger.aligned(len(smaller.free), 0, leading)
     first = len(larger.batch) + (0 if leading else len(smaller.free) + len(larger.free))

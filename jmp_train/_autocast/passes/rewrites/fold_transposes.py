@@ -36,11 +36,12 @@ def fold_transposes(program: Program) -> Program:
 
 
 def _only_transpose(program: Program, readers: dict[int, int | None], equation: Equation) -> Equation | None:
+    """The transpose that alone reads what an equation computes, and can be folded into it; `None` if there is none."""
     at = readers.get(equation.results[0])
     only = None if at is None else program.equations[at]
     if only is None or only.node.name != "transpose" or only.entry.rule is not Rule.SHAPE:
         return None  # a region, a scope or an edit may ask for another dtype than the dot's
-    # A residual is read on another side of a dot than it is computed on.
+    # The transpose of a residual reads the saved copy of what the dot computes, which is another value.
     return None if only.uses[0].residual else only
 
 
@@ -53,10 +54,11 @@ def _swap(program: Program, dot: Equation) -> tuple[int, ...]:
 
 
 def _swapped(dot: Equation, order: tuple[int, ...]) -> Equation:
+    """The dot with its operands in the other order, so that its result has its axes in `order`."""
     (left, right), (left_batch, right_batch) = dot.node.params["dimension_numbers"]
     params = {**dot.params, "dimension_numbers": ((right, left), (right_batch, left_batch))}
     sharding = dot.node.params.get("out_sharding")
     if sharding is not None:  # inside a `shard_map`, or with explicit axes
-        spec = [*sharding.spec, *[None] * (len(order) - len(sharding.spec))]
+        spec = [*sharding.spec, *[None] * (len(order) - len(sharding.spec))]  # JAX leaves out the last ones if `None`
         params["out_sharding"] = sharding.update(spec=sharding.spec.update(partitions=[spec[axis] for axis in order]))
     return dot.replace(uses=dot.uses[::-1], params=params)

@@ -4,14 +4,16 @@
                                             ->     scan { d:f16 = copy_of w b; c = dot x d }  w b
 
 XLA moves few casts out of a loop: a recurrent network would read its float32 weights and write their copies at every
-step, and text generation those of all layers for every token, which is four times the bytes of the copies. Cast
-outside, though, a weight would have its gradient accumulated over the iterations in 16 bits, if someone differentiates
-the loop. So the loop is given both, and the copy's derivative is that of a cast inside.
+step, and text generation those of all layers for every token, which is four times the bytes of the copies. But the
+gradient of a weight that is only cast outside would be accumulated over the iterations in 16 bits, if someone
+differentiates the loop. So the loop is given both, and the copy's derivative is that of a cast inside.
 
 The weight may be moved first, as in `x @ w.T`, or picked from a stack: then the copy is of the moved one. A function
 that the loop rematerializes may read it, or one that it maps over devices. Or a loop inside reads a stack of weights
 row by row: then the stack is cast before the outer loop, unless that holds a backward pass. A program that accumulates
 gradients of a stack needs the memory of such a copy, and its backward pass reads far more bytes than the weights have.
+
+Decides which casts are made before which loop. Does not decide that a dot reads a copy; see `assign_dtypes.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from ...primitives import DOTS, Entry, Rule, Trait, having
 from ..dead_code import computing
 from .rewrite import loop_counts
 
-# Not what iterations put on a device one after the other: all of it may not fit there.
+# Without transfers: iterations may put one part of the weights after another on a device that cannot hold all of them.
 _MOVES = having(Trait.MOVES | Trait.PICKS) - having(Trait.TRANSFERS)
 _COPY = Entry(Rule.RECORDED, "a weight's copy, made before the loop that reads it")
 
@@ -34,6 +36,7 @@ def hoist_weight_casts(program: Program) -> Program:
     """The program whose loops are given copies of the constants that their dots read in the compute dtype."""
     if not any([equation.bodies for equation in program.equations]):
         return program
+    # Inside first: a copy made before an inner loop is a cast in the body of the outer one, which it leaves next.
     equations = [_with_copies_inside(each) if each.bodies else each for each in program.equations]
     return _with_copies(program.replace(equations=equations), _constants)
 
@@ -64,12 +67,15 @@ def _with_copies_inside(equation: Equation) -> Equation:
         return equation
     (body, *others), constant = equation.bodies, {*equation.bodies[0].inputs[: counts[0]]}
     constant.update(number for move in _moves(body, constant) for number in move.results)
+    # With a backward pass the loop may accumulate gradients; see the docstring above.
     has_backward = any([body.place.is_backward(each.node) for each in body.equations])
 
     def inputs(inner: Equation) -> _Inputs | None:
         counts = loop_counts(inner) if inner.node.name == "scan" and not has_backward else None
         if counts is None and inner.node.name not in ("remat2", "shard_map"):
             return None
+        # The rows of a scan, whose constants are cast before it anyway, and all operands of the others. What is moved
+        # of a row or of a device's part cannot be moved outside.
         count, first, are_parts = len(inner.uses), sum(counts or ()), inner.node.name != "remat2"
         return _Inputs([i for i in range(first, count) if inner.operands[i] in constant], count, are_parts)
 
@@ -150,7 +156,7 @@ def _reading(
     for cast in casts:
         declared = varying.get(cast.operands[0])
         weights.append((declared or cast).operands[0])
-        if cast.entry is _COPY:  # the loop inside has the derivative
+        if cast.entry is _COPY:  # made for a loop inside, whose `Op.COPY_OF` has the derivative
             inputs.append(cast.results[0])
             hoisted[id(cast)] = []
             continue
@@ -170,6 +176,6 @@ def _reading(
     )
     uses, skip = [*equation.uses], len(equation.uses) - len(equation.bodies[0].inputs)
     uses[skip + at : skip + at] = map(Use, copies)
-    if counts is not None and at == counts[0]:
+    if counts is not None and at == counts[0]:  # copies of constants; those of rows come after all operands
         counts = counts[0] + len(copies), counts[1]
     return equation.replace(uses=uses, bodies=(body, *others), counts=counts, params=params)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from ...._jaxpr import FlatJaxpr, Literal, Node, Scope, Var, is_backward, is_recomputed, open_jaxpr
 
+# What both must agree in: the devices, the mesh axes that the body has to itself, and how JAX checks its results.
 _SAME = ("mesh", "newly_manual_axes", "check_vma")
 
 
@@ -67,6 +68,7 @@ def _with_joined(
     # The equations of a rematerialized function do not say themselves that they are its backward pass.
     halves = not is_backward(first) and (is_backward(second) or is_recomputed(first))
     start, end = nodes.index(first), nodes.index(second)
+    # Equations between them change their order, but effects, such as a print, have to keep theirs.
     if not halves or not alike or any([node.eqn.effects for node in nodes[start : end + 1]]):
         return None
     dependent, before, after = {*first.outs}, list[Node](), list[Node]()
@@ -76,6 +78,8 @@ def _with_joined(
         else:
             after.append(node)
             dependent.update(node.outs)
+    # What the second is given of the first must be a result of it, on the same devices: otherwise something between
+    # them computes it, or JAX moves it.
     handed_on = [(each.number, each.spec) for each in _operands(second) if each.number in dependent]
     if not {(each.number, each.spec) for each in _results(first)}.issuperset(handed_on):
         return None
@@ -119,6 +123,7 @@ def _joined(first: Node, second: Node, read: Collection[int]) -> Node:
         params={**first.params, "jaxpr": body, "in_specs": in_specs, "out_specs": out_specs},
     )
     ins, outs = (tuple(each.number for each in values) for values in (operands, results))
+    # The scopes of the two calls are parts of their equations' name stacks, above: the joined call has none of its own.
     scope = Scope(type(first.scope.name_stack)(), first.scope.called_at)
     return Node(eqn, ins, outs, scope, first.low_region, first.calls)
 

@@ -1,4 +1,4 @@
-"""Max-pools whose gradient is in the program: that as selections, without a scatter; they compare float32 numbers.
+"""Max-pools whose gradient is in the program: the gradient as selections, without a scatter; the pool in float32.
 
     g = select_and_scatter_add dy x    ->    p:u8 = place of the first extreme of each window
                                              g = sum over places k of pad(select(p == k, dy, 0))
@@ -45,6 +45,7 @@ def entry_of_scatter(node: Node) -> Entry | None:
 
 
 def max_pools(program: Program, equation: Equation) -> Computation | None:
+    # Not a scatter that the user's rules keep as recorded or in float32, where it adds in that.
     follows = equation.entry.rule in (Rule.WIDEST, Rule.FOLLOW, Rule.LOW)
     return scatter_to_windows if follows and windows_are_small(equation.node) else None
 
@@ -99,7 +100,8 @@ def _chosen(operand: Any, source: Any, starts: list[list[int]], strides: Any, la
     Compares in the order and manner of XLA's SelectAndScatter, so that ties choose the same element. Places in the
     padding are never chosen, also where all others are infinite or NaN.
     """
-    compare, nowhere = lax.ge if largest else lax.le, len(starts)  # at most _MOST_PLACES, so that a byte holds both
+    # Of at most _MOST_PLACES places, so that a byte holds the number of each, and one for none.
+    compare, nowhere = lax.ge if largest else lax.le, len(starts)
     windows, chosen = source.shape, lax.full_like(source, nowhere, jnp.uint8)
     extreme = value = lax.full_like(source, 0, operand.dtype)
     keep = chosen == nowhere

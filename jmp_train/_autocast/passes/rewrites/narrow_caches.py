@@ -4,15 +4,16 @@
                    n:f32 = dynamic_update_slice c k i                         n:f16 = dynamic_update_slice c j i
                    m:f16 = cast n; dot q m; return n }   ->                   dot q n; return n }
 
-Keys and values that attention reads for every token of a text are such a cache. In float32 it is read, cast and read
-again at every step, which is twice the bytes of a program in float32. A cast commutes with what only moves numbers, so
-that all that is computed from them stays the same. Where something reads what the loop returns in float32, only caches
-of 16-bit numbers are narrowed.
+Keys and values that attention reads for every token of a text are such a cache. In float32 it is read, its copy written
+and read again at every step, which is twice the bytes of a program in float32. A cast commutes with what only moves
+numbers, so that all that is computed from the copies stays the same. Where something reads what the loop returns in
+float32, a cache is narrowed only if all numbers in it are 16-bit ones.
 
 Somebody may differentiate the loop, and JAX adds up the gradient of a carry in the carry's dtype. So a scan keeps the
 equation that it was, whose derivative it has (`Equation.wide`).
 
-Decides which carries these are.
+Decides which carries these are, and writes the loop's body for them. The dtype of all other carries was decided by
+`control_flow.py`.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ def _with_narrow_caches(
     for condition in conditions:
         decisive = {number for equation in condition.equations for number in equation.operands}
         found -= {i for i, number in enumerate(condition.inputs[-carry:]) if number in decisive}
+    # A body that moves numbers from one cache to another may be written only for both. So it is written for all, and
+    # anew without those that cannot be narrow, until none is left out.
     while True:
         if not found:
             return [loop]
@@ -151,13 +154,16 @@ class _Writer:
         self.failed, self.rounded, self.read = set[int](), set[int](), set[int]()
         self._body = body.replace(avals=[*body.avals], constants=dict(body.constants), equations=[])
         self._narrow = {number: self._new(number) for number in given}  # what stands for such a value, or for a copy
-        self._widened: dict[int, int] = {}  # by cast to float32 what it casts
+        self._widened: dict[int, int] = {}  # by the result of a cast to float32, what is cast
         self._moved = set[int]()  # copies, and what is moved from them
         for equation in body.equations:
             self._write(equation)
 
     def mismatched(self, narrow: Container[int], consts: int) -> set[int]:
-        """The caches that the body returns in another dtype than its results at `narrow`, of its carries, need."""
+        """The caches that the body does not return as it has to.
+
+        Its results at `narrow`, some of its carries, have to be caches or copies in the compute dtype, and no others.
+        """
         found = set[int]()
         for i, number in enumerate(self._source.outputs):
             if i not in narrow:
@@ -185,6 +191,7 @@ class _Writer:
             if hands_on and not self._moved.isdisjoint(equation.operands):
                 self._moved.update(equation.results)
         elif equation.op is Op.CAST and self._source.avals[equation.results[0]].dtype == self._source.low:
+            # The copy that a dot reads is the cache itself now.
             self._narrow[equation.results[0]] = self._narrow[equation.operands[0]]
             self._moved.add(equation.results[0])
             self.read |= caches
@@ -195,7 +202,7 @@ class _Writer:
             self._body.equations.append(equation.replace(uses=uses, results=self._names(equation.results)))
         elif equation.node.name == "scan" and (counts := loop_counts(equation)):
             self._write_scan(equation, *counts)
-        else:
+        else:  # what computes with a cache would do so in 16 bits
             self.failed |= caches
 
     def _write_scan(self, scan: Equation, consts: int, carry: int) -> None:

@@ -38,7 +38,9 @@ def casts_first(low: np.dtype) -> Computation:
     def send_copy(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
         @jax.custom_jvp
         def sent(x: jax.Array) -> jax.Array:
-            with jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh):  # a `reshard` runs in the other one
+            # A `reshard` from explicit to automatic mesh axes is bound under the mesh of its result, where JAX casts no
+            # array of the other.
+            with jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh):
                 narrow = cast(x, low)
             return bind(node.eqn, [narrow])[0]
 

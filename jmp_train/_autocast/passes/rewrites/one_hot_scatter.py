@@ -42,6 +42,8 @@ def adds_one_per_row(node: Node, avals: Sequence[Any]) -> bool:
     operand, _, updates = avals
     numbers = node.params["dimension_numbers"]
     rows = numbers.operand_batching_dims
+    # All axes but one are batch axes, in the order that they have in the operand, so that a reshape brings indices and
+    # updates beside it. Along the other axis there is one index and one number a row.
     return (
         len(rows) == operand.ndim - 1
         and list(numbers.scatter_indices_batching_dims) == sorted(numbers.scatter_indices_batching_dims)

@@ -50,12 +50,12 @@ def _is_norm_of_rows(number: int, program: FlatJaxpr) -> bool:
     Not if something else was added to it: that would be read for the mask only.
     """
     shape, computed = program.avals[number].shape, [number]
-    for each in computed:
+    for each in computed:  # grows
         node = program.producers.get(each)
         if node is None or node.name not in _OF_NORMS:
             continue
         shapes = [program.avals[operand].shape for operand in node.ins]
-        if (*shape[:-1], 1) in shapes and shape[-1] != 1:
+        if (*shape[:-1], 1) in shapes and shape[-1] != 1:  # in rows of one number, such an operand is no statistic
             return True
         if node.name in ("mul", "div") or shapes.count(shape) == 1:
             found = [operand for operand, found in zip(node.ins, shapes, strict=True) if found == shape]

@@ -38,6 +38,6 @@ class Rewrite(NamedTuple):
 
 
 def loop_counts(equation: Equation) -> tuple[int, int] | None:
-    """How many constants and carried values a loop's body is given; `None` of what is no loop, or runs as recorded."""
+    """How many constants and carried values a loop's body is given; `None` for what is no loop, or runs as recorded."""
     loop = loop_of(equation.node.eqn) if equation.bodies else None
     return loop and (equation.counts or (loop.consts, loop.carry))

@@ -31,7 +31,8 @@ def sliced_dots(program: Program) -> Program:
     before = program.equations
     if not program.place.is_scan or _PICKS.isdisjoint([equation.node.name for equation in before]):
         return program
-    whole = set(program.outputs)  # what something reads whole
+    # What something reads whole. A sum, with a bias say, is read in parts only if the kernels of the parts compute it.
+    whole = set(program.outputs)
     for equation in reversed(before):
         in_parts = equation.name in _PICKS or (equation.name in _SUMS and whole.isdisjoint(equation.results))
         if not in_parts:

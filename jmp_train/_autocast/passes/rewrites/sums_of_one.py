@@ -2,8 +2,9 @@
 
     b:f32[8] = reduce_sum[axes=(0,)] a:f32[1,8]    ->    b = squeeze a
 
-JAX records it where it differentiates a broadcast, as that of a bias. No kernel sums there, and a rounding of `a` is
-one of `b`: as a sum it would part what stands before it from what stands behind.
+JAX records such a sum as the derivative of a broadcast along an axis of size one, as of a bias. It sums nothing. But
+the passes take a sum for a kernel of its own, and store what it reads. As a squeeze it fuses with what is around it,
+and `a` may be in 16 bits: a rounding of `a` is one of `b`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _ENTRY = Entry(Rule.SHAPE, "a sum of one number")
 
 
 def entry_of_sum(node: Node) -> Entry | None:
+    """The rule of a squeeze for a sum over axes of size one; `None` for other sums."""
     operand: Any = node.eqn.invars[0].aval
     return _ENTRY if all([operand.shape[axis] == 1 for axis in node.params["axes"]]) else None
 

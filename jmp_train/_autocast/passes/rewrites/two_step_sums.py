@@ -26,6 +26,7 @@ from ...ir import Equation, Program, Use
 from ...primitives import Rule, Trait, having
 
 _MOVES = having(Trait.MOVES | Trait.PICKS) - having(Trait.TRANSFERS) | {"convert_element_type"}
+# Found by compiling for an H200: over how many rows a sum is that XLA fuses no chain into.
 _FEWEST_ROWS, _MOST_ROWS = 100, 2**13
 # A sum of so many results is fused with what it reads, as is one over so few rows.
 _RESULTS, _FEW_ROWS = 2**14, 32
@@ -62,7 +63,7 @@ def first_axis(shape: Sequence[Any], axes: Sequence[int]) -> int | None:
     rows, total = math.prod(shape[axis] for axis in axes), math.prod(shape)
     if not _FEWEST_ROWS <= rows < _MOST_ROWS or total >= _RESULTS * rows:
         return None
-    # Not the batch: devices may share it, and would have to add up all that is left of the other axes.
+    # Not the batch, axis 0: devices may share it, and would have to add up all that is left of the other axes.
     fused = [axis for axis in axes if axis and (shape[axis] <= _FEW_ROWS or total >= _RESULTS * shape[axis])]
     return max(fused, key=lambda axis: (shape[axis], axis), default=None)
 

@@ -42,10 +42,12 @@ def wide_biases(program: Program) -> Program:
 
 
 def _is_parameter(program: Program, number: int) -> bool:
+    # Facts are of recorded values, which have the lower numbers.
     return number < len(program.facts) and program.facts[number].parameter
 
 
 def _is_smaller(program: Program, number: int, equation: Equation) -> bool:
+    """Whether an operand is broadcast: only then is its gradient a sum."""
     return assumed_size(program.avals[number]) < assumed_size(program.avals[equation.results[0]])
 
 

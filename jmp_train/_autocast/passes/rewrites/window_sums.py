@@ -29,6 +29,7 @@ _MOST_PLACES = 16  # of a window: each reads the operand once more
 
 def window_sums(program: Program, equation: Equation) -> Computation | None:
     node = equation.node
+    # Dilation puts zeros between elements, or leaves elements out: slices with strides would be other elements.
     dilated = {*node.params["base_dilation"], *node.params["window_dilation"]} != {1}
     if equation.entry.rule is not Rule.HIGH or dilated:
         return None

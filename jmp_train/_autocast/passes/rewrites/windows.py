@@ -20,8 +20,8 @@ from ...._sizes import is_less, static_size
 def are_small(node: Node, windows: Any, most_places: int) -> bool:
     """Whether windows have so few places that each can be written out.
 
-    Along every axis there must be a window, also where the sizes are symbolic: an array with none is not worth its own
-    arithmetic of paddings.
+    Along every axis there must be a window, also where the sizes are symbolic: with none, `elements_at` would cut off
+    more than an axis has.
 
     Args:
       node: says how large a window is.
@@ -31,7 +31,8 @@ def are_small(node: Node, windows: Any, most_places: int) -> bool:
     places = static_size(node.params["window_dimensions"])
     if places is None or places > most_places or not all(is_less(0, count) for count in windows.shape):
         return False
-    # Slices along an axis that is split between devices, by type, are no parts of equal size.
+    # With explicit mesh axes the type of an array says how devices split it. Along a split axis JAX takes only slices
+    # whose size is divisible by the number of devices, which those of windows seldom are.
     split = zip(node.params["window_dimensions"], node.params["window_strides"], windows.sharding.spec, strict=True)
     return all(axes is None or window == stride == 1 for window, stride, axes in split)
 
