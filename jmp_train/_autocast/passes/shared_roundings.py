@@ -44,6 +44,7 @@ def shared_roundings(program: Program) -> Program:
         exponents = _low(program, leading_to(program, exponentials, fuses))
     else:
         read = leading_to(program, exponentials, lambda equation: not residuals.remat.isdisjoint(equation.results))
+        # What is neither saved nor rematerialized, as the largest logit of a row, both sides read as the same value.
         exponents = _low(program, read & (residuals.saved | residuals.remat))
     return program.replace(residuals=dataclasses.replace(residuals, rounded=exponents | squared, squared=squared))
 
