@@ -112,6 +112,11 @@ CASES = {
     "a largest number whose logarithm is taken": (
         lambda w, x: jnp.log(jnp.max(x @ w, 0)), "reduce_max", ["float16 -> low"]),
     "sorted with data": (lambda w, x: lax.sort((x @ w, x), num_keys=1), "sort", ["float16 float32 -> low full"]),
+    "a dot of what was sorted beside what is too large": (
+        lambda w, x: lax.sort((jnp.where(x > 0, x @ w, -1e9), x @ w), num_keys=1)[1] @ w, "dot_general", [NARROW] * 3),
+    "a gate of a parameter in a loop": (
+        lambda w, x: lax.scan(lambda h, _: (jax.nn.sigmoid(w[0]) * h, None), x, length=2)[0], "logistic",
+        ["float32 -> weak"]),
     "the place of the largest": (lambda w, x: jnp.argmax(x @ w, 1), "argmax", ["float16 -> recorded"]),
     "picked, or a literal": (lambda w, x: filled(x @ w, 0.0), "gather", ["float16 - -> low"]),
     "picked, or a literal that is too large": (lambda w, x: filled(x @ w, 1e9), "gather", ["float32 - -> full"]),
@@ -195,6 +200,9 @@ CASES = {
         [NARROW, NARROW, "float16 float16 -> full", NARROW, "float16 float16 -> full"]),
     "the gradient of an activation": (
         lambda w, x: jax.grad(lambda x: jnp.sum(jnp.sin(x @ w)))(x) * x, "dot_general", [NARROW, NARROW]),
+    "a gradient that is written into zeros": (
+        jax.grad(lambda w, x: jnp.sum(jnp.sin(lax.dynamic_slice(x @ w, (0, 0), (2, 8)) @ w[:8]))),
+        "dynamic_update_slice", ["float16 float16 - - -> low"]),
     "a small gradient of an activation": (
         lambda w, x: jax.grad(lambda h: jnp.sum(jnp.sin(h @ jnp.tile(w, (1, 256)))))(x) * x, "dot_general",
         [NARROW, NARROW]),
@@ -244,6 +252,11 @@ CASES = {
 def test_what_operands_are_read_in_and_what_results_are(name):
     fn, primitive, expected = CASES[name]
     assert found(fn, primitive, W, X) == expected
+
+
+def test_what_the_user_has_follow_its_operands_has_one_dtype_for_all():
+    rules = jmp.DEFAULT_RULES.replace({"mul": "follow"})
+    assert found(lambda w, x: (x @ w) * x, "mul", W, X, rules=rules) == [WIDE]
 
 
 def layers(w: Any, start: Any, around: Any = lambda layer: layer) -> Any:

@@ -873,3 +873,26 @@ def test_a_product_written_as_sums_is_the_product(name):
     for each in found:
         assert each.dtype == np.float32
         np.testing.assert_array_equal(each, want)
+
+
+# `order`: in which order the indices have the batch axes of the operand.
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_one_hot_scatter_picks_each_rows_own_index(order):
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=(),
+        inserted_window_dims=(2,),
+        scatter_dims_to_operand_dims=(2,),
+        operand_batching_dims=(0, 1),
+        scatter_indices_batching_dims=order,
+    )
+    rng = np.random.default_rng(0)
+    places, updates = rng.integers(0, 5, (2, 3)), rng.normal(size=(2, 3)).astype(np.float32)
+    want = updates[..., None] * (places[..., None] == np.arange(5))
+
+    def fn(zeros, updates):
+        return lax.scatter_add(zeros, places.transpose(order)[..., None], updates, numbers)
+
+    args = np.zeros((2, 3, 5), np.float32), updates.transpose(order)
+    (scatter,) = [e for e in after("rewrite_planned", fn, *args).equations if e.node.name == "scatter-add"]
+    assert (scatter.rewrite is not None) == (order == (0, 1))
+    np.testing.assert_array_equal(run(fn, *args)[0], want)

@@ -1,5 +1,6 @@
 """Which values are rounded for all that read them, in programs of a few lines."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -57,6 +58,7 @@ CASES = {
     "half of a distance": (lambda f: lengths(f) - f @ X.T, 0),
     "no square": (lambda f: lengths(jnp.sin(f)) - f @ X.T, 0),
     "an exponential": (lambda f: jnp.exp(f) * (X @ W @ jnp.exp(f).T).sum(), 1),
+    "a softmax": (lambda f: jax.nn.softmax(f) * (X @ W @ jax.nn.softmax(f).T).sum(), 1),
     "a sine": (lambda f: jnp.sin(f) * (X @ W @ jnp.sin(f).T).sum(), 0),
     "an exponential that a dot reads": (lambda f: jnp.exp(f) @ W, 0),
 }

@@ -56,6 +56,11 @@ CASES = {
         "mul dynamic_update_slice",
         ["low"] * 3,
     ),
+    "a row of a buffer": (
+        lambda a, b, p, x: (2 * b).at[np.array([1])].set((a * b)[:1]) + x,
+        "mul scatter",
+        ["low"] * 3,
+    ),
     "a bias of a small product": (lambda a, b, p, x: (a @ p["w"][:, :2] + p["b"][:2]) * x[:, :2], "add", ["full"]),
     "corners of a mesh": (lambda a, b, p, x: (p["m"] + 2 * a)[:, ::2] * x[:, ::2], "add mul", ["full"] * 3),
     "a bias of each row": (
