@@ -44,10 +44,10 @@ import numpy as np
 from ..._jaxpr import Node
 from ..._sizes import is_less, size_in_bytes
 from ..analysis.joined_dots import joined_dots
+from ..analysis.relus import is_positive, relu_operand
 from ..analysis.residual_costs import ResidualCosts, Sources, fuses, is_expensive
 from ..ir import Access, Equation, Precision, Program, Residuals, Use, is_on_host
 from ..primitives import Rule
-from .rewrites.relu_mask import is_positive, relu_operand
 
 
 def save_or_remat(program: Program) -> Program:

@@ -19,14 +19,10 @@ Decides which comparisons that holds for. Does not decide whether a mask is save
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-import numpy as np
+from ...._jaxpr import FlatJaxpr, Node
+from ...analysis.relus import is_positive, relu_operand
 
-from ...._jaxpr import FlatJaxpr, Node, flatten
-from ...analysis.constants import is_zero
-
-_RELUS = frozenset({"max", "custom_jvp_call"})
 _OF_NORMS = frozenset({"add", "sub", "mul", "div"})
 
 
@@ -35,9 +31,9 @@ def relu_mask(program: FlatJaxpr) -> FlatJaxpr:
     results: dict[int, int] = {}
     nodes: list[Node] = []
     for node in program.nodes:
-        if node.name in _RELUS and (operand := relu_operand(node, program)) is not None:
+        if (operand := relu_operand(node, program)) is not None:
             results[operand] = node.outs[0]
-        elif node.name == "gt" and node.ins[0] in results and is_positive(node, program):
+        elif is_positive(node, program) and node.ins[0] in results:
             if not _is_norm_of_rows(node.ins[0], program):
                 node = dataclasses.replace(node, ins=(results[node.ins[0]], node.ins[1]))
         nodes.append(node)
@@ -61,25 +57,3 @@ def _is_norm_of_rows(number: int, program: FlatJaxpr) -> bool:
             found = [operand for operand, found in zip(node.ins, shapes, strict=True) if found == shape]
             computed += [operand for operand in found if operand not in computed]
     return False
-
-
-def is_positive(node: Node, program: FlatJaxpr) -> bool:
-    """Whether a node is `x > 0`, of which rounding `x` to 16 bits changes nothing but for `0 < x <= 2^-25`."""
-    return node.name == "gt" and _is_zero(program.known.get(node.ins[1]))
-
-
-def relu_operand(node: Node, program: FlatJaxpr) -> int | None:
-    """The `x` of a node that is `max(x, 0)`, alone or, as `jax.nn.relu` is, with a derivative rule of its own."""
-    if node.name == "max":
-        others = [number for number in node.ins if not _is_zero(program.known.get(number))]
-        same = len(others) == 1 and program.avals[others[0]].shape == program.avals[node.outs[0]].shape
-        return others[0] if same else None
-    if node.name != "custom_jvp_call" or len(node.ins) != 1 or len(node.outs) != 1:
-        return None
-    body = flatten(node.params["call_jaxpr"])
-    whole = len(body.nodes) == 1 and body.outputs == body.nodes[0].outs
-    return node.ins[0] if whole and relu_operand(body.nodes[0], body) == body.inputs[0] else None
-
-
-def _is_zero(value: Any) -> bool:
-    return value is not None and np.size(value) == 1 and is_zero(value)
