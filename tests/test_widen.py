@@ -62,6 +62,12 @@ CASES = {
         ["low"] * 3,
     ),
     "a bias of a small product": (lambda a, b, p, x: (a @ p["w"][:, :2] + p["b"][:2]) * x[:, :2], "add", ["full"]),
+    "a part of the bias of a small product": (
+        lambda a, b, p, x: (a @ p["w"][:, :2] + p["b"][:2])[:, 0] * x[:, 0],
+        "add",
+        ["full"],
+    ),
+    "a part of the bias of a large product": (lambda a, b, p, x: (a + p["b"])[:, 0] * x[:, 0], "add", ["low"]),
     "corners of a mesh": (lambda a, b, p, x: (p["m"] + 2 * a)[:, ::2] * x[:, ::2], "add mul", ["full"] * 3),
     "a bias of each row": (
         lambda a, b, p, x: (jnp.broadcast_to(p["b"], (2, 16)) + 2 * a)[:, ::2] * x[:, ::2],
@@ -101,8 +107,14 @@ def mesh(params, x, y, dot):
     return jnp.mean(jnp.linalg.norm(jnp.diff(corners, axis=0), axis=-1))
 
 
+def differences(params, x, y, dot):
+    """Of one state's value to the next one's, as in temporal-difference learning."""
+    values = (dot(jnp.tanh(x @ params["hidden"]), params["out"][:, :1]) + params["offset"][:1])[:, 0]
+    return jnp.mean((values[1:] - values[:-1] - y[1:, 0] / 1000) ** 2)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("loss", [regression, mesh])
+@pytest.mark.parametrize("loss", [regression, mesh, differences])
 def test_what_a_network_adds_to_is_not_rounded(loss, dtype):
     rng = np.random.default_rng(0)
     arrays = {"hidden": (16, 64), "out": (64, 4), "offset": (4,), "corners": (256, 3), "x": (256, 16), "y": (256, 4)}

@@ -8,7 +8,8 @@ that: the readers have to be near, or rematerialize it, since across a dot a val
 may be what picks, joins or bounds numbers: a normal distribution's `cdf` chooses among `erf` and `erfc`, the derivative
 of a `cumprod` slices and pads products, of which a logarithm is taken, and a softmax subtracts the largest logit.
 
-The sum of a dot's result and a bias stays rounded, unless it is small. Two kernels may read it, and XLA then stores one
+The sum of a dot's result and a bias stays rounded, unless it is small, as the values of states are, whose differences a
+loss may be made of: of values of 200, bfloat16 keeps halves. Two kernels may read a large one, and XLA then stores one
 value of the chain that they share, in the dtype that it has there: on an H200 the loss of a dense network moves a third
 more bytes with that sum in float32. In a scan, so does the sum of two dots' results, as a gate reads it: it is what is
 stacked for the backward pass, and the gate computed again from it.
@@ -20,6 +21,7 @@ import dataclasses
 from typing import Any
 
 from ..._dtypes import FLOAT32
+from ..._jaxpr import Node
 from ..._sizes import assumed_size
 from ..ir import Equation, Precision, Program
 from ..primitives import ADDS, DOTS, Rule, Trait, having
@@ -56,21 +58,24 @@ def _wide(program: Program) -> set[int]:
 
     A comparison is no reader: it keeps no value in 16 bits, and reads in float32 what is widened for others.
     """
-    remat, facts, avals, (rounded, sums) = program.residuals.remat, program.facts, program.avals, _rounded(program)
+    remat, facts, avals, heads = program.residuals.remat, program.facts, program.avals, _small_heads(program)
+    rounded, sums = _rounded(program, heads)
     narrow_readers, wide, saved = set(program.outputs), set(), rounded - remat
+    runs_again = _runs_again(program) if heads else set()
     for equation in program.equations:
         # What runs again across a dot reads saved values, and these are in 16 bits. So are those that are marked for it
         # without a reader there: for an H200, Transformers would move 1 % more bytes with such a relu in float32.
-        # Values that are small beside the result, such as statistics of rows, cost nothing in float32.
+        # Values that are small beside the result, such as statistics of rows, cost nothing in float32, nor do the few
+        # outputs of a layer.
         if not remat.isdisjoint(equation.results):
-            result = avals[equation.results[0]]
+            result, runs = avals[equation.results[0]], not runs_again.isdisjoint(equation.results)
             for number in saved.intersection(equation.operands):
-                if not _is_small(avals[number], result):
+                if not _is_small(avals[number], result) and (runs or number not in heads):
                     narrow_readers.add(number)
     for equation in reversed(program.equations):
         widens = narrow_readers.isdisjoint(equation.results) and not rounded.isdisjoint(equation.results)
         if widens and equation.node.name in ADDS:
-            biased = any([facts[number].parameter for number in equation.operands])
+            biased = _is_biased(program, equation)
             # A scan stacks such a sum for its backward pass, in float32 with twice the bytes.
             stacked = program.place.is_scan and not sums.isdisjoint(equation.results)
             widens = not stacked and not (biased and _has_large_dot(program, equation))
@@ -87,14 +92,41 @@ def _wide(program: Program) -> set[int]:
     return wide
 
 
+def _runs_again(program: Program) -> set[int]:
+    """The values that readers across a dot find computed again."""
+    remat, found = program.residuals.remat, set()
+    for equation in reversed(program.equations):
+        again = not found.isdisjoint(equation.results)
+        found.update([number for number, _, residual in equation.uses if (residual or again) and number in remat])
+    return found
+
+
+def _small_heads(program: Program) -> set[int]:
+    """The few outputs of a layer, with its bias, as a value function has them; they may be returned in parts."""
+    totals = [equation for equation in program.equations if equation.node.name in ADDS]
+    return {
+        total.results[0]
+        for total in totals
+        if _is_biased(program, total) and _dots(program, total) and not _has_large_dot(program, total)
+    }
+
+
+def _dots(program: Program, total: Equation) -> list[Node]:
+    """The dots whose results are terms of a sum."""
+    nodes = [program.recorded.producers.get(number) for number in total.operands]
+    return [node for node in nodes if node is not None and node.name in DOTS]
+
+
+def _is_biased(program: Program, total: Equation) -> bool:
+    return any([program.facts[number].parameter for number in total.operands])
+
+
 def _has_large_dot(program: Program, total: Equation) -> bool:
     """Whether a term is the result of a dot, and not much smaller than the activations that the dot reads."""
-    for number in total.operands:
-        dot = program.recorded.producers.get(number)
-        if dot is not None and dot.name in DOTS:
-            activations = [program.avals[each] for each in dot.ins if not program.facts[each].parameter]
-            if not any([_is_small(program.avals[number], each) for each in activations]):
-                return True
+    for dot in _dots(program, total):
+        activations = [program.avals[number] for number in dot.ins if not program.facts[number].parameter]
+        if not any([_is_small(program.avals[dot.outs[0]], each) for each in activations]):
+            return True
     return False
 
 
@@ -103,12 +135,12 @@ def _is_small(aval: Any, other: Any) -> bool:
     return _SMALL * assumed_size(aval) <= assumed_size(other)
 
 
-def _rounded(program: Program) -> tuple[set[int], set[int]]:
+def _rounded(program: Program, heads: set[int]) -> tuple[set[int], set[int]]:
     """The results in the compute dtype that are rounded in their equation, or hand on such numbers; and stored sums.
 
     Not those that an edit of the table or a region asks for. Sums of values in the compute dtype and of biases are
-    stored, as a residual stream is, unless they join parts beside zeros, or all terms are computed by the same kernel.
-    What is stored hands nothing on.
+    stored, as a residual stream is, unless they join parts beside zeros, are among `heads`, or all terms are computed
+    by the same kernel. What is stored hands nothing on.
     """
     rounded, sums, parts = set(), set(), set()
     for equation in program.equations:
@@ -118,7 +150,8 @@ def _rounded(program: Program) -> tuple[set[int], set[int]]:
             rounded.update(equation.results)
             if name in ADDS and not any([_widens(program, equation, number) for number in operands]):
                 here = all([number in rounded and number not in sums for number in operands])
-                sums.update(equation.results if parts.isdisjoint(operands) and not here else ())
+                stored = parts.isdisjoint(operands) and not here and heads.isdisjoint(equation.results)
+                sums.update(equation.results if stored else ())
             if name == "pad":
                 parts.update(equation.results)
     return rounded, sums
