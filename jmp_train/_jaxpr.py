@@ -30,6 +30,7 @@ from jax.extend.core.primitives import convert_element_type_p
 from jax.extend.random import threefry2x32_p as threefry2x32_p
 
 JAX_FOLDER = os.path.dirname(jax.__file__) + os.sep
+# Names that `full_precision` and `low_precision` give to the functions that they jit.
 FULL_PRECISION_MARK = "jmp_train_full_precision"
 LOW_PRECISION_MARK = "jmp_train_low_precision"
 
@@ -42,6 +43,7 @@ RUN_ONCE = CALLS | {"shard_map"}
 _WITH_ONE_BODY = RUN_ONCE | {"jit"}
 LOOPS = frozenset({"scan", "while"})
 BARRIER = "optimization_barrier"  # of any number of values: each result is the operand of the same place
+# What each scatter does with the element that is there and the update.
 _COMBINE = {
     "scatter": lambda old, new: new,
     "scatter-add": jax.lax.add,
@@ -50,15 +52,16 @@ _COMBINE = {
     "scatter-max": jax.lax.max,
     "scatter-min": jax.lax.min,
 }
-_RECOMPUTED = "rematted_computation"  # what JAX calls the forward pass that rematerialisation runs again
-_WRAPPER = re.compile(r"^[\w.\-]*\((.*)\)$")
+_RECOMPUTED = "rematted_computation"  # what JAX calls the forward pass that rematerialization runs again
+_WRAPPER = re.compile(r"^[\w.\-]*\((.*)\)$")  # jvp(...), transpose(...), vmap(...)
 _SEPARATOR = re.compile(r"/(?![^()]*\))")  # not the slash in jvp(encoder/layer_0), which is one `jax.named_scope`
 
 
 class Scope:
     """A name stack, shared by the nodes of one scope.
 
-    `called_at` is where functions around it that JAX jits, which cut tracebacks, were called; `None` outside of these.
+    `called_at` is where the outermost of JAX's own functions around it was called, `None` outside of these. JAX jits
+    most of `jax.numpy`, and a traceback that is recorded inside begins there: it has no line of the user's.
     """
 
     def __init__(self, name_stack: Any, called_at: Any):
@@ -69,6 +72,7 @@ class Scope:
         return str(self.name_stack)
 
 
+# `eq=False`: nodes are told apart by identity, which also makes them hashable.
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Node:
     """One operation of a flattened program: `ins` and `outs` index `FlatJaxpr.avals`.
@@ -116,7 +120,7 @@ class FlatJaxpr:
         return {number: node for node in self.nodes for number in node.outs}
 
     def known_array(self, number: int) -> Any:
-        """A known value as an array of its recorded dtype, which a literal that is a Python number does not have."""
+        """A known value as an array of its recorded dtype. A literal may be a Python number, which has none."""
         value = self.known[number]
         return value if hasattr(value, "dtype") else np.asarray(value, self.avals[number].dtype)
 
@@ -156,8 +160,10 @@ def with_programs(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[
     def new(item: Any) -> Any:
         return change(item) if isinstance(item, (ClosedJaxpr, Jaxpr)) else item
 
+    # Only parameters that `change` replaced, so that an equation whose programs stay can stay itself. To JAX a program
+    # is a leaf, so that `jax.tree.map` reaches it as it is, or in a tuple, named or not.
     return {
-        name: jax.tree.map(new, value)  # a program, or a tuple, named or not, of programs
+        name: jax.tree.map(new, value)
         for name, value in params.items()
         if any(new(item) is not item for item in sub_jaxprs({name: value}))
     }
@@ -169,7 +175,7 @@ def with_params(jaxpr: Any, changed: Callable[[JaxprEqn], dict[str, Any]]) -> An
     for eqn in body.eqns:
         params = changed(eqn)
         equations.append(eqn.replace(params={**eqn.params, **params}) if params else eqn)
-    if all(map(operator.is_, equations, body.eqns)):
+    if all(map(operator.is_, equations, body.eqns)):  # equations that share a program share it still
         return jaxpr
     body = body.replace(eqns=equations)
     return body if open_jaxpr(jaxpr) is jaxpr else jaxpr.replace(jaxpr=body)
@@ -192,7 +198,7 @@ def region_mark(eqn: JaxprEqn) -> str | None:
 
 
 def _inlined_body(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
-    if region_mark(eqn) == FULL_PRECISION_MARK:
+    if region_mark(eqn) == FULL_PRECISION_MARK:  # stays one equation, which runs as recorded
         return None
     if any(_specified(s) for key in ("in_shardings", "out_shardings") for s in eqn.params.get(key, ())):
         return None  # a `jit` with shardings of its own is a constraint, not only a call
@@ -200,6 +206,7 @@ def _inlined_body(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
 
 
 def _specified(sharding: Any) -> bool:
+    # By name: JAX does not export the type of its `UNSPECIFIED`.
     return type(sharding).__name__ != "UnspecifiedValue"
 
 
@@ -242,6 +249,7 @@ def flatten(
         called_at: Any = None,
     ) -> list[int]:
         body = open_jaxpr(closed)
+        # The user's own function, called by one of JAX's, has lines of its own.
         if not _is_of_jax(body):
             called_at = None
         env = dict(zip(body.invars, args, strict=True))
@@ -263,7 +271,7 @@ def flatten(
             scope = scopes[key]
             if inner is not None:
                 marked = low_region or region_mark(eqn) == LOW_PRECISION_MARK
-                site = called_at or eqn.source_info
+                site = called_at or eqn.source_info  # the outermost call
                 results = inline(inner, ins, scope.name_stack, marked, (eqn, *calls), site)
                 env.update(zip(eqn.outvars, results, strict=True))
                 continue
@@ -311,6 +319,7 @@ def contexts(node: Node) -> tuple[AbstractContextManager[None], AbstractContextM
 
 def bind(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
     """Run `eqn` on `args`, some of its parameters changed; always returns a list."""
+    # JAX keeps some parameters in another form than a primitive is bound with, as the functions of a `custom_jvp_call`.
     params = {**eqn.params, **changed, **_combiner(eqn, args)}
     out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
     return list(out) if eqn.primitive.multiple_results else [out]
@@ -320,7 +329,7 @@ def applies_function(scatter: JaxprEqn) -> bool:
     """Whether a `scatter` writes a function of what was there, as `x.at[i].apply(fn)` does, rather than its updates."""
     if scatter.params["update_jaxpr"] is None:
         return False
-    body = open_jaxpr(scatter.params["update_jaxpr"])
+    body = open_jaxpr(scatter.params["update_jaxpr"])  # of what is there and the update, which it returns as it is
     return body.outvars[0] is not body.invars[1]
 
 
@@ -348,6 +357,7 @@ def convert(x: Any, dtype: np.dtype, weak_type: bool = False) -> Any:
 def bind_with_rules(eqn: JaxprEqn, args: Sequence[Any], wrap: Callable[..., tuple[Callable, ...]]) -> list[Any]:
     """Run a `custom_jvp_call` or `custom_vjp_call` with its function and rules replaced by `wrap(*originals)`."""
     params = dict(eqn.primitive.get_bind_params(dict(eqn.params)))
+    # The function itself and its rules, as callables of flat arguments.
     originals = params.pop("subfuns")
     replaced = wrap(*(fun.call_wrapped for fun in originals))
     subfuns = tuple(
@@ -408,6 +418,7 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
+# A model of many layers has as many name stacks, each asked for by several passes.
 @functools.lru_cache(maxsize=4096)
 def plain_scope(stack: str) -> str:
     """A name stack without its transforms.
@@ -417,7 +428,7 @@ def plain_scope(stack: str) -> str:
     """
     segments: list[str] = []
     for segment in _SEPARATOR.split(stack):
-        name = segment
+        name = segment  # such as transpose(jvp(Net)), or Block
         while match := _WRAPPER.match(name):
             name = match.group(1)
         names = [part for part in name.strip("()").split("/") if part and part != _RECOMPUTED]
@@ -443,7 +454,7 @@ def in_jvp(node: Node) -> bool:
 
 
 def is_recomputed(node: Node) -> bool:
-    """Whether the node is a piece of the forward pass that rematerialisation runs again in the backward pass."""
+    """Whether the node is a piece of the forward pass that rematerialization runs again in the backward pass."""
     return _RECOMPUTED in node.scope.text
 
 

@@ -90,6 +90,7 @@ class Place(NamedTuple):
         return is_backward(node) or (self.backward and not is_recomputed(node))
 
     def inside(self, node: Node) -> Place:
+        """The place of the bodies of a node that stands here."""
         low_region = self.low_region or node.low_region
         return Place(self.scope_of(node), low_region, self.is_backward(node), node.name)
 
@@ -372,7 +373,7 @@ class Program(_Copied):
         """The equation that alone reads a value, by its position; `None` if several do, or the program returns it."""
         readers: dict[int, int | None] = dict.fromkeys(self.outputs)
         for i, equation in enumerate(self.equations):
-            for number, _, _ in equation.uses:
+            for number, _, _ in equation.uses:  # an equation that reads a value twice is one reader
                 readers[number] = i if number not in readers or readers[number] == i else None
         return readers
 

@@ -60,15 +60,15 @@ class Planner:
 
     def __init__(self, policy: Policy, rules: Rules, rewrites: Sequence[Rewrite] = REWRITES):
         self.policy, self.rules, self.rewrites = policy, rules, tuple(rewrites)
-        self.has_backward = False  # whether a backward pass is in the whole program
+        self.has_backward = False  # whether a backward pass is in the whole program, loops' and calls' bodies left out
         # By the ids of equations and jaxprs, which `_recorded` keeps alive, so that no other object gets the same.
         self.wide: set[int] = set()  # dots that do not run in 16 bits
         self._recorded: dict[tuple[int, Place], tuple[Any, FlatJaxpr, list[Entry]]] = {}
-        self._inlined: dict[int, FlatJaxpr] = {}
+        self._inlined: dict[int, FlatJaxpr] = {}  # where it stands decides rules, not equations
         self._uses: dict[tuple, Uses] = {}
 
     def fresh(self) -> Planner:
-        """Another planner of the same policy and rules, for a program of its own."""
+        """Another planner of the same policy and rules, for a program of its own, such as a derivative rule."""
         return Planner(self.policy, self.rules, self.rewrites)
 
     def plan_whole(
@@ -93,7 +93,8 @@ class Planner:
         """
         Products(self).find(jaxpr, precisions, place)
         recorded, _ = self.recorded(jaxpr, place)
-        self.has_backward = any(map(place.is_backward, reversed(recorded.nodes)))  # last, if there is one
+        # From the end, where a backward pass is if there is one: then the first node that is asked answers.
+        self.has_backward = any(map(place.is_backward, reversed(recorded.nodes)))
 
     def plan(self, *args: Any, **kwargs: Any) -> Program:
         """The program after the last of `stages`, which takes the same arguments."""
@@ -116,7 +117,7 @@ class Planner:
         program = Program(
             recorded, context, place, low, recorded.avals, recorded.known, recorded.inputs, recorded.outputs
         )
-        for run in PLANNING:
+        for run in PLANNING:  # `assign_dtypes`, the first, plans the bodies
             program = run(program)
             yield run.__name__, program
 
@@ -126,7 +127,10 @@ class Planner:
         return program
 
     def lowering_stages(self, program: Program) -> Iterator[tuple[str, Program]]:
-        """The program after each lowering pass, by the name of the pass."""
+        """The program after each lowering pass, by the name of the pass.
+
+        The bodies first, since `body_residuals` moves equations from one lowered body to another.
+        """
         equations = [*program.equations]
         for i, equation in enumerate(equations):
             if equation.bodies:
@@ -140,17 +144,22 @@ class Planner:
         """The flattened program, the rewrites of recorded programs applied, and the rule of each of its equations."""
         key = (id(jaxpr), place)
         if key not in self._recorded:
+            # Before rules, products or uses are asked: these depend on the dtype of what a loop carries.
             program = flatten(jaxpr, replaced=dict.fromkeys(LOOPS, f32_accumulators))
             for rewrite in self.rewrites:
                 program = rewrite.of_recorded(program) if rewrite.of_recorded else program
             entries = entries_of(program, self.rules, place, self.rewrites)
             self._recorded[key] = (jaxpr, program, entries)
+            # What a region, a scope, an edit or a dtype keeps wide; `Products.find` adds what is no layer.
             pairs = zip(program.nodes, entries, strict=True)
             self.wide.update(id(node.eqn) for node, entry in pairs if node.name in DOTS and entry.rule is not Rule.LOW)
         return self._recorded[key][1:]
 
     def inlined(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place) -> FlatJaxpr:
-        """The flattened program, rematerialized calls and functions with derivative rules written out, too."""
+        """The flattened program, rematerialized calls and functions with derivative rules written out, too.
+
+        What asks how a carry comes back has to look into these calls: around a step they are all that the body holds.
+        """
         program, _ = self.recorded(jaxpr, place)
         if RUN_ONCE.isdisjoint([node.name for node in program.nodes]):
             return program

@@ -33,7 +33,7 @@ class Trait(enum.Flag):
 
     MOVES = enum.auto()  # the result is the first operand's elements, all of them, rearranged or repeated
     PICKS = enum.auto()  # the result is some of the first operand's elements
-    JOINS = enum.auto()  # every element of the result is one of an operand's
+    JOINS = enum.auto()  # every element of the result is one of an operand's, of several
     BOUNDS = enum.auto()  # elementwise, and the result is one of the operands
     TRANSFERS = enum.auto()  # an operand's elements, sent to other devices or to another memory by a kernel of its own
     PLACES = enum.auto()  # says where its operand's elements are to be: a transfer, if they are elsewhere
@@ -221,14 +221,15 @@ TRAITS = {
     "random_unwrap threefry2x32 reduce_and reduce_or complex",
 }
 # The operand of which a rounding to zero, to one or to infinity is no small change: a divisor, a value that is bounded,
-# what is near a pole or a branch point, a log-sum-exp. Negative positions count from the last operand.
+# what is near a pole or a branch point, a log-sum-exp. Of `clamp(low, x, high)` that is `x`, and of `pow` the base.
+# Negative positions count from the last operand: an attention has as many extra ones (bias, mask) as it was given.
 DELICATE_OPERAND = {
     **dict.fromkeys("log log2 log1p sqrt rsqrt cbrt reciprocal pow digamma lgamma".split(), 0),
     **dict.fromkeys("erf_inv asin acos atanh acosh".split(), 0),
     **dict.fromkeys("div rem clamp".split(), 1),
-    "jmp_attention_backward": -2,
+    "jmp_attention_backward": -2,  # before the cotangent
 }
-# The largest magnitude of a result, whatever the operand.
+# The largest magnitude of a result, whatever the operand; for activation functions, which multiply by such results.
 LARGEST_RESULT = {"tanh": 1.0, "logistic": 1.0, "erf": 1.0, "erfc": 2.0}
 # The operands that a result is made of, where others are indices or predicates.
 DATA_OPERANDS = {
@@ -256,6 +257,7 @@ TABLE: dict[str, Entry] = {
     **_entries(Rule.ENTER, _ENTER),
     **_entries(Rule.RECORDED, OPAQUE_DOTS | OPAQUE),
 }
+# Entries that stand in no row: of equations that passes add, and of a weight that is sent to other devices.
 ADDED = Entry(Rule.RECORDED, "added by autocast")
 CAST_FIRST = Entry(Rule.SHAPE, "only dots read what arrives, so it is cast before it is sent")
 UNKNOWN = Entry(Rule.RECORDED, "not in the table: a primitive of another library, or of a newer JAX")

@@ -26,6 +26,7 @@ from .primitives import TABLE, UNKNOWN, Entry, Rule
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Rules that say what a primitive is, rather than what it runs in: no edit makes another primitive one of these.
 _FIXED = (Rule.ENTER, Rule.COLLECTIVE)
 
 
@@ -52,6 +53,7 @@ class Rules:
     low_residuals: bool = True
 
     def __post_init__(self) -> None:
+        # Sorted, so that rules with the same edits are equal and hash alike. The order of scopes decides, and is kept.
         edits = dict(_pairs("edits", self.edits, "{'exp': 'follow'}"))
         scopes = _pairs("scopes", self.scopes, "{'LayerNorm*': 'float32'}")
         rules = {name: _to_rule(name, rule) for name, rule in edits.items()}
@@ -176,7 +178,7 @@ def _marked(fn: Callable[P, R], mark: str) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        body = of_hidden(fn)
+        body = of_hidden(fn)  # a new function, which may be given a name
         # JAX records the name as a parameter of the call, which `grad`, `vmap` and loops hand on.
         body.__name__ = body.__qualname__ = mark
         return jax.jit(body)(*hide_static(args), **hide_static(kwargs))

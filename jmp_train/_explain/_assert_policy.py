@@ -76,6 +76,8 @@ def assert_policy(
 
 def _run(check: Check, report: Explanation) -> list[str]:
     faults = check(report)
+    # A generator is as good as a list. A string would be as many faults as it has letters, and `None` or a boolean may
+    # be meant as "no fault".
     if not isinstance(faults, list | tuple) and not hasattr(faults, "__next__"):
         name = getattr(check, "__name__", repr(check))
         raise TypeError(f"the check {name} must return a list of sentences, empty if all is well; got {faults!r}.")

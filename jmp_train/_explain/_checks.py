@@ -45,11 +45,13 @@ def no_wide_dots(*, except_scopes: Sequence[str] = ()) -> Check:
     scopes = _globs(except_scopes)
 
     def check(report: Explanation) -> list[str]:
-        wide = [op for op in reversed(report.operations) if op.dtype in _WIDE]  # of two at one place, the first counts
+        # The emitted program has no reasons: they are the plan's, found by place. Reversed, so that of two operations
+        # at one place the first counts.
+        wide = [op for op in reversed(report.operations) if op.dtype in _WIDE]
         reasons = {(op.primitive, op.source, op.scope): op.reason for op in wide}
 
         def is_fault(op: Emitted) -> bool:
-            # The two that are multiplied: attention has others, such as a log-sum-exp.
+            # Those that are multiplied come first: attention has others, such as a log-sum-exp in float32.
             wide = op.primitive in PRODUCTS and any(dtype in _WIDE for dtype in op.operands[:2])
             return wide and not _is_in(op.scope, scopes)
 
@@ -82,6 +84,7 @@ def no_narrow_sums(*, except_scopes: Sequence[str] = ()) -> Check:
 
     def check(report: Explanation) -> list[str]:
         def is_fault(op: Emitted) -> bool:
+            # What a policy's `reduce_dtype` asks for between devices is no fault.
             asked_for = op.primitive in COLLECTIVE_SUMS and op.sums_in == report.reduce_dtype
             return op.sums_in in _NARROW and not asked_for and not _is_in(op.scope, scopes)
 
@@ -154,7 +157,7 @@ def output_dtypes(dtype: DTypeLike) -> Check:
             f"output_dtypes: {_named(output)} is {output.dtype}, not {wanted}; autocast leaves results as the function "
             f"returns them, so cast it there."
             for output in report.outputs
-            if output.dtype not in (wanted, "float0") and "float" in output.dtype
+            if output.dtype not in (wanted, "float0") and "float" in output.dtype  # float0: the gradient of an integer
         ]
 
     return check
@@ -173,7 +176,7 @@ def _grouped(
     report: Explanation, is_fault: Callable[[Emitted], bool], sentence: Callable[[Emitted, str], str]
 ) -> list[str]:
     """One sentence for all faults of the same primitive, dtypes, source line and scope."""
-    # Without what no sentence says.
+    # Operations count as alike that differ only in what no sentence says.
     alike = Counter(dataclasses.replace(op, backward=False, times=1) for op in report.emitted if is_fault(op))
     return [sentence(op, _where(op, number)) for op, number in alike.items()]
 

@@ -16,7 +16,7 @@ from .._autocast.primitives import TABLE, Rule
 from .._jaxpr import LOOPS, ClosedJaxpr, Jaxpr, Node, flatten, loop_of, source_line, sub_jaxprs, trace
 from ._operations import Visit, dtype_name, is_floating_dtype, visits, widest_dtype
 
-_EXACT = frozenset({"pmax", "pmin", "unreduced_pmax", "unreduced_pmin"})
+_EXACT = frozenset({"pmax", "pmin", "unreduced_pmax", "unreduced_pmin"})  # collectives that compare: no rounding
 SUMS = frozenset(
     name
     for name, entry in TABLE.items()
@@ -47,11 +47,13 @@ class Emitted:
 
 
 def emitted_jaxpr(program: Program) -> ClosedJaxpr:
+    """The jaxpr that a lowered program makes, of arguments as they were recorded."""
     avals = [program.recorded.avals[number] for number in program.inputs]
     return trace(lambda *args: emit(program, args), *avals)[0]
 
 
 def emitted_of(jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[Emitted]:
+    """Describes every equation of a jaxpr, and of the programs inside it."""
     for visit in visits(jaxpr, TOP):
         node = visit.node
         operands = [getattr(aval, "dtype", None) for aval in visit.avals(node.ins)]
@@ -72,11 +74,12 @@ def _sums_in(visit: Visit) -> Any:
     """The narrowest floating dtype in which a node accumulates."""
     node = visit.node
     if node.name == "select_and_scatter_add":
+        # Windows that do not overlap give each element to one of them: nothing is added up.
         windows = zip(node.params["window_dimensions"], node.params["window_strides"], strict=True)
         if all(window <= stride for window, stride in windows):
             return None
     if node.name in SUMS or _sums_by_hand(node):
-        dtype = widest_dtype(visit.avals(node.ins))
+        dtype = widest_dtype(visit.avals(node.ins))  # of a scatter-add the indices are operands too
         return dtype if dtype is not None and is_floating_dtype(dtype) else None
     if node.name in LOOPS:
         return min(_carried_sums(visit), key=lambda dtype: dtype.itemsize, default=None)
@@ -91,6 +94,7 @@ def _sums_by_hand(node: Node) -> bool:
 
 
 def _carried_sums(visit: Visit) -> Iterator[Any]:
+    """The floating dtypes of the sums that a loop carries."""
     loop: Any = loop_of(visit.node.eqn)
     body = flatten(loop.body)
     for position in range(loop.carry):
@@ -106,6 +110,7 @@ def count_casts(found: Iterable[Visit]) -> int:
 
 
 def is_cast(visit: Visit) -> bool:
+    """Whether a node converts between two floating dtypes."""
     if visit.node.name != "convert_element_type":
         return False
     source, target = (visit.program.avals[number].dtype for number in (visit.node.ins[0], visit.node.outs[0]))

@@ -34,7 +34,7 @@ from ._report import Explanation, Output
 from ._saved import saved_values
 from ._uncounted import uncounted
 
-# Asked for by the user, each by its own name.
+# The user asks for these by name, so that they are no surprise in the list of what runs as recorded.
 _CONVERSIONS = frozenset({"convert_element_type", "bitcast_convert_type", "reduce_precision"})
 
 
@@ -77,7 +77,7 @@ def explain(
             emitted = emitted_jaxpr(plan.lowered) if narrows else recorded
             hidden, error = _hidden_casts(fn, policy, args, kwargs, recorded) if narrows else ((), None)
         found = list(operations_of(plan.program))
-        operations, saved = tuple(_renamed(op, narrows) for op, _ in found), list(saved_values(plan.lowered))
+        operations, saved = tuple(_with_reason(op, narrows) for op, _ in found), list(saved_values(plan.lowered))
         return Explanation(
             policy=str(policy),
             compute_dtype=policy.compute_dtype.name,
@@ -100,6 +100,7 @@ def explain(
     return report
 
 
+# The reason of every operation under a policy that narrows nothing.
 _WIDE_POLICY = "the policy computes in 32 bits or more"
 
 
@@ -110,7 +111,8 @@ def _as_recorded(rules: Rules) -> Any:
     return dataclasses.replace(rules, edits=tuple((name, Rule.RECORDED) for name in TABLE))
 
 
-def _renamed(op: Operation, narrows: bool) -> Operation:
+def _with_reason(op: Operation, narrows: bool) -> Operation:
+    """The operation with its reason: not "set by Rules.replace", where `_as_recorded` did that."""
     return op if narrows else dataclasses.replace(op, reason=_WIDE_POLICY)
 
 
@@ -132,7 +134,7 @@ def _outputs(program: Program, tree: Any) -> list[Output]:
 
 
 def _bytes_by_dtype(saved: Sequence[tuple[str, int | None]]) -> tuple[tuple[str, int], ...]:
-    """The sums over the values of known size, the largest first."""
+    """The bytes of each dtype, summed over the values of known size, the largest sum first."""
     total: Counter[str] = Counter()
     for dtype, size in saved:
         if size:
@@ -141,6 +143,11 @@ def _bytes_by_dtype(saved: Sequence[tuple[str, int | None]]) -> tuple[tuple[str,
 
 
 def _opaque(found: Sequence[tuple[Operation, Visit]]) -> tuple[tuple[str, int, str], ...]:
+    """What runs as recorded though nobody asked for that, and meets float32.
+
+    Products are left out, since `Explanation.products` lists them with their reasons; so is what makes values from
+    none, and what is inside of another operation that is listed.
+    """
     counted: Counter[tuple[str, str]] = Counter()
     for op, visit in found:
         recorded = op.rule == Rule.RECORDED.value and op.reason not in REQUESTED
@@ -156,6 +163,7 @@ def _opaque(found: Sequence[tuple[Operation, Visit]]) -> tuple[tuple[str, int, s
 
 
 def _unmatched(rules: Rules, operations: Sequence[Operation]) -> tuple[str, ...]:
+    """The globs of the rules that match no scope, each with a suggestion if a segment of some scope is like it."""
     scopes = {op.scope for op in operations}
     segments = {glob.escape(segment) for scope in scopes for segment in scope.split("/")}
     return tuple(
@@ -181,12 +189,15 @@ def _hidden_casts(
             narrow = trace(fn, *jax.tree.map(narrowed, args), **jax.tree.map(narrowed, kwargs))[0]
     except Exception as error:  # user code that does not accept 16-bit arguments may raise anything
         return (), f"the function cannot be traced with {policy.compute_dtype.name} arguments ({type(error).__name__})"
+    # What a float32 trace shows is not hidden. Of the others, JAX's own casts (as in `jnp.sum` of 16-bit numbers) were
+    # asked for by nobody.
     shown = {source_line(visit.node) for visit in visits(recorded, TOP) if _widens(visit)}
     appeared = [source_line(v.node) for v in visits(narrow, TOP) if _widens(v) and is_asked_for(v.node)]
     return tuple(line for line in dict.fromkeys(appeared) if line not in shown), None
 
 
 def _widens(visit: Visit) -> bool:
+    """Whether a node casts 16-bit numbers to float32."""
     node = visit.node
     if node.name != "convert_element_type":
         return False

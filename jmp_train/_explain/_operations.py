@@ -24,7 +24,8 @@ from .._sizes import is_static
 REQUESTED = ("full_precision region", "with_scopes: float32")
 """Reasons for which an operation runs as recorded because the user said so."""
 
-# Besides the primitives that are entered, what has equations of the user's inside.
+# Besides the primitives that are entered, what has equations of the user's inside. A Pallas kernel or a scatter's
+# combining function has a jaxpr too, but of another language, or of JAX's own.
 _OPENED = frozenset({"custom_linear_solve"})
 
 
@@ -98,7 +99,7 @@ def repeats(node: Node) -> int:
     """How often a node runs the programs inside it; 1 where that is not known."""
     if node.name == "scan":
         return node.params["length"] if is_static((node.params["length"],)) else 1
-    if node.name == "shard_map":
+    if node.name == "shard_map":  # once on each device of the axes that it takes over from the compiler
         return math.prod(node.params["mesh"].shape[axis] for axis in node.params["newly_manual_axes"])
     return 1
 
@@ -126,6 +127,7 @@ def shapes_of(visit: Visit) -> list[Any]:
 
 
 def flops_of(visit: Visit) -> int:
+    """The FLOPs of a dot or convolution; 0 of anything else, and of symbolic shapes."""
     node, shapes = visit.node, shapes_of(visit)
     if node.name not in PRODUCTS or not is_static(*shapes):
         return 0
@@ -141,6 +143,7 @@ def operations_of(program: Program, times: int = 1) -> Iterator[tuple[Operation,
         inside, more = program.place.inside(node), times * repeats(node)
         for body in equation.bodies:
             yield from operations_of(body, more)
+        # What runs as recorded was not planned inside, and is listed from its jaxpr.
         if not equation.bodies:
             reason = equation.entry.reason if equation.entry.reason in REQUESTED else f"inside {node.name}, as recorded"
             for body in bodies_of(node):
@@ -158,11 +161,12 @@ def _result(visit: Visit) -> Any:
 
 def _planned(program: Program, equation: Equation, visit: Visit) -> Operation:
     node = equation.node
-    read = [dtype for dtype in equation.reads if dtype is not None]
+    read = [dtype for dtype in equation.reads if dtype is not None]  # `None`: as it is
     dtype = max(read, key=lambda dtype: dtype.itemsize) if read else _recorded(visit)
     result = _result(visit)
     if node.outs and is_float32(program.recorded.avals[node.outs[0]]):
         result = dtype_of(program.precision(node.outs[0]), program.low)
+    # Of what was recorded in 16 bits and runs in float32, as a sum of hand-cast code, the rule is the reason.
     wide = dtype == FLOAT32 and any(map(is_float32, visit.avals((*node.ins, *node.outs))))
     follows = wide and equation.entry.rule in _FOLLOWING
     reason = _why_wide(program, equation) if follows else equation.entry.reason
@@ -193,20 +197,21 @@ _FOLLOWING = (Rule.FOLLOW, Rule.SHAPE, Rule.WIDEST)
 def _why_wide(program: Program, equation: Equation) -> str:
     """What keeps an equation in float32 that could have followed a narrow operand."""
     precisions = [program.precision(use.value) for use in equation.uses]
-    saved = program.residuals.saved
+    saved = program.residuals.saved  # in the compute dtype: a reader across a dot finds no float32 there
     wide = [
         use.value
         for use, precision in zip(equation.uses, precisions, strict=True)
         if precision is Precision.FULL and not (use.residual and use.value in saved)
     ]
     if wide:
-        return f"float32, for {_maker(program, wide[0])}"
+        return f"float32, for {_origin(program, wide[0])}"
     if Precision.LOW in precisions:
         return "float32, for only float32 operations read it"
     return "float32, until a narrow value meets it"
 
 
-def _maker(program: Program, number: int) -> str:
+def _origin(program: Program, number: int) -> str:
+    """Why a value is float32 data, in words."""
     if (producer := program.recorded.producers.get(number)) is not None:
         return f"{producer.name} leaves its operand in float32"
     if number in program.captured:

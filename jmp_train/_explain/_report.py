@@ -48,7 +48,7 @@ class Explanation:
       policy: the policy, as text.
       compute_dtype: its compute dtype.
       reduce_dtype: its reduce dtype.
-      operations: one `Operation` for each equation of the program, those inside loops, branches, rematerialised parts
+      operations: one `Operation` for each equation of the program, those inside loops, branches, rematerialized parts
         and calls included.
       emitted: one `Emitted` for each equation of the program that autocast makes of it.
       outputs: one `Output` for each array that is returned.
@@ -142,7 +142,7 @@ class Explanation:
     def as_dict(self) -> dict[str, Any]:
         """Returns everything as dictionaries, lists, strings and numbers, the sums of the properties included."""
         names = ("summary", "converted", "total", "widened", "flops", "low_flop_share")
-        values = dataclasses.asdict(dataclasses.replace(self, text=""))
+        values = dataclasses.asdict(dataclasses.replace(self, text=""))  # `program()` is text, and long
         del values["text"]
         values["kept_bytes"] = dict(self.kept_bytes)
         values["products"] = [dict(zip(("dtype", "reason", "number"), row, strict=True)) for row in self.products]
@@ -186,6 +186,7 @@ class Explanation:
         return compare(self._numbers(), other._numbers(), self.operations, other.operations)
 
     def _numbers(self) -> dict[str, Any]:
+        """The totals that `diff` compares, by name."""
         numbers = {"policy": self.policy, "converted": self.converted, "total": self.total, "casts": self.casts}
         kept = {f"kept in {dtype}": number for dtype, number in self.kept_bytes}
         return numbers | {"low_flop_share": round(self.low_flop_share, 4)} | kept

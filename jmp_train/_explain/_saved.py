@@ -28,12 +28,13 @@ def saved_values(program: Program) -> Iterator[tuple[str, int | None]]:
     producers = program.producers()
     saved: dict[int, np.dtype] = {}
     for equation in program.equations:
-        if not _is_backward(program, equation):
+        if not _is_backward(program, equation):  # a forward loop may hold a backward pass of its own
             for body in equation.bodies:
                 yield from saved_values(body)
             continue
         for number in equation.operands:
             for source, dtype in _sources(program, producers, number):
+                # Read in 16 bits here and in float32 there, it is saved in float32.
                 saved[source] = max(saved.get(source, dtype), dtype, key=itemsize)
     for number, dtype in saved.items():
         size = static_size(getattr(program.avals[number], "shape", ()))
@@ -41,6 +42,7 @@ def saved_values(program: Program) -> Iterator[tuple[str, int | None]]:
 
 
 def _is_backward(program: Program, equation: Equation) -> bool:
+    """Whether an equation is of the backward pass: what is cast, saved or computed again for it is forward."""
     return equation.op is Op.RECORDED and not equation.remat and program.place.is_backward(equation.node)
 
 
@@ -53,7 +55,7 @@ def _sources(program: Program, producers: dict[int, Equation], number: int) -> I
         if equation is None or number in seen or _is_backward(program, equation):
             continue
         seen.add(number)
-        added = equation.op is not Op.RECORDED
+        added = equation.op is not Op.RECORDED  # a cast, a saved copy or a rounding, of its first operand
         if equation.remat:
             pending.extend((operand, program.avals[operand].dtype) for operand in equation.operands)
         elif added or equation.node.name in _MOVES:

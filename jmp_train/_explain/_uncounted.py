@@ -51,7 +51,7 @@ def uncounted(found: Iterable[tuple[Operation, Visit]]) -> tuple[Uncounted, ...]
     for op, visit in found:
         reason = _reason(visit)
         if reason is not None:
-            estimate = _estimate(visit)
+            estimate = _estimate(visit)  # `None` or 0 stay what they are
             kinds.setdefault((op.primitive, op.dtype, reason), []).append(estimate and estimate * visit.times)
     return tuple(
         Uncounted(name, len(flops), dtype, reason, None if None in flops else sum(filter(None, flops)))
@@ -69,6 +69,7 @@ def _reason(visit: Visit) -> str | None:
     if node.name == "scan":
         numbered = is_static((node.params["length"],))
         return None if numbered or not _multiplies(node) else "counted as one iteration: symbolic length"
+    # An unknown primitive may multiply, too. One of integers alone has no FLOPs.
     if node.name in _OPAQUE_DOTS or node.name not in TABLE:
         return TABLE.get(node.name, UNKNOWN).reason if any(map(_is_inexact, _avals(visit))) else None
     return None
@@ -81,6 +82,7 @@ def _multiplies(node: Node) -> bool:
 
 
 def _estimate(visit: Visit) -> int | None:
+    """The FLOPs of an operation by its own account; `None` if it gives none."""
     node = visit.node
     if node.name == "pallas_call":
         return getattr(node.params.get("cost_estimate"), "flops", None)

@@ -1,14 +1,25 @@
 """How an operand gets to its equation: fused into it, or through memory, where its copy in 16 bits will do.
 
-A sum is a kernel of its own and reads what is stored, and so does what sends values to other devices or to the host:
-half of the bytes. But what a loss's own softmax makes is only computed when the sum over its rows is known, in a kernel
-that can add up a bias's gradient as well: that sum is fused into it. So is that of a bias before a norm, whose backward
-pass computes the cotangent when its own sums over rows or batches are known, unless a GELU or the like lies between.
-Of a cotangent that repeats numbers, as behind a mean, it is these that are stored, in float32.
+    h:f32 = exp a                      a dot reads `h`, so that a copy of it is stored in 16 bits
+    c = dot_general h w
+    d = mul 2.0 h                      fused: XLA computes `h` in the kernel of `d`, which reads float32
+    s = reduce_sum h                   stored: the kernel of the sum reads memory, where the copy is half of the bytes
 
-Above all this is about residual streams in loops. A loop's carry starts as its first value is. An embedding is a
-parameter, and the gradient of a network's head is float32, yet outside of a loop the first layer would narrow both.
-Here they are narrowed before the loop, since a carry has one dtype.
+A sum is a kernel of its own and reads what is stored, and so does what sends values to other devices or to the host.
+Three sums of a backward pass, each the gradient of a bias, are exceptions, since XLA for GPUs computes the cotangent
+that they add up in a kernel that can add it up as well:
+
+* behind the loss's own softmax, whose cotangent is known only once the sum over each row is;
+* before a norm, whose backward pass computes the cotangent once its own sums over rows or batches are known, unless an
+  expensive activation lies between;
+* of a cotangent that repeats numbers, as behind a mean: the few that are repeated are what is stored, in float32.
+
+There the sum reads float32, which moves no more bytes.
+
+For the carries of a loop an access is a decision about dtypes. A carry has one dtype, that of its first value. The
+first value of a residual stream is an embedding, which is a parameter; that of the stream's gradient comes from a
+network's head in float32. Outside of a loop the first layer would narrow either. Here both are narrowed before the
+loop.
 
 Decides the `Access` of each operand, and which carries may start in the compute dtype. Does not decide whether they
 do: what a loop builds up over many iterations (the state of a recurrent cell, sums, weights that an inner loop updates)
@@ -24,12 +35,13 @@ from ..._sizes import assumed_size
 from ..ir import Access, Fact, Place, Precision
 from ..primitives import Entry, Rule, Trait, having
 
-_KERNELS = having(Trait.POOL | Trait.TRANSFERS)
+_KERNELS = having(Trait.POOL | Trait.TRANSFERS)  # kernels of their own
 _EXPENSIVE = having(Trait.EXPENSIVE)
 _FUSED = having(Trait.FUSES | Trait.EXPENSIVE)
 # Compiled for an H200, heads with fewer logits keep the sum in a kernel of its own, and XLA stores float32 for it.
 _MANY_LOGITS = 2**20
-# The same for the cotangents of norms, and where fewer numbers are added up.
+# The same of the cotangent of a norm: with fewer numbers in all, or fewer rows that are added up into one, its sum is
+# a kernel of its own.
 _MANY, _MANY_ROWS = 2**22, 2**13
 
 
@@ -39,8 +51,8 @@ class Accesses:
     def __init__(self, program: FlatJaxpr, place: Place, returned: Container[int]):
         self._program, self._place, self._returned = program, place, returned
         self._summed: dict[int, list[int]] = {}  # the sizes of the gradients summed and returned so far, by depth
-        # Values computed from sums of the forward pass, and from others of the backward pass, without a dot between,
-        # and how many numbers the largest of these sums has.
+        # Values computed from sums of the forward pass, such as a softmax's, without a dot between, and the size of the
+        # largest of these sums; and the same of values computed from sums of the backward pass, such as a norm's.
         self._after_sum: dict[int, int] = {}
         self._after_statistic: dict[int, int] = {}
 
@@ -49,7 +61,8 @@ class Accesses:
         if entry.rule is not Rule.ENTER:
             is_sum = entry.has_own_kernel
             backward, adds = is_sum and self._place.is_backward(node), node.name == "reduce_sum"
-            # Of a bias, as autodiff records it: a sum of the cotangent that is returned as it is.
+            # JAX records the gradient of a bias as the sum of a cotangent. Where the program does not return that sum,
+            # more is computed from it, and it is not known to be a gradient.
             gradient = backward and adds and node.outs[0] in self._returned
             fused = gradient and (
                 self._repeats(node.ins[0])
@@ -64,7 +77,7 @@ class Accesses:
                 self._note(self._after_statistic, node, entry, facts, backward and adds)
             kernel = (is_sum and not fused) or node.name in _KERNELS
             return [Access.STORED if kernel else Access.FUSED] * len(node.ins)
-        if node.name != "scan":  # XLA keeps a rematerialized call apart, behind a barrier
+        if node.name != "scan":  # JAX puts a barrier before a rematerialized call, so that XLA fuses nothing into it
             return [Access.STORED if node.name == "remat2" else Access.FUSED] * len(node.ins)
         consts, carry = scan_counts(node.eqn)
         accesses = [Access.STORED] * len(node.ins)  # a loop is no kernel: it reads memory
@@ -83,7 +96,7 @@ class Accesses:
         adds up the gradient of the norm's scale already, and XLA would store float32 for another sum.
         """
         (logits,) = node.ins
-        first = facts[logits].depth not in self._summed
+        first = facts[logits].depth not in self._summed  # a dot between two sums puts them at different depths
         return first and logits in self._after_sum and self._size(logits) >= _MANY_LOGITS
 
     def _is_bias_before_norm(self, node: Node, facts: Sequence[Fact]) -> bool:
@@ -93,10 +106,12 @@ class Accesses:
         statistics, which come first, are over some of the same axes, as those of a BatchNorm are.
         """
         (cotangent,) = node.ins
+        # A statistic is one of the norm's own sums in the backward pass.
         size, statistic = self._size(cotangent), self._after_statistic.get(cotangent)
         if statistic is None or size < _MANY or size < _MANY_ROWS * self._size(node.outs[0]):
             return False
-        # Two sums over different axes leave all of the axes, one or the other of them.
+        # Of two sums over disjoint axes one or the other keeps each axis: their sizes multiply to no less than the
+        # cotangent's. Over the same axes they multiply to less.
         gradients = self._summed.get(facts[cotangent].depth, ())
         beside = any([gradient * statistic >= size for gradient in gradients])
         return not (beside or self._is_behind_activation(cotangent, facts))
@@ -104,7 +119,8 @@ class Accesses:
     def _is_behind_activation(self, cotangent: int, facts: Sequence[Fact]) -> bool:
         """Whether the norm is of an expensive function, whose derivative is a factor of the cotangent.
 
-        XLA stores that product anyway, and another sum would have it do so in float32.
+        XLA stores the product of both anyway, rather than compute the function in a kernel more; a sum that reads the
+        product in float32 would have XLA store it in float32.
         """
         size, seen, rest = self._size(cotangent), {cotangent}, [cotangent]
         while rest:
@@ -115,9 +131,10 @@ class Accesses:
                 return True
             for number in node.ins:
                 producer = self._program.producers.get(number)
+                # What is smaller, as a row of parameters or statistics, is computed in a kernel of its own.
                 if number in seen or producer is None or producer.name not in _FUSED or self._size(number) < size:
                     continue
-                if self._place.is_backward(producer):
+                if self._place.is_backward(producer):  # what comes before the norm's sums is another kernel
                     follows = number in self._after_statistic
                 else:  # between two dots of the forward pass, as a norm and the activation that it reads are
                     follows = self._place.is_backward(node) or facts[number].depth == facts[result].depth
@@ -135,6 +152,7 @@ class Accesses:
         for number in node.ins:
             if facts[number].depth > depth:
                 depth = facts[number].depth
+        # An operand of less depth is one that a dot separates from the others: only what is as deep counts.
         for number in node.ins:
             if number in sums and facts[number].depth == depth and sums[number] > largest:
                 largest = sums[number]
@@ -149,12 +167,14 @@ class Accesses:
         candidates = [number for number in carry if self._can_start_narrow(facts[number])]
         if candidates and self._place.inside(node).backward:
             shapes = self._narrow_shapes(node, facts)
-            # Others are gradients of weights that the loop reads in every iteration: running sums.
+            # A carry of any other shape is the gradient of weights that the loop reads in every iteration. That is a
+            # running sum, and has to be float32.
             candidates = [number for number in candidates if self._program.avals[number].shape in shapes]
         return [Access.NARROW if number in candidates else Access.CARRIED for number in carry]
 
     @staticmethod
     def _can_start_narrow(fact: Fact) -> bool:
+        # A parameter that is carried as it is may be a weight that the loop updates, by steps too small for 16 bits.
         return fact.has_low_copy or (fact.precision is Precision.WEAK and fact.computed)
 
     def _narrow_shapes(self, node: Node, facts: Sequence[Fact]) -> set[tuple[int, ...]]:

@@ -1,8 +1,8 @@
 """Which values are expensive, and no larger than the values in the compute dtype that they are computed from.
 
-    t = tanh (mul 0.8 x:f16)      |t| <= 1
-    s = mul 0.5 (add 1.0 t)       |s| <= 1
-    y = mul x:f16 s               |y| <= |x|
+    t = tanh (mul 0.8 x:f16)      |t| <= 1             degree 0, factor 1
+    s = mul 0.5 (add 1.0 t)       |s| <= 0.5 (1 + 1)   degree 0, factor 1
+    y = mul x:f16 s               |y| <= 1 |x|         degree 1, factor 1: no larger than `x`, and as expensive as `t`
 
 So are the results of activation functions that multiply their operand by a bounded function of it: GELU (Hendrycks and
 Gimpel, 2016), SiLU, Mish. In the compute dtype they are finite wherever their operand is.
@@ -24,7 +24,10 @@ _SAME = having(Trait.MOVES | Trait.PICKS | Trait.FLIPS)
 
 
 class _Bound(NamedTuple):
-    """A value is at most `factor` times the largest value in the compute dtype to the power of `degree`."""
+    """A value is at most `factor` times the largest value in the compute dtype to the power of `degree`.
+
+    Bounds compare as tuples: one of less degree is the smaller one, since the largest value is far above any factor.
+    """
 
     degree: int
     factor: float
@@ -40,8 +43,10 @@ def activations(program: Program) -> set[int]:
 
     def bound(number: int) -> _Bound | None:
         fact, found = program.facts[number], bounds.get(number)
+        # Known numbers do not grow with the operand: the `1.0` of a sigmoid has degree 0.
         if (known := fact.numbers.range) is not None:
             return _Bound(0, known.largest)
+        # A value in the compute dtype is finite, whatever it was computed from: `h + h` is no larger than itself.
         return min(found or _NO_LARGER, _NO_LARGER) if fact.precision is Precision.LOW else found
 
     def size(number: int) -> int:
@@ -59,13 +64,16 @@ def activations(program: Program) -> set[int]:
                 continue
             if name == "mul":
                 bounds[equation.results[0]] = _Bound(one.degree + other.degree, one.factor * other.factor)
-            elif one.degree == other.degree:
+            elif one.degree == other.degree:  # `x + 1` may exceed the largest value by one
                 bounds[equation.results[0]] = _Bound(one.degree, one.factor + other.factor)
         else:
             continue
-        # What is broadcast, as a statistic or a row of parameters, is computed in a kernel of its own.
+        # What is smaller, as a statistic or a row of parameters, is computed in a kernel of its own, where its cost
+        # does not count.
         large = [n for n in operands if n in expensive and not is_less(size(n), size(equation.results[0]))]
         if large or is_expensive(equation):
             expensive.update(equation.results)
+    # Of degree 0 are bounded functions alone, such as tanh. These follow the dtype of their operand, so that they are
+    # in the compute dtype already.
     within = {number for number, found in bounds.items() if found.degree == 1 and found <= _NO_LARGER}
     return within & expensive

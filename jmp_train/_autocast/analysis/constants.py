@@ -1,5 +1,8 @@
 """The numbers of values that no argument decides, and what rounding them to 16 bits would do to a product with them.
 
+    a = iota; b = exp a           `b` is a constant: no argument decides it
+    c = dot_general x b           `table_of` its numbers `exceeds` float16, which is infinite from exp(12) on
+
 Decides both by running the equations that make such a value, while the program is planned. Does not decide what follows
 from it; see `product_causes.py`.
 """
@@ -20,16 +23,17 @@ from ..._jaxpr import FlatJaxpr, Node, bind
 from ..._sizes import static_size
 from ..primitives import TABLE, Rule, Trait, having
 
-# What is larger, or takes more equations to make, is not known.
+# A value of more numbers, or that takes more equations to make, is not known: planning would take time and memory.
 _MOST_NUMBERS = 2**20
 _MOST_EQUATIONS = 256
-# More are compiled together.
+# XLA compiles each equation by itself, unless there are more than so many, which one program runs; see `_run`.
 _FEW_EQUATIONS = 8
-# A sum that is so much smaller than what was added is zero, but for float32's rounding.
+# A sum that is so much smaller than what was added is zero, but for float32's rounding (its `eps` is 1.2e-7).
 _ROUNDED_TO_ZERO = 1e-6
 
 _ARITHMETIC = (Rule.LOW, Rule.HIGH, Rule.FOLLOW, Rule.SHAPE, Rule.WIDEST)
-# What gives the same result for the same operands, wherever it can be run, and costs little to run.
+# What gives the same result for the same operands, wherever it can be run, and costs little to run. No loop: how long
+# it takes is not known before it ends.
 _MAKES_CONSTANTS = having(Trait.CONSTANT) | {"jit", "custom_jvp_call", "custom_vjp_call"}
 _MAKES_CONSTANTS |= {name for name, entry in TABLE.items() if entry.rule in _ARITHMETIC}
 
@@ -88,6 +92,7 @@ class Constants:
         """The nodes that make a constant, in order; `None` if they are many, or some of their values large."""
         nodes, values, pending = [], {number}, {number}
         for node in reversed(self._program.nodes):
+            # What is known, or given by the program around, is not computed here.
             pending = {each for each in pending if each not in self._program.known and each not in self._given}
             if not pending or len(nodes) > _MOST_EQUATIONS:
                 break
@@ -116,9 +121,11 @@ class Constants:
                 values.update(zip(node.outs, bind(node.eqn, list(map(read, node.ins))), strict=True))
             return read(number)
 
-        # XLA compiles each equation by itself; many, as those of random numbers, it compiles together in less time.
+        # Outside of `jit`, XLA compiles each equation by itself; many, as those of random numbers, it compiles together
+        # in less time.
         made = jax.jit(run) if len(nodes) > _FEW_EQUATIONS else run
-        # In a thread of its own: neither the trace nor the mesh around this one may hold the numbers.
+        # In a thread of its own, since JAX keeps the current trace and mesh by thread: under a `jit` around this one
+        # the equations would be traced, and under a mesh placed on its devices, rather than give numbers.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             try:
                 return thread.submit(lambda: np.asarray(made())).result()
@@ -132,8 +139,9 @@ class Table:
 
     Attributes:
       exceeds: the compute dtype cannot stand for it: some numbers are infinite there; or all are integers, of which it
-        skips some; or so many are too small for it that what they add up to along the contracted axes is lost.
-      exact: the compute dtype holds all of them.
+        skips some (float16 those above 2,048); or so many are too small for it that what they add up to along the
+        contracted axes is lost.
+      exact: the compute dtype holds all of them, without rounding.
       averages: it is exact, and no number is larger than one: the weights of an average or a selection.
       ordered: one row of numbers that rise or fall, as bins and grids do.
       uniform: all numbers are equal, as in a sum.
@@ -155,15 +163,19 @@ def table_of(value: np.ndarray, contracted: Sequence[int], low: np.dtype, captur
 
     If it was captured, it may be a frozen network's weight: a row of tiny numbers in it is no reason to widen all.
     """
+    # Infinities and NaN are the same in every dtype.
     wide = np.where(np.isfinite(value), value, 0).astype(np.float64)
     with np.errstate(over="ignore"):
         narrow = wide.astype(low).astype(np.float64)
     infinite, exact = not np.all(np.isfinite(narrow)), bool(np.array_equal(narrow, wide))
-    # Rounding normal numbers loses at most half of `eps`, relative to each; only subnormal ones lose more.
+    # Rounding normal numbers loses at most half of `eps`, relative to each, and the bound below is four times that:
+    # only subnormal numbers lose more. They matter if a whole row of them does, which is what one result sums over; in
+    # a captured array, only if all numbers together lose that much.
     rows = None if captured else tuple(contracted)
     errors = np.sum(np.where(np.isfinite(narrow), narrow - wide, 0) ** 2, axis=rows)
     sums, sizes = (np.sum(each, axis=tuple(contracted)) for each in (wide, np.abs(wide)))
     vanishing = np.any(errors > (2 * facts(low).eps) ** 2 * np.sum(wide**2, axis=rows))
+    # Rounded integers are others: a position or a label off by one.
     loses_integers = not exact and np.array_equal(np.round(wide), wide)
     steps = np.diff(wide.reshape(-1))
     is_row = max(value.shape, default=0) == value.size > 1

@@ -4,7 +4,11 @@
     d = sub (add |a|² |b|²) (mul 2.0 c)        c: a cross term of squared distances
 
 Distances between two sets are written so. Where points lie close together beside their norm, all digits cancel that 16
-bits hold, and more if a product rounds what its square beside it does not.
+bits hold, and more if the product rounds numbers whose squares beside it are of unrounded ones.
+
+    c = dot_general a b; e = cos (mul 2.0 c)       c is delicate: an absolute error of an angle is one of its cosine
+    c = dot_general a b; e = cholesky c            c is in a system, directly
+    c = dot_general a b; e = dot_general c a       c is repeated, as in a quadratic form: `a` is a factor of both
 
 Decides which products are such terms, and which are read by a function or a linear system that magnifies their error.
 Does not decide what follows from it; see `product_causes.py`.
@@ -27,14 +31,16 @@ _BOUNDS = having(Trait.BOUNDS)
 _PICKS = having(Trait.PICKS)
 _PRODUCTS = having(Trait.DOT)
 _SQUARES = frozenset({"square", "integer_pow", "pow", "mul", "dot_general"})
-# Operands of which an absolute error counts, or a rounding to zero. Not those of bounds: a layer's result has some.
+# Operands of which an absolute error counts, or a rounding to zero. Not those of bounds: a layer's result is clipped as
+# often, as by a relu6. Nor that of the attention's backward pass (the only position counted from the end), a
+# log-sum-exp, which no product is.
 _DELICATE = {name: position for name, position in DELICATE_OPERAND.items() if name not in _BOUNDS and position >= 0}
 _DELICATE |= dict.fromkeys(having(Trait.PERIODIC), 0)
 
 _LOGARITHMS = frozenset({"log", "log2", "log1p"})
 _MAGNITUDES = frozenset({"square", "integer_pow", "abs", "sqrt"})  # what a power spectrum is computed with
 
-# A sum is followed back to that many terms.
+# A sum is followed back to that many terms, which keeps planning linear in the number of equations.
 _MOST_TERMS = 16
 
 Sums = frozenset[tuple[Any, int]]  # the source of the value whose squares are summed, and how many sums these are
@@ -77,6 +83,7 @@ class Consumers:
         pending = [node for system in systems for number in system.ins for node in self._products_in(number)]
         found = {node.outs[0]: True for node in pending}
         while pending:
+            # Through sums only: what a bound such as relu makes of a product is an activation.
             for factor in [each for number in pending.pop().ins for each in self._products_in(number, ADDS)]:
                 if factor.outs[0] not in found:
                     found[factor.outs[0]] = False
@@ -114,7 +121,10 @@ class Consumers:
         return found
 
     def _is_squared(self, number: int, sizes: DotSizes, position: int, sums: Sums) -> bool:
-        """Whether one of some sums is over the squares of an operand, and over the numbers that the dot contracts."""
+        """Whether one of some sums is over the squares of an operand, and over the numbers that the dot contracts.
+
+        Then one sum is left for each row of the operand.
+        """
         free = sizes.operands[position] // sizes.contracted
         matching = [source for source, size in sums if size == free]
         return any(self._producers.comes_from(number, s) or self._producers.is_part_of(number, s) for s in matching)
@@ -122,9 +132,9 @@ class Consumers:
     @functools.cached_property
     def _sums_of_squares(self) -> dict[int, Sums]:
         """Which sums of squares are terms of a value, one of them at least."""
-        squares: dict[int, Any] = {}
+        squares: dict[int, Any] = {}  # of a value that is squares, the source of what is squared
         sums = {number: found for number, give in self._given.items() if (found := give())}
-        roots: dict[int, Sums] = {}
+        roots: dict[int, Sums] = {}  # of a norm, the sums of which it is the root
         for node in self._program.nodes:
             if node.name == BARRIER:
                 for known in (squares, sums, roots):
@@ -136,7 +146,7 @@ class Consumers:
                     roots[result] = sums[number]
                 elif number in sums and (name in ADDS or self._moves(node)):
                     terms |= sums[number]
-                elif number in sums and name in _PICKS:
+                elif number in sums and name in _PICKS:  # some rows' sums: as many as the result has numbers
                     terms = frozenset((source, assumed_size(self._program.avals[result])) for source, _ in sums[number])
                 elif number in roots and name in _SQUARES:
                     terms |= roots[number]
@@ -156,12 +166,15 @@ class Consumers:
         return sums
 
     def _moves(self, node: Node) -> bool:
+        """Whether a node moves or scales a value."""
         return bool(node.outs) and self._producers.source(node.outs[0]) != node.outs[0]
 
     def _squared_by(self, node: Node) -> int | None:
         """The value whose numbers a node multiplies by themselves; a dot adds these up."""
         value, *others = node.ins
         if node.name == "dot_general":
+            # Sizes are asked for only where shapes are equal: this runs for every dot. A dot with rows of its own on
+            # either side is a Gram matrix, not squares.
             one, other = (self._program.avals[number].shape for number in node.ins)
             sizes = DotSizes.of(self._program, node) if one == other else None
             inner = sizes is not None and sizes.left == sizes.right == 1
@@ -171,10 +184,11 @@ class Consumers:
         elif node.name == "pow":
             is_square = range_of(self._program.known.get(others[0], 0)) == Range(2, 2)
         else:
-            is_square = node.params.get("y", 2) == 2
+            is_square = node.params.get("y", 2) == 2  # of `integer_pow`; `square` has no such parameter
         if not is_square:
             return None
         producer = self._producers.producer(value)
+        # `jnp.linalg.norm` squares magnitudes, which are the squares of the value itself.
         return producer.ins[0] if producer is not None and producer.name == "abs" else value
 
     def _products_in(

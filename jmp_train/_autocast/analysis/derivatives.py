@@ -1,7 +1,11 @@
 """Which product of a program is the derivative of which.
 
-Told by its place in the user's code: JAX records a derivative under the line and the scope of the product that it
-derives, on values of the same three sizes, or of larger ones where cotangents are mapped over.
+    c[m,n] = dot_general a[m,k] b[k,n]       recorded at line 7
+    d[m,k] = dot_general g[m,n] b[k,n]       transposed, at line 7, of the sizes {mn, mk, kn} too: a derivative of `c`
+
+Told by its place in the user's code, since a jaxpr does not say it: JAX records a derivative under the line and the
+scope of the product that it derives, on values of the same three sizes, or of larger ones where cotangents are mapped
+over.
 
 Decides this for products whose derivatives matter: those that run in float32, and those whose precision was set. Does
 not decide why a product does; see `products.py`.
@@ -18,10 +22,13 @@ from .wide_product import Cause
 
 
 class Forward(NamedTuple):
-    """A product whose derivatives are decided with it: where it stands, what it multiplies, why it is in float32.
+    """A product whose derivatives are decided with it.
 
-    `avals` are those of its operands and its result. `cause` is `None` where it is narrow although its precision was
-    set.
+    Attributes:
+      site: the program that it is in, as the nodes that lead there.
+      sources: of its operands, and of those of its derivatives so far.
+      avals: of its two operands and its result.
+      cause: why it is in float32; `None` where it is narrow although its precision was set.
     """
 
     site: tuple
@@ -34,8 +41,8 @@ class Registry:
     """The products whose derivatives are to be found, by what they share with these: primitive, line and scope."""
 
     def __init__(self):
-        self._by_key: dict[Any, dict[tuple, Forward]] = {}
-        self._keys: dict[tuple, Any] = {}
+        self._by_key: dict[Any, dict[tuple, Forward]] = {}  # by primitive, line and scope; then by place
+        self._keys: dict[tuple, Any] = {}  # of each place, the key under which it was added
         self.systems: set[tuple] = set()  # the lines and scopes of linear systems, whose derivatives are products
         self._layers: dict[tuple, list[Sequence[Any]]] = {}  # by line and scope
 
@@ -56,6 +63,7 @@ class Registry:
         return self._layers.get(line, ())
 
     def forget(self, where: tuple) -> None:
+        """Takes out the product at a place, if one was added there."""
         if where in self._keys:
             del self._by_key[self._keys.pop(where)][where]
 
@@ -64,9 +72,12 @@ class Registry:
     ) -> Forward | None:
         """The product that one with this key derives: in the same program, only if they share an operand."""
         products = self._by_key.get(key, {}).values()
+        # In one program a derivative shares an operand with its product. Two products of one line that share none, as
+        # of a lambda that is called twice, are no derivatives of each other. Across the boundary of a loop or call,
+        # values have other numbers, and nothing is known of what they share.
         products = [p for p in products if p.site != site or not sources.isdisjoint(p.sources)]
         derived = [p for p in products if _are_of_same_sizes(avals, p.avals)]
-        if not derived and backward:
+        if not derived and backward:  # only what is transposed is mapped over cotangents
             derived = [p for p in products if are_mapped(avals, p.avals)]
             if derived and any(_are_of_same_sizes(avals, each) for each in self.layers_at(key[1:])):
                 return None  # of a layer on the same line
@@ -77,6 +88,7 @@ class Registry:
 
 
 def _are_of_same_sizes(avals: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether the values have the same sizes in some order. As text: symbolic dimensions cannot be sorted."""
     one, other = ([str(static_size(aval.shape) or aval.shape) for aval in each] for each in (avals, others))
     return sorted(one) == sorted(other)
 
@@ -84,7 +96,8 @@ def _are_of_same_sizes(avals: Sequence[Any], others: Sequence[Any]) -> bool:
 def are_mapped(avals: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether one value is as large as one of the others, and two are larger than the rest by one factor.
 
-    So it is where a function is transposed and then mapped over cotangents, as `jax.jacrev` does.
+    So it is where a function is transposed and then mapped over cotangents, as `jax.jacrev` does: the cotangent and
+    what is made of it grow, the other operand does not.
     """
     larger, smaller = ([static_size(aval.shape) or 0 for aval in each] for each in (avals, others))
     return all([*larger, *smaller]) and any(

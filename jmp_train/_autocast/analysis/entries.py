@@ -1,5 +1,9 @@
 """The rule of each equation of a program: region over scope over edit over table, and what the program says besides.
 
+    a = mul x x             HIGH, where the table says WIDEST: a square
+    b = add x:i32 y:i32     RECORDED: not recorded in float32
+    c = dot_general x w     LOW, as the table says; RECORDED in a `full_precision` region
+
 Decides what holds for an equation before any dtype is known. Does not decide dtypes; see `passes.assign_dtypes`.
 """
 
@@ -28,7 +32,11 @@ def entries_of(program: FlatJaxpr, rules: Rules, place: Place, rewrites: Sequenc
 
 
 def _of_tree(producers: Producers, node: Node, entry: Entry) -> Entry:
-    """The entry of an addition of two parts of one value, as cumulative sums that are written as trees consist of."""
+    """The entry of an addition of two parts of one value, as cumulative sums that are written as trees consist of.
+
+    `x[:4] + x[4:]`, and again of the result, adds up many numbers, each level with a rounding of its own in 16 bits.
+    """
+    # `x + x` is a factor of two, and sums nothing.
     if entry.rule is not Rule.WIDEST or node.ins[0] == node.ins[1]:
         return entry
     left, right = map(producers.whole, node.ins)
@@ -41,6 +49,8 @@ def _entry(
     program: FlatJaxpr, node: Node, rules: Rules, place: Place, producers: Producers, rewrites: Sequence[Rewrite]
 ) -> Entry:
     entry = rules.entry(node.name)
+    # A region is stronger than all that follows. Of the marks only this one is an equation: a call marked
+    # `low_precision` is inlined, and its nodes say so.
     if node.name == "jit" and region_mark(node.eqn) == FULL_PRECISION_MARK:
         return Entry(Rule.RECORDED, "full_precision region")
     scoped = rules.scope_dtype(place.scope_of(node)) if rules.scopes else None
@@ -50,6 +60,7 @@ def _entry(
     if node.name == "scatter" and applies_function(node.eqn):
         return Entry(Rule.RECORDED, "carries a user's function compiled for float32")
     if entry.rule in (Rule.ENTER, Rule.RECORDED):
+        # JAX records a cast from float32 to float32 where a weak type ends.
         if node.name == "convert_element_type" and all(is_float32(program.avals[n]) for n in (*node.ins, *node.outs)):
             return Entry(Rule.SHAPE, "no change of dtype")
         return entry
@@ -58,7 +69,7 @@ def _entry(
         if entry.never_low and any(map(is_sixteen_bit, avals)):  # hand-cast code accumulates in float32, too
             return entry
         return Entry(Rule.RECORDED, "not recorded in float32")
-    if node.name in DOTS:
+    if node.name in DOTS:  # one of float32 and float64 numbers, or of complex ones, has no 16-bit form
         for aval in (*avals, program.avals[node.outs[0]]):
             if aval.dtype == FLOAT64 or np.issubdtype(aval.dtype, np.complexfloating):
                 return Entry(Rule.RECORDED, f"it reads or makes {aval.dtype.name}")
@@ -73,9 +84,12 @@ def _refine(node: Node, entry: Entry, producers: Producers, rewrites: Sequence[R
         return _of_tree(producers, node, entry)
     if node.name == "mul" and node.ins[0] == node.ins[1] and entry.rule is Rule.WIDEST:
         return Entry(Rule.HIGH, "a square: float16 overflows at 256 squared")
+    # `jax.lax.mul(x, y, out_dtype=...)`.
     if node.name == "mul" and node.params.get("out_dtype") is not None:
         return Entry(Rule.RECORDED, "the user asked for this dtype")
-    if entry is TABLE.get(node.name) and entry.rule is Rule.HIGH:  # no edit
+    # A rewrite computes without the sum for which the table says HIGH, and says what follows. An edit of the user's is
+    # another entry than the table's own, and stands.
+    if entry is TABLE.get(node.name) and entry.rule is Rule.HIGH:
         for rewrite in rewrites:
             if node.name in rewrite.entry:
                 entry = rewrite.entry[node.name](node) or entry

@@ -3,9 +3,9 @@
     g:f16 = dot_general x w             joined = dot_general x (concatenate w v)
     u:f16 = dot_general x v      ->     g, u = slices of it, computed in the kernels that read them
 
-Behind an optimization barrier such a slice is copied: written once more and read once more. What is saved of these dots
-is kept apart from the forward pass in another way, see `emit.py`. Of attention, whose dots read these results in turn,
-the parts are rearranged, and so copied anyway.
+Behind an optimization barrier, as saved values are, such a slice is copied: written once more and read once more. What
+is saved of these dots is kept apart from the forward pass in another way, see `emit.py`. Where dots read these results
+in turn, as in attention, the slices are rearranged for that, and so copied anyway.
 
 Decides which results these are. Does not decide which of them are saved.
 """
@@ -18,7 +18,8 @@ from typing import Any
 from ..._sizes import is_less, size_in_bytes
 from ..ir import Equation, Program
 
-# The bytes of a dot's operands and result up to which XLA joins it with others (`xla_gpu_dot_merger_threshold_mb`).
+# The bytes of a dot's operands and result up to which XLA joins it with others: 64 MiB, the flag
+# `xla_gpu_dot_merger_threshold_mb`.
 _MOST_BYTES = 2**26
 
 

@@ -1,5 +1,8 @@
 """Whether a planned loop takes the steps that it takes in float32, whatever its products run in.
 
+    while t < 1:  t, s = t + 0.1, s @ w          no product decides `t`: those of the loop may run in 16 bits
+    while |s| > 0.1:  s = s @ w                  products decide when it ends, so that it runs as recorded
+
 A solver of differential equations with constant steps adds up its time beside its state: the time decides when the loop
 ends, and no product decides the time. Its products may run in 16 bits. Where a loop ends on a residual, or where an
 error estimate chooses the next step, products decide, and in 16 bits the number of steps would be another.
@@ -46,6 +49,8 @@ def narrowed_stop(body: Program, loop: Loop) -> str | None:
     stops it is computed from the carry alone; an update that is skipped for its own result stops nothing.
     """
     stops = _stops(body, loop)
+    # In one iteration the stop is computed as recorded: what narrows it is then the carry that earlier ones made. If
+    # the products of this iteration decide, it is the update that is skipped.
     of_carry = dependencies(body, stops) is not None
     if of_carry and _dependencies_of_loop((body,), loop, numbers=stops) is None:
         return "when it stops depends on a product, or on another value that 16 bits change"
@@ -55,17 +60,21 @@ def narrowed_stop(body: Program, loop: Loop) -> str | None:
 def _stops(body: Program, loop: Loop) -> set[int]:
     """The predicates by which a scan hands on all that it carries unchanged; none if it never does."""
     producers, same = body.producers(), _copies(body)
-    cases, found = {0, 1}, set()
+    cases, found = {0, 1}, set()  # the values of the predicates for which all carries seen so far stay as they are
     for start, result in zip(body.inputs[loop.consts :], body.outputs[: loop.carry], strict=False):
         if same.get(result, result) != start:
-            equation = producers.get(result)
+            equation = producers.get(result)  # none of a constant or of another carry: this one changes
             cases &= _unchanged(equation, result, start, same) if equation else set()
             found.update(equation.node.ins[:1] if equation else ())
     return found if cases else set()
 
 
 def _copies(body: Program) -> dict[int, int]:
-    """The values that are other ones: in a batched branch each operand is `select_n(p, stop_gradient(x), x)`."""
+    """The values that are copies of others, by number.
+
+    JAX writes a branch under `vmap` as a selection of both results. Each operand `x` of the branch that does not run
+    is then `select_n(p, stop_gradient(x), x)`, which is `x`.
+    """
     same: dict[int, int] = {}
     for node in body.recorded.nodes:
         cases = node.ins[1:] if node.name == "select_n" else node.ins
@@ -98,7 +107,9 @@ def dependencies(program: Program, numbers: Iterable[int]) -> set[int] | None:
         operands = _operands(equation, results)
         if operands is None or not _runs_as_recorded(equation, operands, rounded):
             return None
+        # Of an equation with programs inside not every operand decides every result.
         needed.update(equation.operands[i] for i in operands)
+    # `avals` are the recorded ones here: a value in 16 bits by hand is not LOW.
     if any(program.precision(n) is Precision.LOW or is_sixteen_bit(program.avals[n]) for n in needed):
         return None
     return {i for i, number in enumerate(program.inputs) if number in needed}
@@ -110,7 +121,8 @@ def _runs_as_recorded(equation: Equation, operands: Iterable[int], rounded: Coll
         number, read, residual = equation.uses[i]
         if (read is not None and read.itemsize < 4) or (residual and number in rounded):
             return False
-    # An effect brings in what is no operand, such as what another operation wrote.
+    # The operands of an equation with bodies were asked of these. An effect brings in what is no operand, such as what
+    # another operation wrote.
     return bool(equation.bodies) or not (equation.rewrite or equation.node.eqn.effects)
 
 
@@ -134,7 +146,7 @@ def _operands(equation: Equation, results: Collection[int]) -> Collection[int] |
     skip, called = branches_of(equation.node.eqn)
     each = [dependencies(body, [body.outputs[i] for i in results]) for body in bodies]
     found = [inside for inside in each if inside is not None]
-    if len(found) < len(bodies) or not called:
+    if len(found) < len(bodies) or not called:  # of a call that is planned behind a boundary nothing is known
         return None
     return {*range(skip), *(skip + i for inside in found for i in inside)}
 
@@ -151,12 +163,13 @@ def _dependencies_of_loop(
     if ends is None:
         return None
     wanted = {*results, *(i - skip for i in ends if i >= skip)}
-    while True:
+    while True:  # each iteration adds a carry, so this ends
         found = dependencies(body, {*numbers, *(body.outputs[i] for i in wanted)})
         if found is None:
             return None
         before = {i - consts for i in found if consts <= i < consts + carry}
         if before <= wanted:
+            # The first value of a carry is an operand even if the body does not read it: the loop may not run.
             inside = found | {consts + i for i in wanted if i < carry}
             return {skip + i for i in inside} | {i for i in ends if i < skip}
         wanted |= before

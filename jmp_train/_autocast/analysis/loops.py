@@ -1,5 +1,9 @@
 """Questions about loops: does a carry accumulate, is it a residual stream, does the end depend on a computed float.
 
+    c -> add c (dot_general x w)                  c accumulates: what is added does not depend on it
+    c -> add c (tanh (dot_general c w))           c is a residual stream: what is added is a function of it
+    c -> add (mul 0.9 c) (tanh (dot_general c w)) neither: it is scaled on the way, so that small terms have to last
+
 Decides them by following dependencies through the body. Does not decide dtypes; see `passes.control_flow`.
 """
 
@@ -15,11 +19,11 @@ from ..._jaxpr import BARRIER, FlatJaxpr, Loop, Node, branches_of, flatten, loop
 from ..ir import Place, is_float32, is_sixteen_bit
 from ..primitives import ADDS, DOTS, Trait, having
 
-_COMMUTES = frozenset({"add", "add_any"})
+_COMMUTES = frozenset({"add", "add_any"})  # `x - c` changes the carry's sign in each iteration: no running sum
 _ACCUMULATES = having(Trait.ACCUMULATES)
 _PASSES = having(Trait.MOVES) | {"convert_element_type"}
 _HANDS_ON = having(Trait.MOVES | Trait.TRANSFERS)
-_ADDS_TO_STREAM = ADDS | _PASSES | {"select_n"}
+_ADDS_TO_STREAM = ADDS | _PASSES | {"select_n"}  # a selection is a mask, as of steps beyond a sequence's end
 
 
 def dependents(
@@ -40,7 +44,7 @@ def sources(
     found = set(numbers)
     for node in reversed(program.nodes):
         if not found.isdisjoint(node.outs) and through(node):
-            pairs = zip(node.ins, node.outs, strict=False)
+            pairs = zip(node.ins, node.outs, strict=False)  # of a barrier, which has as many of both
             found.update([n for n, result in pairs if result in found] if node.name == BARRIER else node.ins)
     return found
 
@@ -57,7 +61,7 @@ def may_be_narrow(
     gradient that comes back through such updates, which meets rows of activations only.
 
     Args:
-      body: the loop's body, whatever it rematerialises written out.
+      body: the loop's body, whatever it rematerializes written out.
       place: where it stands.
       weights: the arguments of `body` that are rows of parameters.
       start, result: the carry, as `body` is given it and as `body` returns it.
@@ -68,9 +72,10 @@ def may_be_narrow(
     # A 16-bit dot rounds the carry anyway; one that is kept in float32 does not.
     if result not in dependents(body, [start], lambda node: node.name not in DOTS or id(node.eqn) in wide):
         return True
+    # A loop of the forward pass that takes gradients inside updates weights: what it carries are those.
     if not place.backward and any(map(place.is_backward, body.nodes)):
         return False
-    rows = set(weights)
+    rows = set(weights)  # and what is computed from rows of parameters and known values alone
     for node in body.nodes:
         if not rows.isdisjoint(node.ins) and all(n in rows or n in body.known for n in node.ins):
             rows.update(node.outs)
@@ -86,7 +91,7 @@ class Relation(enum.IntEnum):
     NOTHING = 0
     CARRY = 1  # it is the carry, perhaps rearranged, cast to another width or masked
     SUM = 2  # it is the carry with terms added that do not depend on it
-    OTHER = 3
+    OTHER = 3  # it depends on the carry in another way
 
 
 HANDED_ON = (Relation.CARRY, Relation.SUM)
@@ -120,13 +125,16 @@ def _results(program: FlatJaxpr, node: Node, operands: list[Relation]) -> list[R
     other = [Relation.OTHER] * len(node.outs)
     if Relation.OTHER in related:
         return other
-    if node.name == "select_n":  # whose predicate is no carry or sum: these are floating
+    # A selection between the carry and a sum of it, as of masked steps, is a sum. Its predicate is no carry or sum:
+    # these are floating.
+    if node.name == "select_n":
         return [max(related)]
-    if len(related) > 1:
+    if len(related) > 1:  # a sum of the carry and itself: what is added depends on it
         return other
     position = next(i for i, relation in enumerate(operands) if relation)
     if node.name in HOLDS_SUMS:
         inside = relations_through(node, position)
+        # A sum that goes into a loop and comes out as its carry is a sum still.
         return [max(relation, related[0]) if relation else relation for relation in inside]
     if node.name in _PASSES:
         aval = program.avals[node.outs[0]]
@@ -146,10 +154,11 @@ def relations_through(node: Node, position: int) -> list[Relation]:
         return list(map(max, zip(*each, strict=True)))
     loop: Any = loop_of(node.eqn)
     carried = position - loop.skip - loop.consts
-    if not 0 <= carried < loop.carry:
+    if not 0 <= carried < loop.carry:  # read in every iteration, or row by row
         return [Relation.OTHER] * len(node.outs)
     program = flatten(loop.body)
     inner = relations(program, program.inputs[loop.consts + carried])
+    # Another result sees the carry of several iterations.
     found = [Relation.OTHER if inner.get(number) else Relation.NOTHING for number in program.outputs]
     found[carried] = inner.get(program.outputs[carried], Relation.NOTHING)
     return found
@@ -169,6 +178,7 @@ def is_counted(loop: Loop) -> bool:
     if loop.condition is None:
         return True
     condition, body = flatten(loop.condition), flatten(loop.body)
+    # Carries that decide the end, and those that these are computed from in the iteration before, and so on.
     read = sources(condition, condition.outputs)
     pending = {i for i, number in enumerate(condition.inputs[loop.skip :]) if number in read}
     deciding: set[int] = set()

@@ -1,5 +1,10 @@
 """Where a value comes from: what it was moved from, what it is a part of, and whether two values are one.
 
+    b = transpose (mul 2.0 a)         the source of `b` is `a`
+    c = slice b                       its own source; the whole that it is a part of is the product, `mul 2.0 a`
+    d = sin a; e = sin a              `d` and `e` are one: computed alike
+    f = mul d a                       the factors of `f` are `d` and `a`
+
 Decides these by following producers back through a program. Does not decide what follows from it; see
 `product_causes.py` and `entries.py`.
 """
@@ -20,12 +25,13 @@ from ..primitives import Trait, having
 from .constants import is_zero
 from .loops import dependents
 
-_MOVES = having(Trait.MOVES) | {"neg"}
+_MOVES = having(Trait.MOVES) | {"neg"}  # and the sign: `-x @ x.T` multiplies `x` with itself
 _PARTS = having(Trait.PICKS) | {"pad"}  # some of the numbers, or all of them beside zeros
 _WEIGHTS = having(Trait.DOT)
 _BECOME_WEIGHTS = _MOVES | {"add", "mul", "convert_element_type"}
 
-# What two values may be made of and be compared for equality: beyond this, unknown.
+# Two values made of more equations than this are not compared to the end, and count as two: the comparison follows
+# every path, of which there may be exponentially many.
 _MOST_COMPARED = 64
 
 
@@ -42,6 +48,7 @@ class Producers:
         self.program = program
         self._producers = program.producers
         self._tokens = dict(zip(program.inputs, same, strict=True)) if same else {}
+        # By the question, how each value answers it: inputs by their tokens.
         self._followed: dict[tuple[frozenset[str], bool], dict[int, Any]]
         self._followed = collections.defaultdict(lambda: dict(self._tokens))
 
@@ -79,6 +86,7 @@ class Producers:
         if node.name in primitives:
             if node.name == BARRIER:
                 return node.ins[node.outs.index(number)]
+            # Zeros add nothing to a sum over the value; other numbers do.
             return None if node.name == "pad" and not self._is_zero(node.ins[1]) else node.ins[0]
         if node.name == "convert_element_type" and self._widens(node):
             return node.ins[0]
@@ -89,8 +97,9 @@ class Producers:
         node = self.producer(number)
         if node is None or node.name not in ("mul", "div", "dot_general"):
             return ()
-        # An einsum multiplies by a dot that contracts no axis.
+        # `jnp.einsum("ni,n->ni", ...)` multiplies by a dot that contracts no axis.
         contracts = node.name == "dot_general" and node.params["dimension_numbers"][0][0]
+        # A divisor is no factor: `x / w` has the factors `x` and one over `w`, which is no value of the program.
         return () if contracts else node.ins[:1] if node.name == "div" else node.ins
 
     def is_stored(self, number: int) -> bool:
@@ -98,6 +107,7 @@ class Producers:
         source = self._follow(number, _MOVES | _PARTS, scales=True)
         if isinstance(source, int):
             return source in self.program.known
+        # An argument's token is a tuple, also as a row or in a program around. A number was computed around this one.
         while isinstance(source, tuple) and source[0] in ("outside", "row"):
             source = source[1]
         return isinstance(source, tuple)
@@ -106,9 +116,11 @@ class Producers:
         """Whether two values are pads of which one is zero wherever the other is not: their sum joins them."""
         nodes = map(self._producers.get, (one, other))
         pads = [node for node in nodes if node is not None and node.name == "pad" and self._is_zero(node.ins[1])]
-        if len(pads) < 2 or not is_static(self.program.avals[one].shape):
+        if len(pads) < 2 or not is_static(self.program.avals[one].shape):  # `range` takes no symbolic size
             return False
         places = [_padded_places(pad, self.program.avals[pad.ins[0]].shape) for pad in pads]
+        # Along one axis: one pad ends before the other begins, or both have the same step and start at other places of
+        # it, as `associative_scan` interleaves even and odd elements.
         return any(
             a.stop <= b.start or b.stop <= a.start or (a.step == b.step and (a.start - b.start) % a.step != 0)
             for a, b in zip(*places, strict=True)
@@ -117,6 +129,7 @@ class Producers:
     def axes_of_source(self, number: int, axes: Sequence[int]) -> frozenset[int] | None:
         """The axes of its source that `axes` of a value are; `None` where a reshape or a boundary may mix them."""
         source, axes = self.source(number), list(axes)
+        # What comes from the program around may have been moved there. An argument's token is its own here.
         if isinstance(source, tuple) and source[0] != "argument":
             return None
         while (node := self._producers.get(number)) is not None and self.source(number) != number:
@@ -125,6 +138,7 @@ class Producers:
                 axes = [node.params["permutation"][axis] for axis in axes]
             elif node.name == "broadcast_in_dim":
                 of_operand = {axis: i for i, axis in enumerate(node.params["broadcast_dimensions"])}
+                # -1 stands for an axis that the operand does not have.
                 axes = [of_operand.get(axis, -1) for axis in axes]
             elif self.program.avals[number].shape != self.program.avals[operand].shape:
                 return None
@@ -137,11 +151,12 @@ class Producers:
         return any(node.name in _WEIGHTS and not found.isdisjoint(node.ins) for node in self.program.nodes)
 
     def _widens(self, node: Node) -> bool:
+        """Whether a conversion changes no number: from 16 bits to float32, or of the weak type alone."""
         source, target = (self.program.avals[number].dtype for number in (node.ins[0], node.outs[0]))
         return source == target or (source in (FLOAT16, BFLOAT16) and target == FLOAT32)
 
     def _is_zero(self, number: int) -> bool:
-        value = self.program.known.get(self._follow(number, _MOVES, scales=False))
+        value = self.program.known.get(self._follow(number, _MOVES, scales=False))  # a token is no number of these
         return value is not None and is_zero(value)
 
     def _scaled(self, node: Node) -> int | None:
@@ -149,6 +164,7 @@ class Producers:
         left, right = node.ins
         if self._is_number(right):
             return left
+        # A number divided by a value is no multiple of the value.
         return right if node.name == "mul" and self._is_number(left) else None
 
     def _is_number(self, number: int) -> bool:
@@ -168,12 +184,13 @@ class Producers:
         return self._follow(number, _MOVES | _PARTS, scales=True) == source
 
     def _equal(self, left: Any, right: Any, budget: list[int]) -> bool:
-        if left == right:
+        if left == right:  # numbers of one value, or tokens of one value outside
             return True
         if left in self.program.known:
             return self._equal_known(left, right)
         one, other = self._producers.get(left), self._producers.get(right)
         budget[0] -= 1
+        # An equation with effects, as a callback, may give other numbers each time.
         if one is None or other is None or budget[0] < 0 or one.name != other.name or one.eqn.effects:
             return False
         if one.outs.index(left) != other.outs.index(right) or len(one.ins) != len(other.ins):
@@ -188,6 +205,7 @@ class Producers:
         if right not in self.program.known:
             return False
         one, other = self.program.known[left], self.program.known[right]
+        # Single numbers are compared. Two arrays are one only if they are one object: to compare them takes time.
         if isinstance(one, Tracer) or isinstance(other, Tracer) or np.size(one) != 1 or np.size(other) != 1:
             return one is other
         return bool(np.asarray(one) == np.asarray(other))

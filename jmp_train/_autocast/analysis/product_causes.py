@@ -4,6 +4,11 @@ A dot with a weight averages over many numbers, and networks are robust to its r
 Programs around networks contain other dots. The angle of a rotary embedding is a position times a frequency, and half
 of its digits are a wrong angle; a Gram matrix sums squares; a table of bins holds numbers that float16 does not.
 
+    dot_general x w                                      x: data, w: a parameter; a layer: no cause
+    dot_general x (transpose x)                          SQUARE
+    dot_general positions[512,1] frequencies[1,8]        SHORT: contracts one number
+    dot_general (softmax h) (sinh (linspace -20 20))     TABLE: sinh(20) is 2.4e8, and float16 ends at 65,504
+
 Decides this for one product, by what it multiplies: a value with itself, few numbers, constants, solutions of linear
 systems. Does not decide about derivatives, nor about products whose precision was asked for; see `products.py`.
 """
@@ -22,14 +27,15 @@ from .dot_sizes import DotSizes
 from .provenance import FLOAT32_PROVENANCES, ROUNDED_PROVENANCES, UNROUNDED_PROVENANCES, Provenance, Values
 from .wide_product import Cause
 
-# Tensor Cores contract 16 numbers of 16 bits at a time; with fewer they mostly multiply padding.
+# Tensor Cores contract 16 numbers of 16 bits at a time (`mma.m16n8k16`); with fewer they mostly multiply padding.
 TENSOR_CORE_DEPTH = 16
-# There is an instruction for half as many. Data times a weight of that depth is a layer's, as it is if there are more
-# and the result is larger than both: in float32 it would move more bytes.
+# There is an instruction for half as many (`mma.m16n8k8`). Data times a weight of that depth is a layer's, as it is if
+# there are more and the result is larger than both: in float32 it would move more bytes.
 _HALF_DEPTH = 8
-# An expectation has at least so many times fewer results than numbers that it averages.
+# An expectation has at least so many times fewer results than numbers that it averages: of 64 bins, at most four.
 _LEAST_AVERAGED = 16
-# A kernel with at most so many different filters of one channel, known when planning, is no layer.
+# A kernel with at most so many different filters of one channel, known when planning, is no layer: a blur repeats one,
+# a Sobel operator two.
 _FEW_FILTERS = 4
 
 _COMPUTED = (Provenance.SCALAR, Provenance.TABLE)  # what a constant is, unless it is a captured array
@@ -50,6 +56,7 @@ class ProductCauses:
 
     def of(self, node: Node) -> Cause | None:
         """The cause of a dot or convolution; `None` for a layer's."""
+        # A `ragged_dot_general` multiplies tokens by the weights of experts, and is a layer's.
         if node.name == "conv_general_dilated":
             return self._of_convolution(node)
         sizes = DotSizes.of(self._program, node) if node.name == "dot_general" else None
@@ -63,12 +70,18 @@ class ProductCauses:
         return self._magnified(node, self._provenances(node))
 
     def _of_dot(self, node: Node, sizes: DotSizes) -> Cause | None:
+        # The order decides which cause `explain` prints where several hold, and what derivatives inherit.
         provenances = self._provenances(node)
         are_data, are_one = _are_data(provenances), self._producers.are_one(*node.ins)
+        # A value that a product has rounded to 16 bits has no further digits that could cancel.
         rounded = any(each in ROUNDED_PROVENANCES for each in provenances)
+        # A value times itself is a square even where it is rounded, for then the squares that it is added to or
+        # subtracted from, as in a distance, read the same 16-bit numbers; see `WideProduct.meets_squares`.
         if self._contracts_one_axis(node) if are_one else not rounded and self._is_weighted_square(node):
             return Cause.SQUARE
         free = (sizes.left, sizes.right)
+        # No free axis on either side: one number for each batch element. On one side alone: a matrix times a vector,
+        # which reads the matrix once, so that its bytes decide; see `_is_in_memory`.
         if max(free) == 1 or (min(free) == 1 and self._is_in_memory(node, provenances)):
             return Cause.INNER
         if sizes.contracted < TENSOR_CORE_DEPTH and self._is_data(node, provenances, sizes):
@@ -77,7 +90,7 @@ class ProductCauses:
         known = [table for table in tables if table is not None]
         if any(table.exceeds for table in known):
             return Cause.TABLE
-        if any(table.staircase for table in known):
+        if any(table.staircase for table in known):  # in float32 as `cumsum`, whatever it sums
             return Cause.CUMULATIVE
         if self._is_cross_term(node, provenances):
             return Cause.DISTANCE
@@ -89,7 +102,7 @@ class ProductCauses:
             return Cause.SOLUTION
         if not rounded and any(table.differences for table in known):
             return Cause.DIFFERENCES
-        if are_data and Provenance.STATE in provenances:
+        if are_data and Provenance.STATE in provenances:  # times a parameter, it may be a layer's
             return Cause.STATE
         if self._is_expectation(node, tables, sizes):
             return Cause.GRID
@@ -99,7 +112,7 @@ class ProductCauses:
 
     def scales(self, node: Node) -> bool:
         """Whether an operand is one number that the program knows, as a loss's own cotangent is."""
-        operands = zip(node.ins, self._provenances(node), strict=False)
+        operands = zip(node.ins, self._provenances(node), strict=False)  # an attention has more than two operands
         return any(p is Provenance.SCALAR and static_size(self._program.avals[n].shape) == 1 for n, p in operands)
 
     def reads_data(self, node: Node) -> bool:
@@ -124,7 +137,7 @@ class ProductCauses:
         numbers = self._values.constants.numbers(number)
         if numbers is None:
             return None
-        if node.name != "dot_general":
+        if node.name != "dot_general":  # of a convolution's kernel: all its numbers together
             return table_of(numbers, range(numbers.ndim), self._low)
         captured = self._values.provenances[number] not in _COMPUTED
         return table_of(numbers, node.params["dimension_numbers"][0][operand], self._low, captured)
@@ -139,6 +152,8 @@ class ProductCauses:
     def _is_cross_term(self, node: Node, provenances: Sequence[Provenance]) -> bool:
         """Whether a product is a cross term of distances, or would round codes that are squared beside it unrounded."""
         squared = self._consumers.squared_beside.get(node.outs[0], frozenset())
+        # A codebook is a parameter, whose squares are summed in float32; a layer with a norm or energy added is left
+        # out, since what is squared there is what the layer is given.
         codes = any(provenances[i] is Provenance.PARAMETER for i in squared)
         return len(squared) == 2 or codes or (bool(squared) and _are_data(provenances))
 
@@ -146,6 +161,7 @@ class ProductCauses:
         """Whether a product of a value with itself sums squares: a power of a matrix contracts two axes of it."""
         pairs = zip(node.ins, node.params["dimension_numbers"][0], strict=True)
         one, other = (self._producers.axes_of_source(number, axes) for number, axes in pairs)
+        # What a reshape moved may be either, and is taken for a square, which runs in float32.
         return one is None or other is None or one == other
 
     def _is_in_memory(self, node: Node, provenances: Sequence[Provenance]) -> bool:
@@ -157,15 +173,19 @@ class ProductCauses:
     def _is_data(self, node: Node, provenances: Sequence[Provenance], sizes: DotSizes) -> bool:
         """Whether a short contraction reads float32 data, which it keeps as a multiplication does."""
         grows, fills = sizes.result > max(sizes.operands), sizes.contracted == _HALF_DEPTH
+        # `grows`: float32 results would move more bytes than the operands do. `fills`: the product fills the narrower
+        # instruction of a Tensor Core.
         wide = [provenance in FLOAT32_PROVENANCES for provenance in provenances]
         if not any(wide):
             # Parameters times parameters are dynamics and geometry, but for the two factors of a weight.
             both = provenances[0] is provenances[1] is Provenance.PARAMETER
             if not both or fills or (grows and sizes.contracted > _HALF_DEPTH):
                 return False
+            # A low-rank adapter is two thin factors, whose product is larger than both and is added to a weight.
             return not (grows and self._producers.becomes_weight(node.outs[0]))
         if fills and all(provenance in ROUNDED_PROVENANCES for provenance in provenances):
             return False  # activations times activations, as in attention
+        # Data times a weight. The state of a linear recurrence is none: its roundings add up at any depth.
         if not all(wide) and Provenance.STATE not in provenances and (grows or fills):
             return sizes.contracted < _HALF_DEPTH
         return not self.interpolates(node)
@@ -177,6 +197,7 @@ class ProductCauses:
         for number, table, provenance, other in operands:
             # A table that the program computes. One that is captured may be a frozen network's weight.
             if is_constant[number] and provenance in _COMPUTED and other in UNROUNDED_PROVENANCES:
+                # `None`: more numbers than are computed while planning.
                 return table is not None and not table.uniform  # uniform: a sum, which dots accumulate in float32
         if sizes.result * _LEAST_AVERAGED > max(sizes.operands):
             return False
@@ -188,6 +209,7 @@ class ProductCauses:
 
     def _magnified(self, node: Node, provenances: Sequence[Provenance]) -> Cause | None:
         """The cause of a product of numbers that nothing has rounded yet, where what reads it magnifies its error."""
+        # A factor of parameters alone is a weight, as of an orthogonal layer.
         if Provenance.FACTOR in provenances or any(each in ROUNDED_PROVENANCES for each in provenances):
             return None
         are_data = _are_data(provenances)
@@ -202,6 +224,7 @@ class ProductCauses:
         kernel, numbers = node.ins[1], node.params["dimension_numbers"]
         shape, provenance = self._program.avals[kernel].shape, self._values.provenances[kernel]
         filters, channels = (shape[axis] for axis in numbers.rhs_spec[:2])
+        # A parameter is a depthwise layer's kernel, however few filters it has.
         if channels != 1 or provenance not in (*_COMPUTED, Provenance.DATA):
             return False
         source = self._producers.source(kernel)

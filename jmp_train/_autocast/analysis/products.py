@@ -1,5 +1,10 @@
 """The products of a whole program that run in float32 because they are no layers, with their derivatives.
 
+    loss = sum (sin (dot_general x (transpose x)))
+    c = dot_general x (transpose x)                 SQUARE, so that it runs in float32
+    d = dot_general (cos c) x                       in float32 too: the derivative of `c`
+    e = dot_general h w                             a layer: no entry of its own, and LOW by the table
+
 A product that is no layer of a network (`product_causes.py`), or for which somebody asked for float32 by name, runs in
 float32 forward and backward (`derivatives.py`).
 
@@ -49,7 +54,8 @@ from .wide_product import Cause, WideProduct, wide_product
 if TYPE_CHECKING:
     from ..planner import Planner
 
-# Written as multiplications and additions, which fuse with their neighbours and are float32 on every GPU.
+# Written as multiplications and additions, which fuse with their neighbours and are float32 on every GPU. A float32 dot
+# would be a kernel of its own, on some GPUs in TF32.
 _AS_SUMS = frozenset({Cause.SHORT, Cause.INNER})
 
 _PROVENANCE_OF = {Precision.LOW: Provenance.NARROW, Precision.WEAK: Provenance.PARAMETER}
@@ -61,6 +67,8 @@ class Products:
 
     def __init__(self, planner: Planner):
         self.planner = planner
+        # By the site of a program, its new entries: the list they go into, where in it, and the node. A loop's body is
+        # visited until its carries are known, and what an earlier visit found is replaced.
         self._found: dict[tuple, list[tuple[list[Entry], int, Node, Entry]]] = {}
         self._updates = Updates()
         self.registry = Registry()
@@ -71,7 +79,8 @@ class Products:
         facts = [Known(_PROVENANCE_OF.get(each, Provenance.DATA), ("argument", i)) for i, each in enumerate(precisions)]
         self.is_rule = place.backward
         self.visit(jaxpr, place, facts, ())
-        # A program that several nodes call is planned once: what one of them needs in float32 is.
+        # After all visits: `visit` looks at those products whose entry is the table's. A program that several nodes
+        # call is planned once: what one of them needs in float32 runs so for all.
         for found in self._found.values():
             for entries, position, node, entry in found:
                 entries[position] = entry
@@ -106,7 +115,7 @@ class Products:
                     found.append((entries, position, node, update))
                     entry = update
             visit.values.add(node, entry)
-            if entry is UPDATE or entry is STEP:
+            if entry is UPDATE or entry is STEP:  # HIGH by its rule, but it narrows to what it meets
                 provenance = Provenance.PARAMETER if entry is UPDATE else Provenance.NARROW
                 visit.values.give(node.outs[0], Known(provenance))
         return [visit.values.result(number) for number in program.outputs]
@@ -142,14 +151,14 @@ class _Visit:
             return branches[0]
         if bodies:
             return [Known(joined_provenance(fact.provenance for fact in each)) for each in zip(*branches, strict=True)]
-        for i, body in enumerate(sub_jaxprs(node.params)):  # planned behind float32 boundaries
+        for i, body in enumerate(sub_jaxprs(node.params)):  # planned behind float32 boundaries: all it is given is data
             self._inside(node, body, [Known(Provenance.DATA)] * len(open_jaxpr(body).invars), i)
         return [Known(Provenance.DATA)] * len(node.outs)
 
     def _loop(self, node: Node, loop: Loop, facts: list[Known]) -> list[Known]:
         """The results of a loop: its carries start as they are given and come back as the body returns them."""
         body, consts, carry, *_ = loop
-        given = facts[consts + carry :]
+        given = facts[consts + carry :]  # the rows of a scan; none of a `while`
         are_solutions = [fact.provenance is Provenance.SOLUTION for fact in given]
         kinds = carry_kinds(self._planner.inlined(loop.body, self._place.inside(node)), loop, are_solutions)
         estimates = any(is_estimate for _, is_estimate in kinds)
@@ -157,6 +166,8 @@ class _Visit:
         carried = [
             carried_provenance(fact.provenance, *kind) for fact, kind in zip(facts[consts:], kinds, strict=False)
         ]
+        # What is carried is joined with what comes back until nothing changes. A carry is no constant, and no value
+        # that is known outside: nothing is known of it but its provenance.
         while True:
             inside = [*facts[:consts], *map(Known, carried), *rows]
             results = self._inside(node, body, inside, 0)
@@ -173,20 +184,24 @@ class _Visit:
         return Known(Provenance.ESTIMATE if filtered else fact.provenance, ("row", fact.token), sums=sums)
 
     def _inside(self, node: Node, body: Any, facts: list[Known], which: int) -> list[Known]:
+        # What is one value outside has one token. A carry has none, and gets one that no other value has: two carries
+        # are two values, whatever their provenance.
         facts = [fact if fact.token else fact._replace(token=("argument", i)) for i, fact in enumerate(facts)]
         return self._products.visit(body, self._place.inside(node), facts, (*self._site, id(node), which))
 
     def product(self, node: Node, position: int) -> WideProduct | None:
         """The entry of a product that has to run in float32; `None` for a layer's."""
+        # Not of a ragged dot's third operand, the sizes of its groups.
         avals = [self.values.program.avals[number] for number in (*node.ins[:2], *node.outs)]
         if not is_float32(avals[-1]) or any(map(is_sixteen_bit, avals)):
             return None  # cast by hand; integers times float32 numbers are a product as any other
         sources = {self.values.producers.source(number) for number in node.ins[:2]}
         registry, where = self._products.registry, (self._site, position)
         registry.forget(where)  # of an earlier visit, with other facts
-        # What a derivative rule computes anew, to derive it, is no derivative either.
+        # In the bodies of a backward pass, and in derivative rules, `place` says so, and name stacks do not. What a
+        # rule computes anew, to derive it, is recorded under "jvp(", and is no derivative.
         backward = is_backward(node) or (self._place.is_backward(node) and not in_jvp(node))
-        may_derive = not registry.is_empty and (backward or in_jvp(node))
+        may_derive = not registry.is_empty and (backward or in_jvp(node))  # a tangent is a derivative, too
         other = None
         if may_derive:
             other = registry.forward_of((node.name, *self.line(node)), self._site, sources, avals, backward)
@@ -195,13 +210,15 @@ class _Visit:
             return other.cause and wide_product(other.cause, of_derivative=True, as_sums=as_sums)
         guarded = asks_for_float32(node.params.get("precision"), self._planner.policy.matmul_precision)
         if guarded:
-            # Nobody asked for the precision of `jax.image.resize`, whose default it is.
+            # Nobody asked for the precision of `jax.image.resize`, whose default is `Precision.HIGHEST`.
             by_default = is_in_function_of_jax(node, "_resize") and self._causes.interpolates(node)
             cause = None if by_default else Cause.PRECISION
         elif may_derive and self.line(node) in registry.systems:
+            # The derivative of a factorization or a system is products with its factors, which JAX records on its line.
             return wide_product(Cause.SYSTEM)
         else:
             cause = self._causes.of(node) if not backward or self._is_no_derivative(node) else None
+        # Also without a cause, if it was guarded: its derivatives have the same precision, and have to stay narrow too.
         if cause is not None or guarded:
             registry.add(where, (node.name, *self.line(node)), Forward(self._site, sources, avals, cause))
         elif not backward:
@@ -224,6 +241,8 @@ class _Visit:
     def _as_sums(self, node: Node, cause: Cause | None) -> bool:
         """Whether a derivative is best written as multiplications and additions: as a few, or as one long sum."""
         sizes = DotSizes.of(self.values.program, node) if cause in _AS_SUMS else None
+        # A long sum, as in the gradient of the weights that multiply coordinates, is a reduction of what XLA multiplies
+        # in the same kernel.
         return sizes is not None and (sizes.contracted < TENSOR_CORE_DEPTH or sizes.contracted > sizes.result)
 
     def line(self, node: Node) -> tuple:

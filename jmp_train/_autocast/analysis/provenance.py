@@ -1,5 +1,12 @@
 """What a value was computed from, as far as it decides whether a product with it is a layer's.
 
+    w: parameter; x: data
+    a = dot_general x w          narrow: a product has rounded it
+    b = exp a                    activation: float32, of rounded values
+    c = add b (iota)             activation: a table has no roundings, and takes none away
+    d = dot_general x x          solution: a Gram matrix, since the product is a square
+    e = cholesky d               solution
+
 Decides this for the values of one program, equation by equation. Does not decide which product is a layer's; see
 `product_causes.py`. What goes into the programs inside is in `products.py`.
 """
@@ -48,7 +55,7 @@ UNROUNDED_PROVENANCES = (Provenance.TABLE, Provenance.DATA, Provenance.STATE, *_
 FLOAT32_PROVENANCES = (*UNROUNDED_PROVENANCES, Provenance.ACTIVATION)
 _OF_PARAMETERS = (Provenance.SCALAR, Provenance.PARAMETER, Provenance.FACTOR)
 ROUNDED_PROVENANCES = (Provenance.NARROW, Provenance.ACTIVATION)
-_STAY = (Provenance.SCALAR, *_SOLVED)  # what an operation that runs in float32 leaves them
+_STAY = (Provenance.SCALAR, *_SOLVED)  # what they are after an operation that runs in float32, too
 
 
 def joined_provenance(provenances: Iterable[Provenance]) -> Provenance:
@@ -58,12 +65,15 @@ def joined_provenance(provenances: Iterable[Provenance]) -> Provenance:
         return found[0] if found else Provenance.SCALAR
     if not any([each in FLOAT32_PROVENANCES for each in found]):
         return Provenance.NARROW
+    # An estimate stays one beside a parameter: the transition of a Kalman filter may be learned.
     if Provenance.ESTIMATE in found and not any([each in ROUNDED_PROVENANCES for each in found]):
         return Provenance.ESTIMATE
     if all([each in UNROUNDED_PROVENANCES for each in found]):
         # What is computed from a solution or state and data is one, as the covariance of a Kalman filter.
         strongest = (Provenance.SOLUTION, Provenance.KERNEL, Provenance.STATE)
         return next((each for each in strongest if each in found), Provenance.DATA)
+    # A table (the first of these) beside rounded values leaves them rounded; data, or a solution beside a parameter,
+    # makes data of all.
     if any([each in UNROUNDED_PROVENANCES[1:] for each in found]):
         return Provenance.DATA
     return Provenance.ACTIVATION if any([each in ROUNDED_PROVENANCES for each in found]) else Provenance.DATA
@@ -93,6 +103,7 @@ def carried_provenance(provenance: Provenance, is_state: bool, is_estimate: bool
     """
     if is_estimate:
         return Provenance.ESTIMATE
+    # What starts as a parameter, a table or a number has no roundings yet. It is a state once a product comes back.
     starts = (*_OF_PARAMETERS, Provenance.TABLE)
     return Provenance.STATE if is_state and provenance not in starts else provenance_after_loop(provenance)
 
@@ -120,7 +131,7 @@ class Values:
         for number, fact in zip(program.inputs, facts, strict=True):
             self.give(number, fact)
         for number in program.known:
-            single = number not in program.captured or is_single(program.avals[number])  # literals are
+            single = number not in program.captured or is_single(program.avals[number])  # literals are single
             self.provenances[number] = Provenance.SCALAR if single else Provenance.DATA
 
     def fact(self, number: int) -> Known:
@@ -129,7 +140,7 @@ class Values:
         return Known(self.provenances[number], ("outside", self.producers.source(number)), self._numbers(number), sums)
 
     def result(self, number: int) -> Known:
-        """What is known of a result where a call returns it."""
+        """What is known of a result where a call returns it. Its source and sums are of another program: they end."""
         return Known(self.provenances[number], numbers=self._numbers(number))
 
     def _numbers(self, number: int) -> Callable[[], np.ndarray | None] | None:
@@ -154,6 +165,7 @@ class Values:
         provenances, name, rule = self.provenances, node.name, entry.rule
         constant = self.constants.add(node)
         values = node.ins[DATA_OPERANDS[name]] if name in DATA_OPERANDS else node.ins
+        # `joined_provenance` of all, called only where two differ.
         provenance = Provenance.SCALAR
         for number in values:
             if provenance is Provenance.SCALAR:
@@ -162,13 +174,15 @@ class Values:
                 provenance = joined_provenance((provenance, provenances[number]))
         if name in SYSTEMS:
             provenance = self._solution(node, provenance)
-        elif provenance is Provenance.ESTIMATE and name not in KEEPS_ESTIMATES:
+        elif provenance is Provenance.ESTIMATE and name not in KEEPS_ESTIMATES:  # a network reads it
             provenance = Provenance.DATA
         elif provenance is Provenance.SOLUTION and name not in KEEPS_ESTIMATES:
             provenance = Provenance.KERNEL
         elif provenance is Provenance.KERNEL and name == "reduce_sum":  # features of what a kernel compares
             provenance = Provenance.DATA
         cause = entry.cause if isinstance(entry, WideProduct) else None
+        # A value from no operands is a table or, as what a callback returns, data. Times data, a state stays one,
+        # though that product runs in float32.
         if not node.ins or (rule in _COMPUTES_FLOAT32 and provenance not in _STAY and cause is not Cause.STATE):
             square = cause is Cause.SQUARE
             computed = Provenance.ACTIVATION if provenance in ROUNDED_PROVENANCES else Provenance.DATA
@@ -184,7 +198,11 @@ class Values:
             provenances[number] = Provenance.SCALAR if dtype == _BOOL else Provenance.NARROW if rounded else provenance
 
     def _solution(self, node: Node, provenance: Provenance) -> Provenance:
-        """The provenance of what a linear system makes: as it is, where an iteration solves it to a tolerance."""
+        """The provenance of what a linear system makes: as it is, where an iteration solves it to a tolerance.
+
+        `jnp.linalg.solve` is a `custom_linear_solve`, as conjugate gradients are; it is given the factors of its
+        matrix.
+        """
         found = {self.provenances[number] for number in node.ins}
         if node.name == "custom_linear_solve" and found.isdisjoint(_SOLVED):
             return provenance

@@ -1,5 +1,9 @@
 """How large and how small the numbers are that a program makes of its literals and booleans alone.
 
+    a = mul 10.0 -1e4             range 1e5 to 1e5: float16 ends at 65,504
+    b = select_n mask 0.0 -1e5    range 1e5 to 1e5, zeros left out
+    c = add scores b              overflows: numbers beyond float16 stand beside others, whose range is not known
+
 Each literal may fit into the compute dtype and their product may not: a mask of -1e4 that is multiplied by 10, a
 coefficient of 1e-4 squared. Arguments are not followed: of parameters it is known that they narrow, and data are wide.
 
@@ -44,9 +48,10 @@ class Range(NamedTuple):
         The 0.999999 of `arccos(clip(x, -0.999999, 0.999999))` keeps a slope finite.
         """
         found = facts(dtype)
+        # Below the smallest normal number digits are lost.
         if not (found.smallest_normal <= self.smallest and self.largest <= found.max):
             return False
-        if self.smallest >= 1 + found.eps or self.largest <= 1 - found.eps:
+        if self.smallest >= 1 + found.eps or self.largest <= 1 - found.eps:  # asked first, since it needs no rounding
             return True
         return not (_becomes_one(self.smallest, dtype) or _becomes_one(self.largest, dtype))
 
@@ -73,13 +78,13 @@ def range_through(node: Node, operands: Sequence[Range | None]) -> Range | None:
         return None
     if node.name in _SAME:
         return known[0]
-    first, last = known[0], known[-1]
+    first, last = known[0], known[-1]  # of the two operands of arithmetic
     if node.name in _JOINS:
         return Range(min(r.smallest for r in known), max(r.largest for r in known))
     if node.name in ADDS:
         # Numbers that almost cancel are taken for zero: as `1 - mask` of ones, they mostly are.
         return Range(min(first.smallest, last.smallest), first.largest + last.largest)
-    if node.name in ("mul", "div") and Range() in known:
+    if node.name in ("mul", "div") and Range() in known:  # zeros, which no magnitude of the other changes
         return Range()
     if node.name == "mul":
         return Range(first.smallest * last.smallest, first.largest * last.largest)
@@ -116,7 +121,8 @@ UNKNOWN_NUMBERS = Numbers()
 def divides_by_terms(terms: int, divisor: Range | None) -> bool:
     """Whether sums of so many values, divided by a number, are means: no larger than the values, and fit where they do.
 
-    It is one number, known; a much larger one would make the means too small for the compute dtype.
+    It is one number, known; a much larger one would make the means too small for the compute dtype. One of up to twice
+    as many makes them smaller by a factor of two at most.
     """
     return divisor is not None and divisor.smallest == divisor.largest and terms <= divisor.smallest <= 2 * terms
 

@@ -1,5 +1,10 @@
 """Which carries of a loop are states of a linear recurrence or estimates, so that the roundings of its steps add up.
 
+    s -> add (dot_general s a) x                   a state: linear in itself, through a product
+    s -> tanh (dot_general s a)                    none: not linear, as a recurrent layer
+    s -> add s x                                   none: no product is between
+    p -> dot_general (triangular_solve l p) a      an estimate: a linear system is solved for it, as in a Kalman filter
+
 Decides this by what stands between a carry and what comes back: products and sums of itself, linear systems. Does not
 decide what follows from it; see `provenance.py` and `product_causes.py`.
 """
@@ -36,10 +41,13 @@ def carry_kinds(program: FlatJaxpr, loop: Loop, are_solutions: Sequence[bool]) -
     first = loop.consts + loop.carry
     ends = list(zip(program.inputs[loop.consts : first], program.outputs[: loop.carry], strict=True))
     linear = are_linear(program, ends)
+    # Without a system there is no estimate. Most loops have none, and the walks below take time.
     if SYSTEMS.isdisjoint([node.name for node in program.nodes]):
         return [(each, False) for each in linear]
     solved = [solves(program, *end) for end in ends]
     estimates = [start for (start, _), is_estimate in zip(ends, solved, strict=True) if is_estimate]
+    # A linear state that a system of an estimate moves, as the mean is by the gain, is an estimate too. A smoother's
+    # systems are of the covariances that it is given row by row, which are solutions.
     solutions = itertools.compress(program.inputs[first:], are_solutions)
     given = dependents(program, [*estimates, *solutions])
     systems = [node for node in program.nodes if node.name in SYSTEMS and not given.isdisjoint(node.ins)]
@@ -60,7 +68,8 @@ def are_linear(program: FlatJaxpr, ends: Sequence[tuple[int, int]]) -> list[bool
       program: the loop's body.
       ends: each carry, as the body is given it and as it returns it.
     """
-    # Of each value the carries, as bits, that it depends on, through a product, and through what is not linear in them.
+    # Of each value the carries, as bits, that it depends on, through a product, and through what is not linear in them:
+    # one walk for all carries.
     depends, product, other = ([0] * len(program.avals) for _ in range(3))
     for position, (start, _) in enumerate(ends):
         depends[start] = 1 << position
@@ -71,6 +80,7 @@ def are_linear(program: FlatJaxpr, ends: Sequence[tuple[int, int]]) -> list[bool
                 depends[result], product[result], other[result] = depends[number], product[number], other[number]
             continue
         once = twice = multiplied = nonlinear = 0
+        # A state over its own norm: the norm depends on the state, and has a number for a row or for all.
         several = node.name in ("mul", "div") and depends[node.ins[0]] and depends[node.ins[1]]
         operands = _but_for_scale(node, producers) if several else node.ins
         for number in operands:
@@ -82,7 +92,7 @@ def are_linear(program: FlatJaxpr, ends: Sequence[tuple[int, int]]) -> list[bool
             continue
         if node.name not in _LINEAR:
             nonlinear = once
-        elif node.name not in _TERMS:
+        elif node.name not in _TERMS:  # a product of a carry with itself is not linear in it, nor is a quotient by it
             nonlinear |= twice | (depends[operands[1]] if node.name == "div" and len(operands) > 1 else 0)
         for number in node.outs:
             depends[number], other[number] = once, nonlinear
@@ -114,7 +124,7 @@ def _keep_estimates(program: FlatJaxpr, nodes: Iterable[Node]) -> bool:
     """Whether what some nodes, or those of their branches, do to floating numbers leaves an estimate an estimate."""
     for node in nodes:
         if not any(jnp.issubdtype(program.avals[number].dtype, jnp.floating) for number in node.outs):
-            continue
+            continue  # an index or a comparison, as `jnp.diag` and `jnp.clip` make
         if node.name == "cond":  # as `jnp.diagonal` is, with a branch for each platform
             if not all(_keep_estimates(body, body.nodes) for body in map(flatten, node.params["branches"])):
                 return False

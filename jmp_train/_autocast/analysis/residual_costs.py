@@ -29,7 +29,7 @@ from ..ir import Equation, Op
 from ..primitives import Trait, having
 
 _FUSES = having(Trait.FUSES | Trait.EXPENSIVE | Trait.COMPARES)
-_IN_RULES = _FUSES | having(Trait.BITWISE)
+_IN_RULES = _FUSES | having(Trait.BITWISE)  # what may stand inside of a `custom_jvp_call`
 _EXPENSIVE = having(Trait.EXPENSIVE)
 # A value computed from more than this is its own source: keeps planning linear.
 _MOST_SOURCES = 16
@@ -44,6 +44,7 @@ _NOTHING: Sources = frozenset()
 def fuses(equation: Equation) -> bool:
     """Whether an equation is elementwise, so that XLA computes it in the kernel of whatever reads it."""
     if equation.bodies:
+        # `jax.nn.relu` is such a call, and others of `jax.nn` and `jax.scipy.special` are.
         rule = equation.node.name == "custom_jvp_call" and len(equation.results) == 1
         inside = equation.bodies[0].equations
         return rule and all([inner.node.name in _IN_RULES or _is_test(inner.node) for inner in inside])
@@ -53,7 +54,7 @@ def fuses(equation: Equation) -> bool:
 
 
 def _is_test(node: Node) -> bool:
-    """Whether it tests for NaN or an infinity, which no rounding of a finite number changes."""
+    """Whether it tests for NaN (`x != x`) or an infinity, which no rounding of a number that stays finite changes."""
     if node.name not in ("eq", "ne"):
         return False
     one, other = node.eqn.invars
@@ -88,7 +89,7 @@ class ResidualCosts:
     def state(self, number: int, in_memory: bool = False) -> None:
         """States whether a value is only read if it is saved. It is its own source, until `rematerialize` says not."""
         self._in_memory[number] = in_memory
-        if number in self._sources:
+        if number in self._sources:  # saved after all
             del self._sources[number]
 
     def sources_of(self, operands: Iterable[int]) -> Sources:
@@ -108,6 +109,7 @@ class ResidualCosts:
         """
         if len(sources) > _MOST_SOURCES:
             return False
+        # Sizes may be symbolic, and are then neither less nor more: `is_less` is True only if it holds for all values.
         sizes, cost, are_in_memory = self._sizes, 0, True
         for each in (number, *sources):
             if each not in sizes:
@@ -118,7 +120,7 @@ class ResidualCosts:
             is_read_only = source in saved or self._in_memory[source]
             are_in_memory = are_in_memory and is_read_only
             cost += sizes[source] * (1 if is_read_only else 2)
-        is_new = not self._in_memory[number]
+        is_new = not self._in_memory[number]  # it would be written, and take memory, if it were saved
         value = sizes[number] * (2 if is_new else 1)
         return is_less(cost, value) or (is_new and are_in_memory and cost == value)
 

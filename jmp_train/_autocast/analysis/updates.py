@@ -29,7 +29,7 @@ STEP = Entry(Rule.HIGH, "a step along a gradient: steps are smaller than the las
 GRADIENT = Entry(Rule.HIGH, "sums gradients of parameters that are updated, step by step")
 
 _STEPS = having(Trait.ELEMENTWISE | Trait.MOVES | Trait.JOINS)  # what an optimizer makes of a gradient
-_MOST_STEPS = 64
+_MOST_STEPS = 64  # values that a search through these looks at: keeps planning linear
 
 
 class Updates:
@@ -37,11 +37,12 @@ class Updates:
 
     def __init__(self):
         self._axes = set[frozenset[Any]]()  # of the parameters that are updated
-        # Where a search for a gradient ends: updates, and what is known to be none, by the axes of the gradient. By ids
-        # of nodes and programs, which are kept.
+        # Where a search for a gradient ends: at updates, whose gradients belong to an earlier step; and at nodes from
+        # which an earlier search found none, by the axes it was for. By ids of nodes and programs, which the planner
+        # keeps alive, so that no other object gets the same.
         self._updates = set[int]()
         self._ends = collections.defaultdict[frozenset[Any] | None, set[int]](set)
-        self._backward_from: dict[int, int] = {}
+        self._backward_from: dict[int, int] = {}  # by program, what `_starts_backward` found
 
     def of(self, node: Node, entry: Entry, values: Values, place: Place, position: int) -> Entry | None:
         """The entry of a sum that had `entry`, if it is one of these.
@@ -52,7 +53,9 @@ class Updates:
           place: where its program stands.
           position: its place among the program's nodes.
         """
-        if node.name == "add_any":  # JAX's own sum of gradients
+        # JAX records the sum of the gradients of a value that is read twice as `add_any`, and no user's code does.
+        # Where steps are differentiated, the gradient of each step's parameters is such a sum, of their axes.
+        if node.name == "add_any":
             sums = bool(self._axes) and axes_of(values.program.avals[node.outs[0]]) in self._axes
             return GRADIENT if sums and entry.rule is Rule.WIDEST else None
         old = self._updated(node, values, place, position)
@@ -74,13 +77,17 @@ class Updates:
         for old, step in (node.ins, node.ins[::-1]):
             # A parameter that is a gradient is that of a penalty, and updates a parameter.
             is_bias = provenances[step] is Provenance.PARAMETER and provenances[old] is not Provenance.PARAMETER
+            # Nor is the sum of a gradient and the zeros that a momentum starts from an update of these.
             if provenances[old] is Provenance.SCALAR or is_bias:
                 continue
             is_gradient = self._is_gradient(step, values, place, None)
+            # A step that products, solvers or loops made of a gradient. Before any backward pass there is no gradient,
+            # and no search.
             if not is_gradient and provenances[old] is Provenance.PARAMETER:
                 if self._starts_backward(values, place) < position:
                     axes = axes_of(values.program.avals[node.outs[0]])
                     is_gradient = self._is_gradient(step, values, place, axes)
+            # Of two gradients the sum is a gradient, or the momentum of an optimizer.
             if is_gradient and not self._is_gradient(old, values, place, None):
                 return None if place.is_backward(node) else old  # a derivative rule computes residuals again, say
         return None
@@ -89,7 +96,8 @@ class Updates:
         """The position of a program's first node of a backward pass; that after the last if there is none."""
         program = values.program
         if id(program) not in self._backward_from:
-            position, scopes = 0, set[int]()  # which say so, and are fewer than nodes
+            # The scope of a node says whether it is of a backward pass. Nodes share scopes, and each is asked once.
+            position, scopes = 0, set[int]()
             for node in () if place.backward else program.nodes:
                 if id(node.scope) not in scopes and is_backward(node):
                     break
@@ -113,7 +121,7 @@ class Updates:
             if place.is_backward(node):
                 if axes is None or axes_of(values.program.avals[each]) == axes:
                     return True
-                continue
+                continue  # what it was computed from is of the same backward pass, or of the forward pass
             visited.append(id(node))
             if axes is not None or node.name in _STEPS:
                 reached += [each for each in node.ins if each not in seen]

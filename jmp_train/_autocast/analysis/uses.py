@@ -1,5 +1,10 @@
 """What becomes of each value of a program: a walk from its results back to its arguments.
 
+    a = mul 2.0 x           reaches_dot, only_wide, in_exponent: `exp` alone reads it, in float32
+    b = exp a               reaches_dot, to_dot, only_dots
+    c = dot_general b w     only_wide, as the sum alone reads it
+    d = reduce_sum c
+
 Decides whether a dot consumes a value, whether any dot comes after it, whether only float32 equations read it, and
 whether a rounding of it would be more than a rounding later. Does not decide dtypes; see `passes.assign_dtypes`.
 """
@@ -20,7 +25,7 @@ if TYPE_CHECKING:
 
 # Rounding before these is rounding after them: every element of the result is one of an operand's, or its negative.
 _EXACT = having(Trait.JOINS | Trait.BOUNDS | Trait.FLIPS)
-_EXACT_OR_POOLS = _EXACT | having(Trait.POOL)
+_EXACT_OR_POOLS = _EXACT | having(Trait.POOL)  # a pool's results are elements of its operand
 _AFFINE = ADDS | {"mul"}
 _PERIODIC = having(Trait.PERIODIC)
 
@@ -99,7 +104,7 @@ class Uses:
         of the `weights`: of one that is multiplied by another first, as in low-rank adaptation. `None`: no such
         product.
         """
-        if self[number].reaches_dot:
+        if self[number].reaches_dot:  # the next dot rounds it
             return False
         return weights is None or number in self.returned or axes_of(self._avals[number]) in weights
 
@@ -113,11 +118,12 @@ class Uses:
             return
         name, rule, outs = node.name, entry.rule, [self._flags[number] or _UNREAD for number in node.outs]
         out = outs[0] if len(outs) == 1 else merged(outs)
-        # Of an equation without results `out` is only_wide: nothing narrow reads them.
+        # Of an equation without results, as a callback, `merged` gives only_wide: nothing narrow reads its results.
         reaches, to_dot, only_wide = out.reaches_dot, False, rule is Rule.HIGH
         if rule is Rule.LOW:
             reaches, to_dot = True, True
         elif rule is Rule.SHAPE or rule is Rule.WIDEST:
+            # Behind a sum or product a dot rounds another number than a copy of this one.
             to_dot = out.to_dot and (rule is Rule.SHAPE or name in _EXACT)
             only_wide = out.only_wide
         elif isinstance(entry, WideProduct):
@@ -133,12 +139,14 @@ class Uses:
             self.returned.update(node.ins)
         passes = rule is Rule.SHAPE or name in _EXACT
         only_dots = rule is Rule.LOW or (rule is Rule.SHAPE and out.only_dots)
-        # What is bounded from above may be infinite in float16, and a divisor zero. What runs as recorded may do both.
+        # What is bounded from above (`min`) may be infinite in float16, and a divisor zero, as that of a negative power
+        # is. What runs as recorded may do both.
         delicate = rule is Rule.RECORDED or (out.delicate and (passes or self._measures_from_constant(node)))
         delicate = delicate or name == "min" or (name == "integer_pow" and node.params["y"] < 0)
         exponent = name in EXPONENTIALS or (out.in_exponent and (passes or name in _AFFINE))
         position = name in _PERIODIC or (out.is_position and (passes or name in _AFFINE or name == "div"))
         flags = Flags(reaches, to_dot, only_wide, only_dots, delicate, exponent, position)
+        # Of most primitives one operand alone is delicate: the divisor of a quotient.
         one = DELICATE_OPERAND.get(name)
         one = None if one is None else node.ins[one]
         for number in node.ins:
@@ -185,4 +193,5 @@ def _of_operands(planner: Planner, node: Node, inside: Place, outs: list[Flags])
         # A carry's dtype is that of its first value; what only float32 reads at the end does not widen it.
         fed_back = [merged(pair)._replace(only_wide=False) for pair in pairs]
         return [Flags()] * loop.skip + planner.in_flags(loop.body, inside, [*fed_back, *outs[loop.carry :]])
+    # Planned behind float32 boundaries: what the programs inside do is not asked, and may be a dot.
     return [Flags(reaches_dot=True)] * len(node.ins)

@@ -1,4 +1,4 @@
-"""What the plan says of a product that runs in float32, and why.
+"""The entry of a product that runs in float32, and the causes there are.
 
 Decides the reasons there are. Does not decide which product has one; see `products.py`.
 """
@@ -12,7 +12,7 @@ from ..primitives import Entry, Rule
 
 
 class Cause(enum.Enum):
-    """Why a product runs in float32: its reason in `explain`."""
+    """Why a product runs in float32; the text is its reason in `explain`."""
 
     PRECISION = "its precision was set to float32"
     SHORT = "contracts too few numbers for a Tensor Core, and follows its float32 data"
