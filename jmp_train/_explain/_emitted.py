@@ -16,11 +16,11 @@ from .._autocast.primitives import TABLE, Rule
 from .._jaxpr import LOOPS, ClosedJaxpr, Jaxpr, Node, flatten, loop_of, source_line, sub_jaxprs, trace
 from ._operations import Visit, dtype_name, is_floating_dtype, visits, widest_dtype
 
-_EXACT = frozenset({"pmax", "pmin", "unreduced_pmax", "unreduced_pmin"})  # collectives that compare: no rounding
+_COMPARISONS = frozenset({"pmax", "pmin", "unreduced_pmax", "unreduced_pmin"})  # collectives that compare: no rounding
 SUMS = frozenset(
     name
     for name, entry in TABLE.items()
-    if entry.never_low and entry.rule in (Rule.HIGH, Rule.COLLECTIVE) and name not in _EXACT
+    if entry.never_low and entry.rule in (Rule.HIGH, Rule.COLLECTIVE) and name not in _COMPARISONS
 )
 COLLECTIVE_SUMS = frozenset(name for name in SUMS if TABLE[name].rule is Rule.COLLECTIVE)
 

@@ -32,9 +32,9 @@ _ROUNDS = having(Trait.ROUNDS)
 _COMPARES = having(Trait.COMPARES) | {"eq", "ne", "argmax", "argmin"}
 # What hands on numbers as they are, within a kernel: a transfer to other devices is none. XLA updates the operand of a
 # `scatter` or `dynamic_update_slice` in place, so that this is a buffer in memory.
-_EXACT = having(Trait.JOINS | Trait.BOUNDS | Trait.FLIPS | Trait.PICKS | Trait.EXTREMES) | {"stop_gradient"}
-_EXACT |= having(Trait.MOVES) & having(Trait.FUSES)
-_EXACT -= {"scatter", "dynamic_update_slice"}
+_UNROUNDED = having(Trait.JOINS | Trait.BOUNDS | Trait.FLIPS | Trait.PICKS | Trait.EXTREMES) | {"stop_gradient"}
+_UNROUNDED |= having(Trait.MOVES) & having(Trait.FUSES)
+_UNROUNDED -= {"scatter", "dynamic_update_slice"}
 
 
 def widen(program: Program) -> Program:
@@ -145,7 +145,9 @@ def _rounded(program: Program, heads: set[int]) -> tuple[set[int], set[int]]:
     rounded, sums, parts = set(), set(), set()
     for equation in program.equations:
         name, operands = equation.node.name, equation.operands
-        rounds = name in _ROUNDS or (name in _EXACT and not rounded.isdisjoint(operands) and sums.isdisjoint(operands))
+        rounds = name in _ROUNDS or (
+            name in _UNROUNDED and not rounded.isdisjoint(operands) and sums.isdisjoint(operands)
+        )
         if rounds and program.low in equation.reads and equation.entry.rule is not Rule.LOW:
             rounded.update(equation.results)
             if name in ADDS and not any([_widens(program, equation, number) for number in operands]):
