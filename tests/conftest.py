@@ -29,9 +29,8 @@ hypothesis.settings.load_profile("same")
 
 
 def pytest_configure(config):
-    # The caches of JAX hold a million objects, and lose what they know of functions that are collected. With a
-    # threshold of 100,000 the tests take a tenth longer, and no less memory (1.4 GB a process).
-    gc.set_threshold(1_000_000, 20, 20)
+    # The caches of JAX hold a million objects, not to be looked through every second.
+    gc.set_threshold(100_000, 20, 20)
     if os.environ["JAX_PLATFORMS"] == "cpu":
         compile_quickly()
         if config.getoption("markexpr") != "slow":
@@ -49,6 +48,9 @@ def compile_quickly() -> None:
 
 
 def compile_once(config: pytest.Config) -> None:
+    # JAX loses what it traced and compiled for functions that are collected: with a tenth of this threshold the tests
+    # take a tenth longer, and no less memory (1.4 GB a process). Large programs would keep more.
+    gc.set_threshold(1_000_000, 20, 20)
     if jax.__version_info__ < (0, 12):  # JAX 0.12 does so itself
         # Every program is lowered in an MLIR context, of which making one takes a quarter of compiling a small program.
         pytest.MonkeyPatch().setattr(mlir, "make_ir_context", functools.cache(mlir.make_ir_context))
