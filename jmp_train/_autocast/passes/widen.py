@@ -61,24 +61,22 @@ def _wide(program: Program) -> set[int]:
     remat, facts, avals, heads = program.residuals.remat, program.facts, program.avals, _small_heads(program)
     rounded, sums = _rounded(program, heads)
     narrow_readers, wide, saved = set(program.outputs), set(), rounded - remat
-    runs_again = _runs_again(program) if heads else set()
     for equation in program.equations:
         # What runs again across a dot reads saved values, and these are in 16 bits. So are those that are marked for it
         # without a reader there: for an H200, Transformers would move 1 % more bytes with such a relu in float32.
         # Values that are small beside the result, such as statistics of rows, cost nothing in float32, nor do the few
         # outputs of a layer.
         if not remat.isdisjoint(equation.results):
-            result, runs = avals[equation.results[0]], not runs_again.isdisjoint(equation.results)
-            for number in saved.intersection(equation.operands):
-                if not _is_small(avals[number], result) and (runs or number not in heads):
+            result = avals[equation.results[0]]
+            for number in (saved - heads).intersection(equation.operands):
+                if not _is_small(avals[number], result):
                     narrow_readers.add(number)
     for equation in reversed(program.equations):
         widens = narrow_readers.isdisjoint(equation.results) and not rounded.isdisjoint(equation.results)
         if widens and equation.node.name in ADDS:
-            biased = _is_biased(program, equation)
             # A scan stacks such a sum for its backward pass, in float32 with twice the bytes.
             stacked = program.place.is_scan and not sums.isdisjoint(equation.results)
-            widens = not stacked and not (biased and _has_large_dot(program, equation))
+            widens = not stacked and not (_is_biased(program, equation) and _has_large_dot(program, equation))
         if widens:
             wide.update(equation.results)
         depth, reads_any = equation.depth, widens or equation.node.name in _COMPARES
@@ -90,15 +88,6 @@ def _wide(program: Program) -> set[int]:
             ]
         )
     return wide
-
-
-def _runs_again(program: Program) -> set[int]:
-    """The values that readers across a dot find computed again."""
-    remat, found = program.residuals.remat, set()
-    for equation in reversed(program.equations):
-        again = not found.isdisjoint(equation.results)
-        found.update([number for number, _, residual in equation.uses if (residual or again) and number in remat])
-    return found
 
 
 def _small_heads(program: Program) -> set[int]:
