@@ -15,6 +15,8 @@ import numpy as np
 from ..._jaxpr import FlatJaxpr, Node, flatten
 from .constants import is_zero
 
+RELUS = frozenset({"max", "custom_jvp_call"})  # what may be one
+
 
 def is_positive(node: Node, program: FlatJaxpr) -> bool:
     """Whether a node is `x > 0`, of which rounding `x` to 16 bits changes nothing but for `0 < x <= 2^-25`."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 
 from ...._jaxpr import FlatJaxpr, Node
-from ...analysis.relus import is_positive, relu_operand
+from ...analysis.relus import RELUS, is_positive, relu_operand
 
 _OF_NORMS = frozenset({"add", "sub", "mul", "div"})
 
@@ -31,9 +31,10 @@ def relu_mask(program: FlatJaxpr) -> FlatJaxpr:
     results: dict[int, int] = {}
     nodes: list[Node] = []
     for node in program.nodes:
-        if (operand := relu_operand(node, program)) is not None:
+        # By name first: this runs for every equation, and calls no function that need not be.
+        if node.name in RELUS and (operand := relu_operand(node, program)) is not None:
             results[operand] = node.outs[0]
-        elif is_positive(node, program) and node.ins[0] in results:
+        elif node.name == "gt" and node.ins[0] in results and is_positive(node, program):
             if not _is_norm_of_rows(node.ins[0], program):
                 node = dataclasses.replace(node, ins=(results[node.ins[0]], node.ins[1]))
         nodes.append(node)
