@@ -23,6 +23,8 @@ from ._grad_inputs import (
     check_loss_scale,
     check_no_modules,
     check_policy,
+    check_reaches,
+    own_loss_scale,
     split_result,
 )
 from ._loss_scale import LossScale, StaticLossScale
@@ -84,8 +86,9 @@ def value_and_grad(
 
     Raises:
       TypeError: `policy`, `argnums`, `rules` or `loss_scale` is something else, the loss scale is missing under
-        float16, the loss is not a real floating scalar, a differentiated leaf is not floating or complex, or an
-        argument holds an NNX module, which `flax_bridge.value_and_grad` is for.
+        float16, the loss is not a real floating scalar, a differentiated leaf is not floating or complex, an
+        argument holds an NNX module, which `flax_bridge.value_and_grad` is for, or `loss_fn` needs an argument
+        `loss_scale` of its own.
       ValueError: `axis_name` names no enclosing axis, JAX can tell that the loss was averaged over it already, or the
         loss scale is not one number.
 
@@ -102,11 +105,13 @@ def value_and_grad(
     argnums = check_argnums(argnums)
     chosen = (argnums,) if isinstance(argnums, int) else argnums
     axes = axes_of(axis_name)
+    own_scale = own_loss_scale(loss_fn)
     run = _under_autocast if autocast else _as_written
     scaled_grad = functools.partial(_scaled_grad, loss_fn, argnums, has_aux, axes)
     differentiate = run(scaled_grad, policy, rules, chosen)
 
     def with_policy(*args: Any, loss_scale: LossScale | None = None, **kwargs: Any) -> Any:
+        check_reaches(loss_scale, len(args), own_scale)
         check_no_modules((args, kwargs))
         differentiated = [args[i] for i in chosen if -len(args) <= i < len(args)]  # jax.grad complains of the others
         check_differentiated(differentiated, allow_int)

@@ -3,6 +3,8 @@
 Decides what is accepted. Does not decide what is computed; see `_grad.py`.
 """
 
+import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,6 +57,33 @@ def check_policy(policy: Any) -> Policy:
 
 def check_loss_fn(loss_fn: Any) -> None:
     check_callable("loss_fn", loss_fn, "pass the function to differentiate")
+
+
+def own_loss_scale(loss_fn: Any) -> float:
+    """Returns how many positional arguments reach an argument that `loss_fn` needs and calls `loss_scale`.
+
+    >>> own_loss_scale(lambda params, x, loss_scale: 0.0), own_loss_scale(lambda params, x: 0.0)
+    (3, 0)
+    >>> own_loss_scale(lambda params, *, loss_scale: 0.0)
+    inf
+    """
+    try:
+        parameters = inspect.signature(loss_fn).parameters
+    except (TypeError, ValueError):  # a callable without a signature
+        return 0
+    own = parameters.get("loss_scale")
+    if own is None or own.default is not own.empty:
+        return 0
+    return math.inf if own.kind is own.KEYWORD_ONLY else [*parameters].index("loss_scale") + 1
+
+
+def check_reaches(loss_scale: Any, given: int, needed: float) -> None:
+    """Raises if `loss_fn` needs an argument `loss_scale`, see `own_loss_scale`, which the keyword never reaches."""
+    if loss_scale is not None and given < needed:
+        raise TypeError(
+            "`loss_scale=` scales the gradients and is not handed to `loss_fn`, which has an argument of this name; "
+            "rename that argument, or remove it if all it did was scale the loss: that is done here."
+        )
 
 
 def check_argnums(argnums: Any) -> int | tuple[int, ...]:

@@ -77,7 +77,10 @@ def as_count(argument: str, value: Any, least: int = 1) -> int:
     try:
         count = operator.index(value)
     except TypeError:
-        raise ValueError(f"`{argument}` must be an integer, got {value!r}. Pass an integer such as {least}.") from None
+        whole = isinstance(value, float) and value.is_integer() and value >= least
+        example = int(value) if whole else least
+        message = f"`{argument}` must be an integer, got {value!r}. Pass an integer such as {example}."
+        raise ValueError(message) from None
     if isinstance(value, bool) or not least <= count <= _INT32_MAX:
         raise ValueError(f"`{argument}` must be an integer from {least} to 2**31 - 1, got {value!r}.")
     return count

@@ -194,6 +194,27 @@ def test_what_is_no_loss_scale(wrong, got):
         grad(lambda w: w, "float32")(jnp.float32(1), loss_scale=wrong)
 
 
+def test_an_argument_loss_scale_of_the_loss_function():
+    message = (
+        "`loss_scale=` scales the gradients and is not handed to `loss_fn`, which has an argument of this name; rename "
+        "that argument, or remove it if all it did was scale the loss: that is done here."
+    )
+    one, x = jnp.float32(1), jnp.float32(3)
+
+    def own(w, x, loss_scale):
+        return w * x * loss_scale
+
+    def own_keyword(w, *, loss_scale):
+        return w * loss_scale
+
+    for f, args in ((own, (one, x)), (own_keyword, (one,))):
+        with pytest.raises(TypeError, match=re.escape(message)):
+            value_and_grad(f, "mixed_float16")(*args, loss_scale=SCALE)
+    by_position = value_and_grad(own, "mixed_float16")(one, x, 2.0, loss_scale=SCALE)
+    bound = value_and_grad(functools.partial(own, loss_scale=2.0), "mixed_float16")(one, x, loss_scale=SCALE)
+    assert by_position == bound == (6, 6)
+
+
 def test_a_loss_scale_for_each_of_an_ensemble():
     params = {"w": jnp.ones((2, 3))}
     scales = get_loss_scale(jax.vmap(with_loss_scale(optax.sgd(1.0), DynamicLossScale(1024)).init)(params))

@@ -269,6 +269,15 @@ class TestErrors:
         )
         self.check(TypeError, message, flax_bridge.value_and_grad, nnx_loss, "float32", argnums=1)
 
+    def test_an_argument_loss_scale_of_the_loss_function(self):
+        message = (
+            "`loss_scale=` scales the gradients and is not handed to `loss_fn`, which has an argument of this name; "
+            "rename that argument, or remove it if all it did was scale the loss: that is done here."
+        )
+        grad_fn = flax_bridge.value_and_grad(lambda m, loss_scale: m(1.0) * loss_scale, "float32")
+        self.check(TypeError, message, grad_fn, Scaled(), loss_scale=jmp.NoOpLossScale())
+        assert grad_fn(Scaled(), 2.0, loss_scale=jmp.NoOpLossScale())[0] == 2 * Scaled()(1.0)
+
     def test_a_filter_that_chooses_nothing(self):
         message = (
             "`wrt` (=LoRAParam) chooses no variable of Scaled, which has ['BatchStat', 'Param', 'Variable']; pass a "

@@ -13,7 +13,7 @@ from flax import nnx, struct
 
 from .. import _grad
 from .._autocast import full_precision
-from .._grad_inputs import split_result
+from .._grad_inputs import check_reaches, own_loss_scale, split_result
 from .._paths import leaf_paths
 from .._policy import Policy, get_policy
 from .._scale_state import step_metrics
@@ -89,12 +89,15 @@ def value_and_grad(
 
     grad_fn = _grad.value_and_grad(functional, policy, has_aux=True, **options)
 
+    own_scale = own_loss_scale(loss_fn)
+
     def with_policy(module: Any, /, *args: Any, loss_scale: Any = None, **kwargs: Any) -> Any:
         if not isinstance(module, nnx.Module):
             raise TypeError(
                 f"the first argument must be an NNX module, got {type(module).__name__}; for trees of parameters use "
                 f"jmp_train.value_and_grad."
             )
+        check_reaches(loss_scale, 1 + len(args), own_scale)
         graphdef, params, rest = _split(module, wrt)
         (loss, (aux, model_state)), grads = grad_fn(params, rest, graphdef, args, kwargs, loss_scale=loss_scale)
         if not options.get("autocast", True):
