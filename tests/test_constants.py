@@ -129,6 +129,9 @@ TABLES = {
     "too large": ([1e5, 0.1, 0.3], {"exceeds"}),
     "too small": ([1e-8, 2e-8, 1.5e-8], {"exceeds"}),
     "one that is too small beside others": ([1e-8, 0.25, 0.125], set()),
+    # Halfway between two subnormal numbers of float16, which are 2**-24 apart: a 410th and a 610th is lost.
+    "too small by more than two roundings": ([200.5 / 2**24, 210.5 / 2**24, 205.5 / 2**24], {"exceeds"}),
+    "too small by less than that": ([300.5 / 2**24, 310.5 / 2**24, 305.5 / 2**24], set()),
     "infinite in any dtype": ([np.inf, 1.0, 0.5], {"exact", "averages"}),
 }
 
