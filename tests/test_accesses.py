@@ -100,6 +100,8 @@ NORMS: dict[str, tuple[Callable[..., Any], tuple[int, int], str]] = {
         lambda w, b, g, v, x: jax.nn.gelu(g * normalized(x @ w + b, 0)), (2**14, 256), "fused"),
     "over the batch, of a stream behind an expensive activation": (
         lambda w, b, g, v, x: g * normalized((h := jax.nn.silu(x @ w)) + h @ v + b, 0), (2**14, 256), "fused"),
+    "over the batch, of a running sum of an expensive activation": (
+        lambda w, b, g, v, x: g * normalized(jnp.cumsum(jax.nn.silu(x @ w), 1) + b, 0), (2**14, 256), "fused"),
     "over the batch, of a row times an expensive function of parameters": (
         lambda w, b, g, v, x: g * normalized((x @ w + b) * jnp.exp(g), 0), (2**14, 256), "fused"),
     "over the batch, before a layer": (lambda w, b, g, v, x: normalized(x @ w + b, 0) @ v, (2**14, 256), "fused"),
