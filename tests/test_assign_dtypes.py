@@ -276,6 +276,8 @@ CARRIES = {
     "a parameter, scaled": (lambda w, x: layers(w, 2 * w), "low"),
     "an exponential": (lambda w, x: layers(w, jnp.exp(x @ w)), "low"),
     "a result, in rematerialized layers": (lambda w, x: layers(w, x @ w, jax.checkpoint), "low"),
+    "a result, in layers of scaled weights": (
+        lambda w, x: layers(w, x @ w, lambda layer: lambda h, w: layer(h, 2 * w)), "low"),
     "a result, in layers of data": (lambda w, x: layers(jnp.tile(x, (8, 1)), x @ w), "full"),
     "a result, in layers that compute in float32": (lambda w, x: layers(w, x @ w, lambda _: wide_layer), "low"),
     "a result, in layers whose results something divides by": (
