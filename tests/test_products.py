@@ -871,6 +871,10 @@ CONDITIONS = {
     "five captured filters": (lambda w, x: filtered(x, WAVES[np.arange(8) % 5, :9]), None),
     "filters of two channels": (
         lambda w, x: lax.conv(x.reshape(4, 2, 16, 16), waves(8, 18).reshape(8, 2, 3, 3), (1, 1), "SAME"), None),
+    "data of which one operand is squared beside": (
+        lambda w, x: squares(x)[:, None] - 2 * x @ jnp.exp(x).T, Cause.DISTANCE),
+    "results of which one operand is squared beside": (
+        lambda w, x: squares(x @ w)[:, None] - 2 * (x @ w) @ jnp.exp(x).T, None),
     "a layer of a Gram matrix": (lambda w, x: (x.T @ x) @ w, Cause.SQUARE),
     "a table of infinite numbers, captured": (lambda w, x: w @ (1e9 * CAPTURED), Cause.TABLE),
 }  # fmt: skip
