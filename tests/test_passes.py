@@ -19,6 +19,7 @@ from jax import export, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from pass_tools import after, lines, run, stages
 
+import jmp_train as jmp
 import jmp_train._autocast.emit as emit_module
 from jmp_train import DEFAULT_RULES, autocast
 from jmp_train._autocast.emit import emit
@@ -128,6 +129,17 @@ def test_f32_accumulators_carries_a_sum_that_was_recorded_in_16_bits():
           in (e) }
         """)
     ]
+
+
+def test_f32_accumulators_keeps_regions_of_low_precision():
+    """The loop is traced anew, and a region's mark is not in its equations' parameters."""
+
+    def sum_of_rows(w, x):
+        step = lambda c, row: (c + jmp.low_precision(jnp.exp)(row).astype(jnp.float16), None)  # noqa: E731
+        return lax.scan(step, jnp.zeros(8, jnp.float16), x)[0]
+
+    (scan,) = (e for e in after("assign_dtypes", sum_of_rows, W, X).equations if e.name == "scan")
+    assert [e.reads for e in scan.bodies[0].equations if e.name == "exp"] == [[np.float16]]
 
 
 def test_save_or_remat_saves_what_a_dot_reads_and_rematerializes_what_is_elementwise_in_it():
