@@ -230,7 +230,14 @@ def test_in_16_bits_a_cache_gives_the_same_results(name):
     assert_two_programs_agree(run(fn, w, X), run(fn, w, X, rewrites=WITHOUT), "float16")
 
 
-@pytest.mark.parametrize("name", [name for name in NARROW if name != "in a `while`"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("returned", "captured", "rows of a loop inside") else pytest.mark.slow)
+        for name in NARROW
+        if name != "in a `while`"
+    ],
+)
 def test_the_gradient_of_a_cache_accumulates_in_float32(name):
     fn, w, *_ = CACHES[name]
 

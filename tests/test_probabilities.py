@@ -64,11 +64,15 @@ STICK_BREAKING = {
     "mapped": lambda h, y: jnp.mean(jax.vmap(stick_breaking)(h, y)),
 }
 FAST = ("a mixture", "stick breaking", "a long memory")  # of those in bfloat16, which nothing here treats differently
+SLOW = ("a Gaussian copula",)  # of those in float16: two functions of many equations
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "scale"),
-    [(name, "float16", 256) for name in (*LOSSES, *STICK_BREAKING)]
+    [
+        pytest.param(name, "float16", 256, marks=[pytest.mark.slow] * (name in SLOW))
+        for name in (*LOSSES, *STICK_BREAKING)
+    ]
     + [
         pytest.param(name, "bfloat16", 1, marks=[pytest.mark.slow] * (name not in FAST))
         for name in (*LOSSES, *STICK_BREAKING)

@@ -15,7 +15,16 @@ def test_names_are_unique_and_every_class_has_cases():
     assert set(groups) == {*range(1, 9), NARROW} and min(groups.values()) >= 3
 
 
-@pytest.mark.parametrize("name", ["raw_records", "fourier_features_data", "orthogonality", "trajectories", "edges"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "raw_records",
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("fourier_features_data", "orthogonality", "trajectories", "edges")
+        ),
+    ],
+)
 def test_layers_by_hand_round_and_float32_does_not(name):
     case = BY_NAME[name]
     assert 1e-5 < errors(case, "hand_float16").gradient < 5e-3
