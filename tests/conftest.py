@@ -48,9 +48,9 @@ def compile_quickly() -> None:
 
 
 def compile_once(config: pytest.Config) -> None:
-    # JAX loses what it traced and compiled for functions that are collected: with a tenth of this threshold the tests
-    # took up to a tenth longer, and no less memory (1.4 GB a process). Large programs would keep more.
-    gc.set_threshold(1_000_000, 20, 20)
+    # JAX loses what it traced and compiled for functions that are collected: with the threshold above the tests took a
+    # seventh longer, and no less memory (1.6 GB a process). Large programs would keep more.
+    gc.disable()
     if jax.__version_info__ < (0, 12):  # JAX 0.12 does so itself
         # Every program is lowered in an MLIR context, of which making one takes a quarter of compiling a small program.
         pytest.MonkeyPatch().setattr(mlir, "make_ir_context", functools.cache(mlir.make_ir_context))
