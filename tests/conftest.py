@@ -49,7 +49,7 @@ def compile_quickly() -> None:
 
 def compile_once(config: pytest.Config) -> None:
     # JAX loses what it traced and compiled for functions that are collected: with the threshold above the tests took a
-    # seventh longer, and no less memory (1.6 GB a process). Large programs would keep more.
+    # tenth longer, and no less memory (1.6 GB a process). Large programs would keep more.
     gc.disable()
     if jax.__version_info__ < (0, 12):  # JAX 0.12 does so itself
         # Every program is lowered in an MLIR context, of which making one takes a quarter of compiling a small program.
