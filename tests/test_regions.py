@@ -1,5 +1,6 @@
 """Regions and scopes: which of the four ways to set a precision wins, and that transformations keep it."""
 
+import functools
 import importlib
 import re
 
@@ -225,6 +226,30 @@ def test_between_a_narrow_and_a_wide_dot_the_gradient_is_narrow():
     dots = [op for op in found if op.primitive == "dot_general" and op.backward and op.scope == "Narrow"]
     # The weight's gradient leaves in float32; what goes on to the wide dot does not, as it does between narrow ones.
     assert sorted(str(op.result) for op in dots) == ["float16", "float32"]
+
+
+def test_a_weight_made_of_parameters_is_rounded_once_if_a_wide_part_makes_it():
+    """As Glow's convolutions are, of the factors of a matrix (Kingma and Dhariwal, 2018, section 3.2)."""
+    rng = np.random.default_rng(0)
+    factors = [np.eye(32, dtype=np.float32) + rng.normal(size=(32, 32)).astype(np.float32) / 8 for _ in range(3)]
+    x = rng.normal(size=(64, 32)).astype(np.float32)
+
+    def compose(factors):
+        return factors[0] @ factors[1] @ factors[2]
+
+    def layer(factors, x, compose=compose):
+        return x @ compose(factors)
+
+    kept = functools.partial(layer, compose=full_precision(compose))
+    assert reads("dot_general", layer, factors, x) == ["float16"] * 3
+    assert reads("dot_general", kept, factors, x) == ["float32", "float32", "float16"]
+    by_hand = x.astype(np.float16).astype(np.float64) @ np.float64(np.float16(compose(factors)))
+    exact = layer([np.float64(factor) for factor in factors], np.float64(x))
+    narrow, wide, bound = (
+        np.linalg.norm(got - exact)
+        for got in (autocast(layer, "mixed_float16")(factors, x), autocast(kept, "mixed_float16")(factors, x), by_hand)
+    )
+    assert wide <= 1.5 * bound < narrow
 
 
 def test_what_stands_in_a_scope_itself():
