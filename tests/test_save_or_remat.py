@@ -76,6 +76,16 @@ def test_what_no_barrier_is_behind_is_read_as_it_is():
     assert decided("sin", lambda w, x: across(jnp.sin(x @ w), w, x), W, X) == ["remat"]
 
 
+def test_the_zeros_and_ones_of_a_mask_are_left_to_xla():
+    """It saves the comparison's booleans, and converts them in every kernel that reads them."""
+
+    def masked(w, x):
+        return across((x @ w > 0.5).astype(jnp.float32), w, x)
+
+    assert decided("gt", masked, W, X) == ["saved"]
+    assert decided("convert_element_type", masked, W, X) == ["read"]
+
+
 def test_parts_and_concatenations_fuse_with_their_readers():
     def half(w, x):
         return jnp.sum(jnp.exp(x @ w)[:, :8] * (x @ w @ w)[:, :8])
