@@ -735,6 +735,20 @@ def test_short_products_are_written_as_sums_and_so_are_their_derivatives_if_they
     assert as_sums(gradients(lambda w, x: x.T @ x), W, normal(64, 15)) == ([False], [False, False])
 
 
+def test_derivatives_of_derivatives_share_an_operand_with_a_derivative():
+    """Of the penalty on a gradient: the Gram matrix's products are found by what one of them hands to the next."""
+
+    def gram(w, x):
+        h = jnp.tanh(x @ w)
+        return jnp.sum(jnp.tanh(h @ h.T))
+
+    penalty = lambda w, x: jnp.sum(jnp.square(jax.grad(gram, 1)(w, x)))  # noqa: E731
+    w, x = normal(16, 24), normal(32, 16)
+    found = causes(jax.grad(penalty), w, x)
+    assert [cause for cause in found if cause] == [Cause.SQUARE] * 9
+    assert found.count(None) == 5  # of `x @ w`, and none of the others
+
+
 def test_another_product_of_the_same_line_is_no_derivative():
     dot = lambda x, w, precision=None: jnp.dot(x, w, precision=precision)  # noqa: E731
     assert causes(lambda w, x: (dot(x, w, "highest"), dot(x, w + 1)), W, X) == [Cause.PRECISION, None]
