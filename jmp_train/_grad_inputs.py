@@ -68,7 +68,8 @@ def own_loss_scale(loss_fn: Any) -> float:
     inf
     """
     try:
-        parameters = inspect.signature(loss_fn).parameters
+        # Not of what a decorator wraps: the wrapper may pass that the argument itself.
+        parameters = inspect.signature(loss_fn, follow_wrapped=False).parameters
     except (TypeError, ValueError):  # a callable without a signature
         return 0
     own = parameters.get("loss_scale")

@@ -77,7 +77,7 @@ def as_count(argument: str, value: Any, least: int = 1) -> int:
     try:
         count = operator.index(value)
     except TypeError:
-        whole = isinstance(value, float) and value.is_integer() and value >= least
+        whole = isinstance(value, float) and value.is_integer() and least <= value <= _INT32_MAX
         example = int(value) if whole else least
         message = f"`{argument}` must be an integer, got {value!r}. Pass an integer such as {example}."
         raise ValueError(message) from None

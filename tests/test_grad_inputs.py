@@ -210,9 +210,15 @@ def test_an_argument_loss_scale_of_the_loss_function():
     for f, args in ((own, (one, x)), (own_keyword, (one,))):
         with pytest.raises(TypeError, match=re.escape(message)):
             value_and_grad(f, "mixed_float16")(*args, loss_scale=SCALE)
+
+    @functools.wraps(own)
+    def wrapper(*args):
+        return own(*args, loss_scale=2.0)
+
     by_position = value_and_grad(own, "mixed_float16")(one, x, 2.0, loss_scale=SCALE)
+    wrapped = value_and_grad(wrapper, "mixed_float16")(one, x, loss_scale=SCALE)
     bound = value_and_grad(functools.partial(own, loss_scale=2.0), "mixed_float16")(one, x, loss_scale=SCALE)
-    assert by_position == bound == (6, 6)
+    assert by_position == wrapped == bound == (6, 6)
 
 
 def test_a_loss_scale_for_each_of_an_ensemble():

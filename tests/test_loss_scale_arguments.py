@@ -93,6 +93,7 @@ NORMAL = "has to be a normal float32 number, or gradients are flushed to zero. P
         ({"growth_interval": 2**31}, "`growth_interval` must be an integer from 1 to 2**31 - 1, got 2147483648."),
         ({"growth_interval": 2.5}, "`growth_interval` must be an integer, got 2.5. Pass an integer such as 1."),
         ({"growth_interval": 2e3}, "`growth_interval` must be an integer, got 2000.0. Pass an integer such as 2000."),
+        ({"growth_interval": 1e20}, "`growth_interval` must be an integer, got 1e+20. Pass an integer such as 1."),
         ({"growth_interval": True}, "`growth_interval` must be an integer from 1 to 2**31 - 1, got True."),
         ({"hysteresis": 0}, "`hysteresis` must be an integer from 1 to 2**31 - 1, got 0."),
         ({"counter": -1}, "`counter` must be an integer from 0 to 2**31 - 1, got -1."),

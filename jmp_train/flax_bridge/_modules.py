@@ -72,6 +72,7 @@ def value_and_grad(
         )
 
     axes = axes_of(options.get("axis_name"))
+    own_scale = own_loss_scale(loss_fn)
 
     def functional(params: Any, rest: Any, graphdef: Any, args: Any, kwargs: Any) -> Any:
         def run(params: Any) -> tuple[Any, Any, Any]:
@@ -88,8 +89,6 @@ def value_and_grad(
         return loss, (aux, _agreed(model_state, rest, axes))
 
     grad_fn = _grad.value_and_grad(functional, policy, has_aux=True, **options)
-
-    own_scale = own_loss_scale(loss_fn)
 
     def with_policy(module: Any, /, *args: Any, loss_scale: Any = None, **kwargs: Any) -> Any:
         if not isinstance(module, nnx.Module):
