@@ -92,7 +92,7 @@ def test_one_number_beside_an_array_is_no_chain():
 
 
 def test_the_derivative_is_that_of_a_cast():
-    loss, (params, x) = residual_network(norm_first=False), arguments(3)
+    loss, (params, x) = residual_network(norm_first=False), arguments(2)
     got, want = (
         jax.grad(lambda params, rewrites=rewrites: run(loss, params, x, rewrites=rewrites)[0])
         for rewrites in (REWRITES, WITHOUT)

@@ -136,6 +136,7 @@ def linen_loss(params, x):
     return jnp.mean((Net().apply(params, x) - x) ** 2)  # pyright: ignore[reportOperatorIssue]
 
 
+@pytest.mark.slow
 def test_linen_opens_the_worst_block_only():
     params = jax.jit(Net().init)(jax.random.key(0), X)
     report = sensitivity(linen_loss, "mixed_float16", rules=CARELESS)(params, X, loss_scale=SCALE)
