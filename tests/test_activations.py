@@ -27,7 +27,12 @@ FUNCTIONS = {
     "twice as large": (lambda h: 2 * jax.nn.silu(h), False),
     "the sum of two": (lambda h: jax.nn.silu(h) + h * jnp.tanh(h), False),
     "the difference of two": (lambda h: jax.nn.silu(h) - h * jnp.tanh(h), False),
-    "a bounded function": (jnp.tanh, False),
+    "a tanh": (jnp.tanh, True),
+    "one that is printed": (lambda h: (t := jnp.tanh(h), jax.debug.callback(lambda t: None, t))[0], True),
+    "one that may be a probability": (jax.nn.sigmoid, False),
+    "half of one": (lambda h: 0.5 * jnp.tanh(h), False),
+    "one of float32 numbers": (lambda h: jnp.tanh(jnp.exp(h)), False),
+    "one of few numbers, which scales more": (lambda h: (g := jnp.tanh(h[:, :1]), g * h)[0], False),
     "a constant more": (lambda h: h * jnp.tanh(h) + 100.0 * jnp.tanh(h), False),
     "a square": (lambda h: h * jax.nn.silu(h), False),
     "an exponential": (jnp.expm1, False),
@@ -43,3 +48,9 @@ def test_which_values_are_no_larger(name):
     fn, expected = FUNCTIONS[name]
     program = after("assign_dtypes", lambda w, x: fn(x @ w), W, X)
     assert (program.outputs[0] in activations(program)) == expected
+
+
+def test_what_they_are_computed_from():
+    program = after("assign_dtypes", lambda w, x: jax.nn.gelu(x @ w), W, X)
+    inner = activations(program)[program.outputs[0]]
+    assert "tanh" in {program.recorded.producers[number].name for number in inner}

@@ -113,10 +113,19 @@ ACTIVATIONS = {
     "silu": (before_norm(jax.nn.silu), ["mul"]),
     "mish": (before_norm(lambda h: h * jnp.tanh(jnp.logaddexp(h, 0.0))), ["mul"]),
     "gelu, differentiated": (jax.grad(before_norm(jax.nn.gelu)), ["mul"]),
+    "scaled by its tanh, differentiated": (jax.grad(before_norm(lambda h: h * jnp.tanh(h))), ["mul"]),
     "squares are summed": (gelu_before(rms_norm), ["mul"]),
     "groups are summed": (gelu_before(groups), ["mul"]),
     "a norm over rows": (gelu_before(response_norm), ["mul"]),
-    "a bounded function, which is narrow": (before_norm(jnp.tanh), []),
+    "a tanh": (lambda w, x: jnp.sum(rms_norm(jnp.tanh(x @ w)) @ w.T), ["tanh"]),
+    "a tanh, which its mean computes again": (before_norm(jnp.tanh), []),
+    "a tanh of float32": (lambda w, x: jnp.sum(rms_norm(jnp.tanh(x)) @ w), []),
+    "a tanh that a dot reads anyway": (
+        lambda w, x: jnp.sum(rms_norm(h := jnp.tanh(x @ w)) @ w.T) + jnp.sum(h @ w), []),
+    "a tanh that is a position, too": (
+        lambda w, x: jnp.sum(rms_norm(h := jnp.tanh(x @ w)) @ w.T + jnp.sin(100 * h) @ w), []),
+    "a gate a row": (
+        jax.grad(lambda w, x: jnp.sum(rms_norm(x @ w * jnp.tanh(x @ w[:, :1])) @ w.T)), []),
     "unbounded: twice as large": (before_norm(lambda h: 2 * jax.nn.gelu(h)), []),
     "unbounded: an exponential": (before_norm(lambda h: h * jnp.exp(h)), []),
     "unbounded: a square": (before_norm(lambda h: h * h * jax.nn.sigmoid(h)), []),

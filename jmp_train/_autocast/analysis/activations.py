@@ -5,7 +5,7 @@
     y = mul x:f16 s               |y| <= 1 |x|         degree 1, factor 1: no larger than `x`, and as expensive as `t`
 
 So are the results of activation functions that multiply their operand by a bounded function of it: GELU (Hendrycks and
-Gimpel, 2016), SiLU, Mish. In the compute dtype they are finite wherever their operand is.
+Gimpel, 2016), SiLU, Mish; and so is tanh itself. In the compute dtype they are finite wherever their operand is.
 
 Decides which values these are. Does not decide which of them are saved so; see `passes.save_for_sums`.
 """
@@ -36,10 +36,16 @@ class _Bound(NamedTuple):
 _NO_LARGER = _Bound(1, 1.0)
 
 
-def activations(program: Program) -> set[int]:
-    """The results of an expensive function that are at most as large as some value in the compute dtype."""
+def activations(program: Program) -> dict[int, set[int]]:
+    """The results of an expensive function that are at most as large as some value in the compute dtype.
+
+    Each with the expensive results that it is computed from.
+    """
     bounds: dict[int, _Bound] = {}
-    expensive: set[int] = set()
+    expensive: dict[int, set[int]] = {}
+    # Each tanh of a value in the compute dtype, unless it is small beside what it scales. No sigmoid, which may be a
+    # probability: products of its complement may be zero where one of them is rounded.
+    alone = set[int]()
 
     def bound(number: int) -> _Bound | None:
         fact, found = program.facts[number], bounds.get(number)
@@ -54,8 +60,16 @@ def activations(program: Program) -> set[int]:
 
     for equation in program.equations:
         name, operands = equation.node.name, equation.node.ins
+        if not equation.results:  # it prints or checks
+            continue
+        # What is smaller, as a statistic or a row of parameters or a gate, is computed in a kernel of its own, where
+        # its cost does not count.
+        large = [n for n in operands if n in expensive and not is_less(size(n), size(equation.results[0]))]
+        alone.difference_update([n for n in operands if n in alone and n not in large])
         if name in LARGEST_RESULT:
             bounds[equation.results[0]] = _Bound(0, LARGEST_RESULT[name])
+            if name == "tanh" and program.precision(operands[0]) is Precision.LOW:
+                alone.add(equation.results[0])
         elif name in _SAME and (found := bound(operands[0])) is not None:
             bounds.update(dict.fromkeys(equation.results, found))
         elif name == "mul" or name in ADDS:
@@ -68,12 +82,10 @@ def activations(program: Program) -> set[int]:
                 bounds[equation.results[0]] = _Bound(one.degree, one.factor + other.factor)
         else:
             continue
-        # What is smaller, as a statistic or a row of parameters, is computed in a kernel of its own, where its cost
-        # does not count.
-        large = [n for n in operands if n in expensive and not is_less(size(n), size(equation.results[0]))]
         if large or is_expensive(equation):
-            expensive.update(equation.results)
-    # Of degree 0 are bounded functions alone, such as tanh. These follow the dtype of their operand, so that they are
-    # in the compute dtype already.
-    within = {number for number, found in bounds.items() if found.degree == 1 and found <= _NO_LARGER}
-    return within & expensive
+            expensive[equation.results[0]] = set(large).union(*[expensive[n] for n in large])
+    return {
+        number: inner
+        for number, inner in expensive.items()
+        if (found := bounds.get(number)) is not None and found <= _NO_LARGER and (found.degree or number in alone)
+    }

@@ -63,15 +63,18 @@ def _shared_with_sums(program: Program) -> set[int]:
     forward, cotangents = set[int](), set[int]()
     narrow = _narrow(program) if found else ()
     for equation, number, is_read_by_sum in found:
-        fact, name = program.facts[number], equation.node.name
-        if fact.has_low_copy or fact.sensitive or not program.context.uses[number].reaches_dot:
+        fact, name, uses = program.facts[number], equation.node.name, program.context.uses[number]
+        is_operand = fact.has_low_copy or (fact.precision is Precision.LOW and uses.to_dot)  # in memory, in 16 bits
+        if is_operand or fact.sensitive or uses.is_position or not uses.reaches_dot:
             continue
         if not program.place.is_backward(equation.node):
             forward.add(number)
         elif is_read_by_sum and (name == "mul" or not (narrow[number] or name == "select_n")):
             cotangents.add(number)
     if forward:
-        forward &= activations(program)
+        inner = activations(program)
+        forward &= inner.keys()
+        forward.difference_update(*[inner[number] for number in forward])
     return (forward | cotangents).difference(program.outputs)
 
 
