@@ -1,5 +1,6 @@
 """`assert_policy` finds each fault that is planted, says all of them at once, and passes what is right."""
 
+import functools
 import re
 
 import jax
@@ -52,6 +53,7 @@ def test_what_is_right_passes_and_returns_the_report():
     assert report.low_flop_share == 1
     for fn in (loss, jax.value_and_grad(loss), jax.jit(jax.grad(loss))):
         assert faults(fn, W, X) == []
+    assert assert_policy(lambda w, *, x: x @ w, POLICY)(W, x=X).low_flop_share == 1
 
 
 # No wide dot
@@ -296,6 +298,9 @@ def test_a_scope_with_brackets_is_excepted_as_the_sentence_says():
     fault = only_fault(fn, W, X, checks=[no_wide_dots()])
     assert fault.endswith("no_wide_dots(except_scopes=('block[[]1]',)).")
     assert faults(fn, W, X, checks=[no_wide_dots(except_scopes=("block[[]1]",))]) == []
+    narrow_sum = jax.named_scope("block[1]")(full_precision(lax.cumsum))
+    fault = only_fault(narrow_sum, HALF, checks=[no_narrow_sums()])
+    assert fault.endswith("(except_scopes=('block[[]1]',)).")
 
 
 def test_a_scope_that_matches_nothing_is_always_a_fault():
@@ -305,6 +310,7 @@ def test_a_scope_that_matches_nothing_is_always_a_fault():
             "scopes_match: the scope glob 'Lajer' (did you mean 'Layer'?) of the rules matches no operation; "
             "explain(...) lists the scopes, and only jax.named_scope and Linen modules make one."
         ]
+    assert len(faults(loss, W, X, rules=rules.with_scopes({"Lbyer": "float32"}))) == 2
 
 
 # All at once, and by the user
@@ -366,6 +372,12 @@ def test_a_check_of_ones_own():
          "`checks` holds no_float64 itself; call it: no_float64(...) returns the check."),
         (lambda: assert_policy(loss, POLICY, lambda report: True)(W, X),  # pyright: ignore[reportArgumentType]
          "the check <lambda> must return a list of sentences, empty if all is well; got True."),
+        (lambda: assert_policy(loss, POLICY, lambda report: "fine")(W, X),
+         "the check <lambda> must return a list of sentences, empty if all is well; got 'fine'."),
+        (lambda: no_wide_dots(except_scopes=3),  # pyright: ignore[reportArgumentType]
+         "`except_scopes` must be a sequence of globs, got 3; write ('head',)."),
+        (lambda: no_narrow_sums(except_scopes=["Layer", 3]),  # pyright: ignore[reportArgumentType]
+         "`except_scopes` must be a sequence of globs, got ['Layer', 3]; write ('head',)."),
         (lambda: no_wide_dots(except_scopes="Layer"),
          "`except_scopes` must be a sequence of globs, got 'Layer'; write ('Layer',)."),
         (lambda: assert_policy(loss, POLICY, rules=3),  # pyright: ignore[reportArgumentType]
@@ -376,6 +388,17 @@ def test_a_check_of_ones_own():
 def test_bad_input(call, message):
     with pytest.raises(TypeError, match="^" + re.escape(message) + "$"):
         call()
+
+
+@pytest.mark.parametrize("maker", [no_wide_dots, no_narrow_sums, no_float64, float32_loss, output_dtypes])
+def test_what_makes_a_check_is_none(maker):
+    with pytest.raises(TypeError, match=f"^`checks` holds {maker.__name__} itself; call it: "):
+        assert_policy(loss, POLICY, maker)
+
+
+def test_a_check_without_a_name_is_shown():
+    with pytest.raises(TypeError, match=r"^the check functools\.partial\("):
+        assert_policy(loss, POLICY, functools.partial(lambda report: None))(W, X)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_wrong_output_dtype():

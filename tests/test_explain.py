@@ -169,6 +169,10 @@ def test_what_runs_as_recorded_is_listed_with_its_body():
     assert only(found, "tanh")[0].reason == "inside while, as recorded"
     host = report(lambda x: jax.pure_callback(lambda x: x, x, x), X)
     assert host.opaque == (("pure_callback", 1, "calls the host"),)
+    on_host = lambda x: jax.pure_callback(lambda x: x, x, x)  # noqa: E731
+    assert [count for _, count, _ in report(lambda x: on_host(x) + on_host(x), X).opaque] == [2]
+    assert report(on_host, jnp.arange(3)).opaque == ()  # nothing that a policy could narrow
+    assert report(lambda x: lax.bitcast_convert_type(x, jnp.uint32), X).opaque == ()
     assert report(full_precision(layer), W, X).opaque == ()
 
 
@@ -205,6 +209,7 @@ def test_a_float32_policy_converts_nothing():
     found = report(jax.grad(scanned_loss), W, X, policy="float32")
     assert (found.converted, found.casts, found.widened, found.low_flop_share) == (0, 0, 0, 0)
     assert {op.reason for op in found.operations} == {"the policy computes in 32 bits or more"}
+    assert {op.rule for op in found.operations if not op.holds_program} == {"recorded"}
     assert found.opaque == () and found.total == report(jax.grad(scanned_loss), W, X).total
 
 
@@ -275,6 +280,7 @@ def test_user_written_rules_are_listed(fn):
     kind = "custom_vjp" if fn is own_vjp else "custom_jvp"
     (rule,) = report(lambda w, x: fn(x @ w), W, X).derivative_rules
     assert re.fullmatch(rf"{kind} of own_\w+ \(.*test_explain\.py:\d+\)", rule)
+    assert report(lambda w, x: fn(x @ w) + fn(x @ w), W, X).derivative_rules == (rule,)
     expanded = report(jax.grad(lambda w, x: jnp.mean(fn(x @ w))), W, X).derivative_rules
     assert any(re.search(rf"{kind} rule .*test_explain\.py:\d+\), expanded", rule) for rule in expanded)
 
@@ -292,11 +298,25 @@ def test_casts_that_a_float32_trace_hides():
     found = report(guarded, W, X)
     assert len(found.hidden_casts) == 1 and "(guarded)" in found.hidden_casts[0]
     assert found.hidden_casts_error is None
+    assert explain(guarded, POLICY)(W, x=X).hidden_casts == found.hidden_casts
     # What jnp.mean does inside, and what promotion does, is nobody's request.
     assert report(lambda w, x: jnp.mean(x @ w), W, X).hidden_casts == ()
     assert report(lambda w, x: (x @ w) + jnp.ones(8), W, X).hidden_casts == ()
     # A cast that shows in the float32 trace too is not hidden.
     assert report(lambda w, x: (x @ w).astype(jnp.float16).astype(jnp.float32), W, X).hidden_casts == ()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: report(lambda w, n: (w @ w)[n], W, jnp.arange(2)),
+        lambda: report(lambda w, n: w @ w * n, W, 2),
+        lambda: report(lambda w: w @ w * 1e9, W),  # float16 has no such number
+    ],
+    ids=["integers", "a Python number", "a large number"],
+)
+def test_arguments_that_are_searched_for_hidden_casts(call):
+    assert call().hidden_casts_error is None
 
 
 def test_a_function_that_takes_no_narrow_arguments():
@@ -340,6 +360,8 @@ def test_products_in_a_function_that_jax_jits():
 def test_scopes_that_match_nothing():
     rules = DEFAULT_RULES.with_scopes({"Layer": "float32", "Lajer": "float32"})
     assert report(layer, W, X, rules=rules).unmatched_scopes == ("'Lajer' (did you mean 'Layer'?)",)
+    twice = DEFAULT_RULES.with_scopes({"Lajer": "float32"}).with_scopes({"Lajer": "float16"})
+    assert len(report(layer, W, X, rules=twice).unmatched_scopes) == 1
     brackets = DEFAULT_RULES.with_scopes({"block[1]": "float32"})
     (found,) = report(jax.named_scope("block[1]")(layer), W, X, rules=brackets).unmatched_scopes
     assert found == "'block[1]' (did you mean 'block[[]1]'?)"

@@ -85,6 +85,21 @@ class TestExponents:
         assert ax is given and min(stairs(ax)[1]) == pytest.approx(-30 + np.log2(3))
         assert len(plt.get_fignums()) == 1
 
+    def test_without_a_scale(self):
+        ax = diagnostics.plot_exponents({"a": VALUES})
+        assert stairs(ax) == [{-30: 60, -20: 20, 2: 20}]
+        bottom, top = ax.get_ylim()
+        assert bottom == 0.05 and top > 100
+
+    def test_a_small_share_is_inside_the_picture(self):
+        values = np.full(10_000, 4, np.float32)
+        values[0] = 1
+        assert diagnostics.plot_exponents(values).get_ylim()[0] == pytest.approx(0.005)
+
+    def test_a_small_share_that_is_not_drawn_has_a_decimal(self):
+        ax = diagnostics.plot_exponents(np.float32([0] + [1] * 39))
+        assert ax.get_legend().get_title().get_text() == "Not drawn: 2.5% zero already"
+
     def test_overflow_is_told(self):
         ax = diagnostics.plot_exponents(jnp.float32(2.0), loss_scale=2.0**17)
         assert legend(ax)[-1] == "times $2^{17}$: 0.0% become zero, 100.00% overflow"

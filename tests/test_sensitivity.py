@@ -16,7 +16,15 @@ from hand_tools import relative_error
 import jmp_train as jmp
 from jmp_train import DEFAULT_RULES, StaticLossScale
 from jmp_train._diagnostics.formats._gradient_errors import _relative_error
-from jmp_train._diagnostics.formats._sensitivity_search import Candidate, Measured, Search, at_most, shares_of
+from jmp_train._diagnostics.formats._sensitivity import Sensitivity
+from jmp_train._diagnostics.formats._sensitivity_search import (
+    Candidate,
+    Measured,
+    Search,
+    at_most,
+    rounding_operations,
+    shares_of,
+)
 from jmp_train.diagnostics import sensitivity
 
 RNG = np.random.default_rng(0)
@@ -245,6 +253,41 @@ def test_nnx_by_primitives():
     holds(report, loss, params, X)
 
 
+# Which operations round
+
+
+def chained(w, x):
+    h = jax.jit(lambda h: jnp.tanh(h) * 2)(x @ w)
+    h = -h.T
+    h, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), h.T, length=2)
+    return jnp.sum(jnp.exp(h)) + jnp.sum(h > 0), x.astype(jnp.float16) + 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "rules", "found"),
+    [
+        ("mixed_float16", DEFAULT_RULES, ["dot_general", "tanh", "mul"]),
+        ("mixed_float16", DEFAULT_RULES.replace({"neg": "low"}), ["dot_general", "tanh", "mul", "neg"]),
+        ("mixed_float16", DEFAULT_RULES.replace({"transpose": "low"}), ["dot_general", "tanh", "mul", "transpose"]),
+        ("float32", DEFAULT_RULES, []),
+        ("params=float32,compute=float64,output=float32", DEFAULT_RULES, []),
+    ],
+)
+def test_which_operations_round(policy, rules, found):
+    plan = jmp.explain(lambda w, x: chained(w, x)[0] + jnp.sum(chained(w, x)[1]), policy, rules=rules)(W, X)
+    assert list(dict.fromkeys(op.primitive for op in rounding_operations(plan))) == found
+
+
+def test_sums_across_devices_round_in_the_reduce_dtype():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    gradient = jax.grad(lambda w, x: jax.lax.pmean(jnp.mean(jnp.sin(x * w)), "d"))
+    step = jax.shard_map(gradient, mesh=mesh, in_specs=(spec(), spec("d")), out_specs=spec())
+    policy = jmp.get_policy("mixed_float16").replace(reduce_dtype="bfloat16")
+    narrow = rounding_operations(jmp.explain(step, policy)(W[0], X))
+    assert ("psum_invariant", "bfloat16") in [(op.primitive, op.dtype) for op in narrow]
+
+
 # The search, on errors made up
 
 
@@ -281,6 +324,7 @@ def test_a_part_that_turns_out_not_to_be_needed_is_left_out():
 def test_near_the_least_error_is_enough_where_the_tolerance_is_out_of_reach():
     errors = {"": 1.0, "A": 0.9, "B": 0.105, "AB": 0.1}
     assert proposed(errors.__getitem__, "AB", 0.01) == ("B", ["B", "A"])
+    assert proposed({**errors, "B": 0.12}.__getitem__, "AB", 0.01) == ("AB", ["B", "A"])
 
 
 def test_what_only_alone_shows_has_a_share():
@@ -393,6 +437,23 @@ def test_arguments_are_those_of_value_and_grad():
     assert relative_error(grads, truth) == pytest.approx(report.error, rel=0.2)
 
 
+def made_up(**changes):
+    """A report; as it is, keeping `exp` in float32 meets the tolerance exactly."""
+    fields = dict(policy="p", by="primitive", tolerance=0.1, error=0.5, floor=0.01, rows=(), base=DEFAULT_RULES)
+    fields |= dict(kept=("exp",), proposal=DEFAULT_RULES, proposal_error=0.1, gradients=1)
+    return Sensitivity(**{**fields, **changes})  # pyright: ignore[reportArgumentType]
+
+
+def test_what_the_text_says_of_the_proposal():
+    assert made_up().met and "Keep 1 primitive in float32" in str(made_up())
+    assert "Nothing has" not in str(made_up(kept=(), floor=0.5, proposal_error=0.5))
+    assert "Rules cannot" not in str(made_up(proposal_error=0.2))
+
+
+def test_a_tolerance_may_be_an_integer():
+    assert sensitivity(offset_loss, "float32", tolerance=1)(W, X).met
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -416,6 +477,10 @@ def test_arguments_are_those_of_value_and_grad():
          "`tolerance` must be a positive number, a relative error such as 0.01, got 0."),
         (lambda: sensitivity(offset_loss, "float32", tolerance=float("nan")), ValueError,
          "`tolerance` must be a positive number, a relative error such as 0.01, got nan."),
+        (lambda: sensitivity(offset_loss, "float32", tolerance=float("inf")), ValueError,
+         "`tolerance` must be a positive number, a relative error such as 0.01, got inf."),
+        (lambda: sensitivity(offset_loss, "float32", tolerance=True), ValueError,
+         "`tolerance` must be a positive number, a relative error such as 0.01, got True."),
         (lambda: sensitivity(offset_loss, "float32", max_scopes=0), ValueError,
          "`max_scopes` must be at least 1, got 0."),
         (lambda: sensitivity(offset_loss, "float32", max_scopes=2.5), TypeError,  # pyright: ignore[reportArgumentType]

@@ -196,9 +196,11 @@ def _is_in(scope: str, globs: Sequence[str]) -> bool:
 
 
 def _globs(scopes: Any) -> tuple[str, ...]:
-    if isinstance(scopes, str) or not isinstance(scopes, Iterable):
-        raise TypeError(f"`except_scopes` must be a sequence of globs, got {scopes!r}; write ({scopes!r},).")
-    return tuple(scopes)
+    globs = tuple(scopes) if isinstance(scopes, Iterable) and not isinstance(scopes, str) else (scopes,)
+    if isinstance(scopes, str) or not all(isinstance(glob, str) for glob in globs):
+        example = scopes if isinstance(scopes, str) else "head"
+        raise TypeError(f"`except_scopes` must be a sequence of globs, got {scopes!r}; write ({example!r},).")
+    return globs
 
 
 MAKERS = (no_wide_dots, no_narrow_sums, no_float64, float32_loss, output_dtypes)
