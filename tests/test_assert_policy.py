@@ -114,14 +114,22 @@ def test_equal_faults_are_one_sentence():
     )
 
 
-def test_the_reason_is_that_of_the_wide_dot():
+@pytest.mark.parametrize("precisions", [("highest", None), (None, "highest")])
+def test_the_reason_is_that_of_the_wide_dot(precisions):
     def fn(w, x):
-        for precision in ("highest", None):
+        for precision in precisions:
             x = jnp.dot(x, w, precision=precision)
         return x
 
     fault = only_fault(fn, W, X)
     assert "reads float32, float32 at LINE (its precision was set to float32); " in fault
+
+
+def test_of_two_wide_dots_at_one_place_the_reason_is_that_of_the_first():
+    def fn(w):
+        return [jnp.dot(one, other, precision=how) for one, other, how in ((w, w + 1, "highest"), (w, w.T, None))]
+
+    assert "at LINE, 2 times (its precision was set to float32); " in only_fault(fn, W)
 
 
 def test_a_dot_of_one_wide_operand_and_one_of_float64():
