@@ -57,6 +57,13 @@ def test_keywords_and_python_numbers():
     assert only(found, "mul")[0].dtype == "float32"  # an argument outside argnums is data
 
 
+def test_arguments_that_are_no_arrays():
+    fn = lambda w, mode, *, how: {"train": how}[mode](w @ w)  # noqa: E731
+    found = explain(fn, POLICY)(W, "train", how=jnp.tanh)
+    assert [op.primitive for op in found.operations] == ["dot_general", "tanh"]
+    assert found.hidden_casts_error is None
+
+
 def test_argnums_says_what_is_data():
     def fn(x, w):
         return x @ jnp.ones((8, 8)) + w
@@ -172,7 +179,24 @@ def test_what_runs_as_recorded_is_listed_with_its_body():
     on_host = lambda x: jax.pure_callback(lambda x: x, x, x)  # noqa: E731
     assert [count for _, count, _ in report(lambda x: on_host(x) + on_host(x), X).opaque] == [2]
     assert report(on_host, jnp.arange(3)).opaque == ()  # nothing that a policy could narrow
-    assert report(lambda x: lax.bitcast_convert_type(x, jnp.uint32), X).opaque == ()
+    # It meets float32 among its operands or its results.
+    count = lambda x: jax.pure_callback(lambda x: 0, jax.ShapeDtypeStruct((), jnp.int32), x)  # noqa: E731
+    draw = lambda n: jax.pure_callback(lambda n: 0, jax.ShapeDtypeStruct((), jnp.float32), n)  # noqa: E731
+    assert [len(report(fn, x).opaque) for fn, x in ((count, X), (count, jnp.arange(3)), (draw, 3))] == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: lax.bitcast_convert_type(x, jnp.uint32),
+        lambda x: lax.reduce_precision(x, 5, 10),
+        lambda x: x.astype(jnp.bfloat16),
+        lambda x: x + jnp.arange(8.0),
+    ],
+)
+def test_what_is_no_surprise_as_recorded(fn):
+    """What the user asks for by name, and what makes values from none."""
+    assert report(fn, X).opaque == ()
     assert report(full_precision(layer), W, X).opaque == ()
 
 
