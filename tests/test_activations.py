@@ -51,6 +51,8 @@ def test_which_values_are_no_larger(name):
 
 
 def test_what_they_are_computed_from():
-    program = after("assign_dtypes", lambda w, x: jax.nn.gelu(x @ w), W, X)
-    inner = activations(program)[program.outputs[0]]
-    assert "tanh" in {program.recorded.producers[number].name for number in inner}
+    program = after("assign_dtypes", lambda w, x: (h := x @ w) * (0.5 * jnp.tanh(h)), W, X)
+    (inner,) = activations(program)[program.outputs[0]]
+    assert program.recorded.producers[inner].name == "tanh"
+    across_a_dot = after("assign_dtypes", lambda w, x: ((h := jnp.tanh(x @ w)) @ w) * h, W, X)
+    assert activations(across_a_dot)[across_a_dot.outputs[0]] == set()

@@ -119,6 +119,8 @@ ACTIVATIONS = {
     "a norm over rows": (gelu_before(response_norm), ["mul"]),
     "a tanh": (lambda w, x: jnp.sum(rms_norm(jnp.tanh(x @ w)) @ w.T), ["tanh"]),
     "a tanh, which its mean computes again": (before_norm(jnp.tanh), []),
+    "a tanh, and what is computed from it across a dot": (
+        lambda w, x: jnp.sum(rms_norm(rms_norm(h := jnp.tanh(x @ w)) @ w.T * h) @ w), ["tanh", "mul"]),
     "a tanh of float32": (lambda w, x: jnp.sum(rms_norm(jnp.tanh(x)) @ w), []),
     "a tanh that a dot reads anyway": (
         lambda w, x: jnp.sum(rms_norm(h := jnp.tanh(x @ w)) @ w.T) + jnp.sum(h @ w), []),

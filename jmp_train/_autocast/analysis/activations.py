@@ -39,7 +39,7 @@ _NO_LARGER = _Bound(1, 1.0)
 def activations(program: Program) -> dict[int, set[int]]:
     """The results of an expensive function that are at most as large as some value in the compute dtype.
 
-    Each with the expensive results that it is computed from.
+    Each with the results of tanh that it is computed from on the same side of a dot.
     """
     bounds: dict[int, _Bound] = {}
     expensive: dict[int, set[int]] = {}
@@ -83,7 +83,8 @@ def activations(program: Program) -> dict[int, set[int]]:
         else:
             continue
         if large or is_expensive(equation):
-            expensive[equation.results[0]] = set(large).union(*[expensive[n] for n in large])
+            near = [n for n in large if program.facts[n].depth == equation.depth]
+            expensive[equation.results[0]] = alone.intersection(near).union(*[expensive[n] for n in near])
     return {
         number: inner
         for number, inner in expensive.items()
