@@ -137,7 +137,7 @@ def float32_loss() -> Check:
             f"float32_loss: the scalar {_named(output)} is computed in {output.computed_in} and returned in "
             f"{output.dtype}; cast what it is made of to float32, or wrap the end of the loss in full_precision."
             for output in report.outputs
-            if not output.shape and (output.computed_in in _NARROW or output.dtype in _NARROW)
+            if not output.shape and output.computed_in in _NARROW
         ]
 
     return check
