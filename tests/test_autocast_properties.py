@@ -60,7 +60,7 @@ def check_types_and_idempotence(run: Callable, dtype: str):
     assert primitives(autocast(once, policy), PARAMS, X) == primitives_of(program)
 
 
-@either_half
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_each_operation_is_within_tolerance(dtype):
     """In one program: a hundred would take as long to compile as all the rest of this file."""
     steps = [*EVERY_STEP, *EVERY_WRAPPER]

@@ -42,7 +42,7 @@ def by_linen(masked):
     return jax.jit(jax.grad(linens_loss(nn.dot_product_attention, MASK if masked else None), (0, 1)))(PARAMS, X)
 
 
-@pytest.mark.parametrize("masked", ["mask", "partial", "none"])
+@pytest.mark.parametrize("masked", ["mask", pytest.param("partial", marks=pytest.mark.slow), "none"])
 def test_linens_layer_computes_the_same(masked):
     attend = functools.partial(dot_product_attention, is_causal=True) if masked == "partial" else dot_product_attention
     gradient = jax.grad(linens_loss(attend, MASK if masked == "mask" else None), (0, 1))

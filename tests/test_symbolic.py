@@ -174,7 +174,7 @@ def check(step, spec, params, examples):
 
 # Most fail where they are exported, if at all. The others are called, which compiles both programs.
 CALLED = {
-    "layer norm", "scan over attention", "scan over the batch",
+    "layer norm", "scan over the batch",
     "recurrent", "convolution, any image", "overlapping max-pool, any image", "max-pool over any length",
     "overlapping average pool, any image",
 }  # fmt: skip
