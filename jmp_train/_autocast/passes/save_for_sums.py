@@ -74,7 +74,7 @@ def _shared_with_sums(program: Program) -> set[int]:
     if forward:
         inner = activations(program)
         forward &= inner.keys()
-        forward.difference_update(*[inner[number] for number in forward])
+        forward.difference_update(*[inner[number] for number in forward])  # of `h * tanh(h)` the product is stored
     return (forward | cotangents).difference(program.outputs)
 
 
