@@ -288,6 +288,11 @@ REWRITTEN = {
     "joined_shard_maps": (jax.grad(loss_on_devices), W, X),
     "sums_of_one": (jax.grad(lambda w, x: jnp.sum(jnp.tanh(x + w[None]) @ LAYERS[0])), W[:, 0], X[:1]),
     "relu_mask": (jax.grad(lambda w, x: jnp.sum(jax.nn.relu(x @ w) @ w.T)), W, X),
+    "leaky_relus": (
+        jax.grad(lambda w, x: jnp.sum(jax.nn.leaky_relu(scaled(x @ w, 0)) @ w)),
+        LAYERS[0],
+        np.arange(32.0, dtype=np.float32).reshape(4, 8) % 7,
+    ),
     "max_pools": (
         jax.grad(lambda w, x: jnp.sum(x * lax.reduce_window(x * w, -np.inf, lax.max, (1, 2), (1, 1), "SAME"))),
         RNG.normal(size=(2, 8)).astype(np.float32),

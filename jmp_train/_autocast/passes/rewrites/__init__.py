@@ -8,6 +8,7 @@ from .dot_as_sums import dot_as_sums
 from .fold_transposes import fold_transposes
 from .hoist_weight_casts import hoist_weight_casts
 from .joined_shard_maps import joined_shard_maps
+from .leaky_relus import leaky_relus
 from .max_pools import entry_of_scatter, max_pools, pools_in_float32
 from .narrow_caches import narrow_caches
 from .narrow_transfers import narrow_transfers
@@ -25,6 +26,7 @@ REWRITES = (
     Rewrite("joined_shard_maps", of_recorded=joined_shard_maps),
     Rewrite("sums_of_one", entry={"reduce_sum": entry_of_sum}, of_equation={"reduce_sum": sums_of_one}),
     Rewrite("relu_mask", of_recorded=relu_mask),
+    Rewrite("leaky_relus", of_planned=leaky_relus),
     Rewrite("max_pools", entry={_POOL: entry_of_scatter}, of_equation={_POOL: max_pools}, of_planned=pools_in_float32),
     Rewrite("one_hot_scatter", of_equation={"scatter-add": one_hot_scatter}),
     Rewrite("dot_as_sums", of_equation={"dot_general": dot_as_sums}),

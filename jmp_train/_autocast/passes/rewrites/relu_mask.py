@@ -21,9 +21,7 @@ from __future__ import annotations
 import dataclasses
 
 from ...._jaxpr import FlatJaxpr, Node
-from ...analysis.relus import RELUS, is_positive, relu_operand
-
-_OF_NORMS = frozenset({"add", "sub", "mul", "div"})
+from ...analysis.relus import RELUS, is_norm_of_rows, is_positive, relu_operand
 
 
 def relu_mask(program: FlatJaxpr) -> FlatJaxpr:
@@ -35,26 +33,7 @@ def relu_mask(program: FlatJaxpr) -> FlatJaxpr:
         if node.name in RELUS and (operand := relu_operand(node, program)) is not None:
             results[operand] = node.outs[0]
         elif node.name == "gt" and node.ins[0] in results and is_positive(node, program):
-            if not _is_norm_of_rows(node.ins[0], program):
+            if not is_norm_of_rows(node.ins[0], program):
                 node = dataclasses.replace(node, ins=(results[node.ins[0]], node.ins[1]))
         nodes.append(node)
     return dataclasses.replace(program, nodes=tuple(nodes)) if results else program
-
-
-def _is_norm_of_rows(number: int, program: FlatJaxpr) -> bool:
-    """Whether a value is computed from one array of its shape and from numbers for its rows, as mean and variance are.
-
-    Not if something else was added to it: that would be read for the mask only.
-    """
-    shape, computed = program.avals[number].shape, [number]
-    for each in computed:  # grows
-        node = program.producers.get(each)
-        if node is None or node.name not in _OF_NORMS:
-            continue
-        shapes = [program.avals[operand].shape for operand in node.ins]
-        if (*shape[:-1], 1) in shapes and shape[-1] != 1:  # in rows of one number, such an operand is no statistic
-            return True
-        if node.name in ("mul", "div") or shapes.count(shape) == 1:
-            found = [operand for operand, found in zip(node.ins, shapes, strict=True) if found == shape]
-            computed += [operand for operand in found if operand not in computed]
-    return False
