@@ -139,15 +139,21 @@ def test_which_products_a_linear_system_reads(name):
     assert consumers.in_systems.get(product.outs[0], False) == (expected and not name.startswith("a product"))
 
 
-# Of the first product, `p = x @ y.T`.
+# Of the first product, `p = x @ y.T`: whether it is repeated, and directly.
 REPEATED = {
-    "a quadratic form": (lambda p, x, y: p @ jnp.sin(y) @ (jnp.sin(y).T @ p.T), False),
+    "a quadratic form": (lambda p, x, y: p @ jnp.sin(y) @ (jnp.sin(y).T @ p.T), None),
     "one value on both sides": (lambda p, x, y: p.T @ x, True),
     "the other value on both sides": (lambda p, x, y: 2 * p @ y, True),
     "a value twice on one side": (lambda p, x, y: x.T @ p, True),
-    "three values": (lambda p, x, y: p @ jnp.sin(y), False),
-    "a function between": (lambda p, x, y: jnp.tanh(p).T @ x, False),
-    "what is added to it": (lambda p, x, y: (p + 1).T @ x, False),
+    "three values": (lambda p, x, y: p @ jnp.sin(y), None),
+    "a function between": (lambda p, x, y: jnp.tanh(p).T @ x, None),
+    "what is added to it": (lambda p, x, y: (p + 1).T @ x, None),
+    "its norm between": (lambda p, x, y: (p / jnp.linalg.norm(p)).T @ x, False),
+    "its norm between and nothing": (lambda p, x, y: ((p / jnp.linalg.norm(p)).T @ x, p.T @ x), True),
+    "nothing between and its norm": (lambda p, x, y: (p.T @ x, (p / jnp.linalg.norm(p)).T @ x), True),
+    "one over its norm between": (lambda p, x, y: (lax.rsqrt(jnp.sum(p * p)) * p).T @ x, False),
+    "its inverse": (lambda p, x, y: (jnp.linalg.norm(p) / p).T @ x, None),
+    "norms of its rows between": (lambda p, x, y: (p / jnp.linalg.norm(p, axis=0)).T @ x, None),
 }
 
 
@@ -155,7 +161,7 @@ REPEATED = {
 def test_which_products_repeat_a_value(name):
     fn, expected = REPEATED[name]
     consumers, product = consumers_of(lambda x, y: fn(x @ y.T, x, y), X, Y)
-    assert (product.outs[0] in consumers.repeated) == expected
+    assert consumers.repeated.get(product.outs[0]) is expected
 
 
 # Of the last product of some powers of a square matrix.

@@ -59,6 +59,10 @@ POSITIONS, FREQUENCIES = np.arange(512, dtype=np.float32), normal(8)
 POINTS = normal(256, 3)
 
 
+def unit(v):
+    return v / jnp.linalg.norm(v)
+
+
 def squares(x):
     return jnp.sum(x**2, -1)
 
@@ -201,6 +205,8 @@ WIDE = {
     "a fifth power of a matrix of data": (
         lambda w, x: fifth_power((x * w[0])[:, :32] / 8), W, X, Cause.REPEATED),
     "a power of a matrix of data": (lambda w, x: (x * w[0])[:, :32] @ (x * w[0])[:, :32], W, X, Cause.REPEATED),
+    "a power iteration": (lambda w, x: unit(x[0] @ w) @ w.T, W, X, Cause.REPEATED),
+    "a power iteration of rows of one": (lambda w, x: unit(x[:1] @ w) @ w.T, W, X, Cause.REPEATED),
     "a centred Gram matrix": (
         lambda w, x: (w.T @ w) @ (jnp.eye(64) - jnp.full((64, 64), 1 / 64)), W, X, Cause.SOLUTION),
     "a centred kernel of a Gram matrix": (
@@ -265,6 +271,13 @@ NARROW = {
     "a head of ten classes": (lambda w, x: jax.nn.log_softmax(x @ w[:, :10]), W, X),
     "two towers": (lambda w, x: (x @ w) @ (x @ (w + 1)).T, W, X),
     "a power of a matrix": (lambda w, x: w @ w, W, X),
+    "a vector through a weight and its transpose": (lambda w, x: jnp.tanh(x[0] @ w) @ w.T, W, X),
+    "rows through a weight and its transpose": (lambda w, x: unit(x @ w) @ w.T, W, X),
+    "a power iteration of activations": (lambda w, x: unit(jnp.tanh(x @ w)[0] @ w) @ w.T, W, X),
+    "a power iteration in a loop": (
+        lambda w, x: lax.fori_loop(0, 3, lambda _, v: unit(unit(v @ w) @ w.T), x[0]), W, X),
+    "a power iteration of computed data": (
+        lambda w, x: (lambda data: w[0, 0] * (unit(jnp.sin(x[0]) @ data.T) @ data))(jnp.exp(x)), W, X),
     "activations times gated ones": (lambda w, x: (x @ w) @ (jnp.tanh(x @ w.T) * (x @ w)).T, W, X),
     "attention": (lambda w, x: jax.nn.softmax((x @ w) @ (x @ w.T).T) @ (x @ w), W, X),
     "a frozen network": (lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ jnp.asarray(FROZEN)) @ jnp.asarray(FROZEN), W, X),

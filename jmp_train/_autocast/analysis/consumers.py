@@ -9,6 +9,7 @@ bits hold, and more if the product rounds numbers whose squares beside it are of
     c = dot_general a b; e = cos (mul 2.0 c)       c is delicate: an absolute error of an angle is one of its cosine
     c = dot_general a b; e = cholesky c            c is in a system, directly
     c = dot_general a b; e = dot_general c a       c is repeated, as in a quadratic form: `a` is a factor of both
+    c = dot_general a b; e = dot_general (div c (norm c)) a       the same, though not directly: a power iteration
 
 Decides which products are such terms, and which are read by a function or a linear system that magnifies their error.
 Does not decide what follows from it; see `product_causes.py`.
@@ -21,7 +22,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 from ..._jaxpr import BARRIER, FlatJaxpr, Node
-from ..._sizes import assumed_size
+from ..._sizes import assumed_size, is_single
 from ..primitives import ADDS, DELICATE_OPERAND, SYSTEMS, Trait, having
 from .dot_sizes import DotSizes
 from .producers import Producers
@@ -91,9 +92,13 @@ class Consumers:
         return found
 
     @functools.cached_property
-    def repeated(self) -> set[int]:
-        """The products that multiply by one value with another one, as `x @ a @ x.T` and `a @ (a @ x)`, or powers."""
-        found: set[int] = set()
+    def repeated(self) -> dict[int, bool]:
+        """The products that multiply by one value with another one, as `x @ a @ x.T` and `a @ (a @ x)`, or powers.
+
+        And whether nothing is between two of them. Else it is a norm that the first is divided by, as in a power
+        iteration.
+        """
+        found: dict[int, bool] = {}
         producers, bases = self._producers, dict[Any, int]()  # of powers of a value, that value
         for node in self._program.nodes:
             if node.name != "dot_general":
@@ -101,13 +106,25 @@ class Consumers:
             one, other = (bases.get(producers.source(number), number) for number in node.ins)
             if producers.are_one(one, other):
                 bases[node.outs[0]] = one
-                found.add(node.outs[0])
+                found[node.outs[0]] = True
             for number, beside in (node.ins, node.ins[::-1]):
                 inner = producers.producer(number)
+                directly = inner is None or inner.name not in ("mul", "div")
+                if inner is not None and not directly:
+                    inner = self._scaled(inner)
                 if inner is not None and inner.name == "dot_general":
                     if any([producers.are_one(each, beside) for each in inner.ins]):
-                        found.update((*inner.outs, *node.outs))
+                        for result in (*inner.outs, *node.outs):
+                            found[result] = found.get(result, False) or directly
         return found
+
+    def _scaled(self, node: Node) -> Node | None:
+        """The equation that computes what a product or quotient scales by one number, such as a norm."""
+        for scaled, scale in (node.ins, node.ins[::-1])[: 1 + (node.name == "mul")]:
+            source = self._producers.source(scale)
+            if isinstance(source, int) and is_single(self._program.avals[source]):
+                return self._producers.producer(scaled)
+        return None
 
     @functools.cached_property
     def squared_beside(self) -> dict[int, frozenset[int]]:

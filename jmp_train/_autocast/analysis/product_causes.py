@@ -47,10 +47,11 @@ class ProductCauses:
     Args:
       values: what is known of the program's values, once the nodes before a product were added.
       low: the compute dtype.
+      in_loop: whether it is the body of a loop.
     """
 
-    def __init__(self, values: Values, low: np.dtype):
-        self._values, self._low = values, low
+    def __init__(self, values: Values, low: np.dtype, in_loop: bool = False):
+        self._values, self._low, self._in_loop = values, low, in_loop
         self._program, self._producers = values.program, values.producers
         self._consumers = values.consumers
 
@@ -106,7 +107,10 @@ class ProductCauses:
             return Cause.STATE
         if self._is_expectation(node, tables, sizes):
             return Cause.GRID
-        if are_data and node.outs[0] in self._consumers.repeated:
+        directly = self._consumers.repeated.get(node.outs[0])
+        # What a power iteration finds scales a whole weight. (In a loop, that would be read in float32 many times.)
+        iterates = min(free) == 1 and Provenance.PARAMETER in provenances and not (rounded or self._in_loop)
+        if (are_data and directly) or (iterates and directly is not None):
             return Cause.REPEATED
         return self._magnified(node, provenances)
 

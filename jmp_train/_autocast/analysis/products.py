@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._jaxpr import (
     CALLS,
+    LOOPS,
     ClosedJaxpr,
     Jaxpr,
     Loop,
@@ -134,7 +135,7 @@ class _Visit:
     def __init__(self, products: Products, values: Values, place: Place, site: tuple):
         self._products, self._planner = products, products.planner
         self.values, self._place, self._site = values, place, site
-        self._causes = ProductCauses(values, self._planner.policy.compute_dtype)
+        self._causes = ProductCauses(values, self._planner.policy.compute_dtype, place.body_of in LOOPS)
 
     def enter(self, node: Node) -> None:
         """Visits the programs inside a node and notes what its results are made of."""
