@@ -1,4 +1,4 @@
-"""The gradient of a leaky relu as a product: which sums of selections are one."""
+"""The gradient of a leaky relu as one selection: which sums of selections are."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jmp_train._autocast.passes.rewrites.leaky_relus import scale_where_false, s
 
 RNG = np.random.default_rng(0)
 W, X = (RNG.normal(size=shape).astype(np.float32) for shape in ((8, 8), (4, 8)))
-PRODUCTS = {"scale_where_false", "scale_where_true"}
+REWRITES = {"scale_where_false", "scale_where_true"}
 
 
 def behind_norm(activation, axis=0):
@@ -29,17 +29,17 @@ def between_dots(activation):
     return jax.grad(lambda w, x: jnp.sum(activation(x @ w) @ w.T))
 
 
-def products(program):
-    """The sums that are computed as products."""
+def rewritten(program):
+    """What computes the sums that are one selection."""
     names = [getattr(equation.rewrite, "__name__", None) for equation in program.equations]
-    return [name for name in names if name in PRODUCTS]
+    return [name for name in names if name in REWRITES]
 
 
 def of_mask(activation):
     return lambda h: activation(h, h >= 0)
 
 
-# What stands behind the norm, and which product its gradient is.
+# What stands behind the norm, and what computes its gradient.
 ACTIVATIONS = {
     "jax.nn's": (jax.nn.leaky_relu, ["scale_where_false"]),
     "another slope": (lambda h: jax.nn.leaky_relu(h, 0.2), ["scale_where_false"]),
@@ -74,20 +74,25 @@ other_than_zero.defvjp(lambda h: (jax.nn.leaky_relu(h), h), _backward)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_which_gradients_are_products(name):
+def test_which_gradients_are_one_selection(name):
     activation, expected = ACTIVATIONS[name]
-    assert products(after("rewrite_planned", behind_norm(activation), W, X)) == expected
+    assert rewritten(after("rewrite_planned", behind_norm(activation), W, X)) == expected
 
 
 def test_a_gradient_that_a_dot_reads_stays_a_sum():
-    assert products(after("rewrite_planned", between_dots(jax.nn.leaky_relu), W, X)) == []
+    assert rewritten(after("rewrite_planned", between_dots(jax.nn.leaky_relu), W, X)) == []
+
+
+def test_a_gradient_of_float32_numbers_stays_a_sum():
+    rules = DEFAULT_RULES.with_scopes({".": "float32"})
+    assert rewritten(after("rewrite_planned", behind_norm(jax.nn.leaky_relu), W, X, rules=rules)) == []
 
 
 @pytest.mark.parametrize(("axis", "again"), [(0, False), (-1, True)])
 def test_the_mask_is_computed_again_behind_a_norm_over_rows_only(axis, again):
     program = after("rewrite_planned", behind_norm(jax.nn.leaky_relu, axis), W, X)
-    (product,) = (e for e in program.equations if getattr(e.rewrite, "__name__", None) in PRODUCTS)
-    mask, cotangent, _ = product.uses
+    (selection,) = (e for e in program.equations if getattr(e.rewrite, "__name__", None) in REWRITES)
+    mask, cotangent, _ = selection.uses
     assert mask.residual == again and mask.dtype is None
     assert cotangent.dtype == np.float32 and program.precision(cotangent.value).value == "low"
 
@@ -95,12 +100,12 @@ def test_the_mask_is_computed_again_behind_a_norm_over_rows_only(axis, again):
 def test_the_mask_is_read_as_it_is_with_float32_residuals():
     rules = DEFAULT_RULES.with_residuals("float32")
     program = after("rewrite_planned", behind_norm(jax.nn.leaky_relu, -1), W, X, rules=rules)
-    (product,) = (e for e in program.equations if getattr(e.rewrite, "__name__", None) in PRODUCTS)
-    assert not product.uses[0].residual
+    (selection,) = (e for e in program.equations if getattr(e.rewrite, "__name__", None) in REWRITES)
+    assert not selection.uses[0].residual
 
 
 @pytest.mark.parametrize("make", [scale_where_false, scale_where_true])
-def test_the_product_is_the_sum(make):
+def test_the_selection_is_the_sum(make):
     mask = RNG.random(12) < 0.5
     cotangent = np.array(
         [0.0, -0.0, 1.0, -3e-8, 65504.0, -2.0, np.inf, -np.inf, np.nan, 1.5, 2.0**-24, 7.0], np.float32

@@ -1,14 +1,14 @@
-"""The gradient of a leaky relu behind a norm, as one product with a factor that the mask decides.
+"""The gradient of a leaky relu behind a norm, as one selection in float32.
 
     p:f16 = select_n m 0.0 g:f16
     q:f16 = select_n m g 0.0
-    r:f32 = mul 0.2 q              ->    d:f32 = add_any[scale_where_false] m g 0.2      (g * where(m, 1.0, 0.2))
+    r:f32 = mul 0.2 q              ->    d:f32 = add_any[scale_where_false] m g 0.2      (where(m, g, 0.2 * g))
     d:f32 = add_any p r
 
 The numbers are the same, since one term is zero. But sums of the norm's gradient read `d` in one kernel, and what waits
-for these in another: for an H200, XLA stores `p` and `q` for both, or `d` in float32. Of the product it stores nothing,
-or the mask, a byte a number, unless that is best computed again, as behind a norm over rows. Networks of convolutions
-move 5 to 20 % fewer bytes. Where a dot reads `d`, that is in 16 bits, and nothing changes.
+for these in another: for an H200, XLA stores `p` and `q` for both, or `d` in float32. Of the selection it stores
+nothing, or the mask, a byte a number, unless that is best computed again, as behind a norm over rows. Networks of
+convolutions move 5 to 20 % fewer bytes. Where a dot reads `d`, that is in 16 bits, and nothing changes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+from jax import lax
 
 from ...._dtypes import FLOAT32
 from ...._jaxpr import Node
@@ -34,7 +34,7 @@ class _Half(NamedTuple):
 
 
 def leaky_relus(program: Program) -> Program:
-    """The program whose sums of what a mask selects and what it does not, scaled, are products."""
+    """The program whose sums of what a mask selects and what it does not, scaled, are selections."""
     halves: dict[int, _Half] = {}
     scaled: dict[int, tuple[_Half, int]] = {}  # and by what they are multiplied
     found: dict[int, Equation] = {}
@@ -50,7 +50,7 @@ def leaky_relus(program: Program) -> Program:
         elif name == "add_any" and program.precision(equation.results[0]) is Precision.FULL:
             for one, other in (operands, operands[::-1]):
                 if one in halves and other in scaled and _are_complements(halves[one], scaled[other][0]):
-                    found[i] = _product(program, equation, *scaled[other])
+                    found[i] = _selection(program, equation, *scaled[other])
     equations = [found.get(i, equation) for i, equation in enumerate(program.equations)]
     return program.replace(equations=equations) if found else program
 
@@ -69,7 +69,7 @@ def _are_complements(one: _Half, other: _Half) -> bool:
     return one == other._replace(where=not other.where)
 
 
-def _product(program: Program, total: Equation, scaled: _Half, slope: int) -> Equation:
+def _selection(program: Program, total: Equation, scaled: _Half, slope: int) -> Equation:
     comparison = program.recorded.producers.get(scaled.mask.value)
     of_rows = comparison is not None and any([is_norm_of_rows(each, program.recorded) for each in comparison.ins])
     mask = scaled.mask if of_rows else scaled.mask._replace(residual=False)
@@ -80,10 +80,10 @@ def _product(program: Program, total: Equation, scaled: _Half, slope: int) -> Eq
 def scale_where_false(_: Node, operands: Sequence[Any]) -> list[jax.Array]:
     """A cotangent `[...]`, multiplied by a slope where a mask `[...]` is false; of a mask, a cotangent and a slope."""
     mask, cotangent, slope = operands
-    return [cotangent * jnp.where(mask, 1, slope)]
+    return [lax.select(mask, cotangent, cotangent * slope)]
 
 
 def scale_where_true(_: Node, operands: Sequence[Any]) -> list[jax.Array]:
     """A cotangent `[...]`, multiplied by a slope where a mask `[...]` is true; of a mask, a cotangent and a slope."""
     mask, cotangent, slope = operands
-    return [cotangent * jnp.where(mask, slope, 1)]
+    return [lax.select(mask, cotangent * slope, cotangent)]
