@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import warnings
 from typing import Any
 
 import jax
@@ -327,6 +328,15 @@ def test_casts_that_a_float32_trace_hides():
     assert report(lambda w, x: (x @ w) + jnp.ones(8), W, X).hidden_casts == ()
     # A cast that shows in the float32 trace too is not hidden.
     assert report(lambda w, x: (x @ w).astype(jnp.float16).astype(jnp.float32), W, X).hidden_casts == ()
+
+
+def test_what_code_warns_of_narrow_arguments_is_not_shown():
+    def written(w, x):
+        return jnp.mean(x @ w.at[0].set(jnp.ones(8)))
+
+    with warnings.catch_warnings(action="error"):
+        assert report(written, W, X).hidden_casts_error is None
+        assert report(written, W, X).hidden_casts == ()
 
 
 @pytest.mark.parametrize(

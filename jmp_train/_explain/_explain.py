@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -185,7 +186,9 @@ def _hidden_casts(
         return jax.ShapeDtypeStruct(leaf.shape, policy.compute_dtype) if is_wide else leaf
 
     try:
-        with np.errstate(over="ignore"):  # a literal beyond float16, which the program itself does not have so
+        # A literal beyond float16, which the program itself does not have so; and what code warns of that is given
+        # 16-bit arguments, as JAX does of float32 numbers that are written into such an array.
+        with np.errstate(over="ignore"), warnings.catch_warnings(action="ignore"):
             narrow = trace(fn, *jax.tree.map(narrowed, args), **jax.tree.map(narrowed, kwargs))[0]
     except Exception as error:  # user code that does not accept 16-bit arguments may raise anything
         return (), f"the function cannot be traced with {policy.compute_dtype.name} arguments ({type(error).__name__})"
