@@ -15,18 +15,18 @@ W, X = (RNG.normal(size=shape).astype(np.float32) for shape in ((8, 8), (4, 8)))
 REWRITES = {"scale_where_false", "scale_where_true"}
 
 
+def normed(h, axis=0):
+    centred = h - h.mean(axis, keepdims=True)
+    return centred * lax.rsqrt(jnp.mean(centred**2, axis, keepdims=True) + 1e-6)
+
+
 def behind_norm(activation, axis=0):
-    """The gradient of an activation of a normed product, as it stands between two dots."""
-
-    def norm(h):
-        centred = h - h.mean(axis, keepdims=True)
-        return centred * lax.rsqrt(jnp.mean(centred**2, axis, keepdims=True) + 1e-6)
-
-    return jax.grad(lambda w, x: jnp.sum(activation(norm(x @ w)) @ w.T))
+    """The gradient of an activation of a norm with a bias, as it stands between two dots."""
+    return jax.grad(lambda w, x: jnp.sum(activation(normed(x @ w, axis) + w[0]) @ w.T))
 
 
 def between_dots(activation):
-    return jax.grad(lambda w, x: jnp.sum(activation(x @ w) @ w.T))
+    return jax.grad(lambda w, x: jnp.sum(activation(x @ w + w[0]) @ w.T))
 
 
 def rewritten(program):
@@ -77,6 +77,11 @@ other_than_zero.defvjp(lambda h: (jax.nn.leaky_relu(h), h), _backward)
 def test_which_gradients_are_one_selection(name):
     activation, expected = ACTIVATIONS[name]
     assert rewritten(after("rewrite_planned", behind_norm(activation), W, X)) == expected
+
+
+def test_a_gradient_that_no_sum_reads_as_it_is_stays_a_sum():
+    gradient = jax.grad(lambda w, x: jnp.sum(jax.nn.leaky_relu(normed(x @ w)) @ w.T))
+    assert rewritten(after("rewrite_planned", gradient, W, X)) == []
 
 
 def test_a_gradient_that_a_dot_reads_stays_a_sum():

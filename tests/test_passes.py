@@ -289,7 +289,7 @@ REWRITTEN = {
     "sums_of_one": (jax.grad(lambda w, x: jnp.sum(jnp.tanh(x + w[None]) @ LAYERS[0])), W[:, 0], X[:1]),
     "relu_mask": (jax.grad(lambda w, x: jnp.sum(jax.nn.relu(x @ w) @ w.T)), W, X),
     "leaky_relus": (
-        jax.grad(lambda w, x: jnp.sum(jax.nn.leaky_relu(scaled(x @ w, 0)) @ w)),
+        jax.grad(lambda w, x: jnp.sum(jax.nn.leaky_relu(scaled(x @ w, 0) + w[0]) @ w)),
         LAYERS[0],
         np.arange(32.0, dtype=np.float32).reshape(4, 8) % 7,
     ),

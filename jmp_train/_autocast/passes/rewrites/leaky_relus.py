@@ -8,7 +8,8 @@
 The numbers are the same, since one term is zero. But sums of the norm's gradient read `d` in one kernel, and what waits
 for these in another: for an H200, XLA stores `p` and `q` for both, or `d` in float32. Of the selection it stores
 nothing, or the mask, a byte a number, unless that is best computed again, as behind a norm over rows. Networks of
-convolutions move 5 to 20 % fewer bytes. Where a dot reads `d`, that is in 16 bits, and nothing changes.
+convolutions move 5 to 20 % fewer bytes. Behind a norm without a bias of its own, where no sum reads `d` as it is, they
+would move up to 9 % more. Where a dot reads `d`, that is in 16 bits, and nothing changes.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def leaky_relus(program: Program) -> Program:
     halves: dict[int, _Half] = {}
     scaled: dict[int, tuple[_Half, int]] = {}  # and by what they are multiplied
     found: dict[int, Equation] = {}
+    summed = set[int]()
     for i, equation in enumerate(program.equations):
         name, operands = equation.node.name, equation.node.ins
         if name == "select_n" and (half := _half(program, equation)) is not None:
@@ -51,7 +53,12 @@ def leaky_relus(program: Program) -> Program:
             for one, other in (operands, operands[::-1]):
                 if one in halves and other in scaled and _are_complements(halves[one], scaled[other][0]):
                     found[i] = _selection(program, equation, *scaled[other])
-    equations = [found.get(i, equation) for i, equation in enumerate(program.equations)]
+        elif name == "reduce_sum":
+            summed.update(operands)
+    equations = [*program.equations]
+    for i, selection in found.items():
+        if not summed.isdisjoint(selection.results):
+            equations[i] = selection
     return program.replace(equations=equations) if found else program
 
 
