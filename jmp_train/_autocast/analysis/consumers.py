@@ -22,7 +22,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 from ..._jaxpr import BARRIER, FlatJaxpr, Node
-from ..._sizes import assumed_size, is_single
+from ..._sizes import assumed_size
 from ..primitives import ADDS, DELICATE_OPERAND, SYSTEMS, Trait, having
 from .dot_sizes import DotSizes
 from .producers import Producers
@@ -111,20 +111,13 @@ class Consumers:
                 inner = producers.producer(number)
                 directly = inner is None or inner.name not in ("mul", "div")
                 if inner is not None and not directly:
-                    inner = self._scaled(inner)
+                    scaled = producers.scaled(inner, computed=True)
+                    inner = None if scaled is None else producers.producer(scaled)
                 if inner is not None and inner.name == "dot_general":
                     if any([producers.are_one(each, beside) for each in inner.ins]):
                         for result in (*inner.outs, *node.outs):
                             found[result] = found.get(result, False) or directly
         return found
-
-    def _scaled(self, node: Node) -> Node | None:
-        """The equation that computes what a product or quotient scales by one number, such as a norm."""
-        for scaled, scale in (node.ins, node.ins[::-1])[: 1 + (node.name == "mul")]:
-            source = self._producers.source(scale)
-            if isinstance(source, int) and is_single(self._program.avals[source]):
-                return self._producers.producer(scaled)
-        return None
 
     @functools.cached_property
     def squared_beside(self) -> dict[int, frozenset[int]]:

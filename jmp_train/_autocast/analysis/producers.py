@@ -90,7 +90,7 @@ class Producers:
             return None if node.name == "pad" and not self._is_zero(node.ins[1]) else node.ins[0]
         if node.name == "convert_element_type" and self._widens(node):
             return node.ins[0]
-        return self._scaled(node) if scales and node.name in ("mul", "div") else None
+        return self.scaled(node) if scales and node.name in ("mul", "div") else None
 
     def factors(self, number: int) -> tuple[int, ...]:
         """The factors of a product or quotient of two arrays, moved and scaled; none of any other value."""
@@ -159,17 +159,18 @@ class Producers:
         value = self.program.known.get(self._follow(number, _MOVES, scales=False))  # a token is no number of these
         return value is not None and is_zero(value)
 
-    def _scaled(self, node: Node) -> int | None:
-        """The operand that a product or quotient multiplies by one number that no argument decides."""
+    def scaled(self, node: Node, computed: bool = False) -> int | None:
+        """The operand that a product or quotient multiplies by one number, which no argument decides, or `computed`."""
         left, right = node.ins
-        if self._is_number(right):
+        if self._is_number(right, computed):
             return left
         # A number divided by a value is no multiple of the value.
-        return right if node.name == "mul" and self._is_number(left) else None
+        return right if node.name == "mul" and self._is_number(left, computed) else None
 
-    def _is_number(self, number: int) -> bool:
+    def _is_number(self, number: int, computed: bool) -> bool:
         source = self._follow(number, _MOVES, scales=False)
-        return source in self.program.known and is_single(self.program.avals[source])
+        inside = source in self.program.known or (computed and isinstance(source, int))
+        return inside and is_single(self.program.avals[source])
 
     def are_one(self, left: int, right: int) -> bool:
         """Whether two values are one but for moves and factors, as `x` and `2 * x.T`, or were computed alike."""

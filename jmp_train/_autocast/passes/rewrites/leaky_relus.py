@@ -44,22 +44,21 @@ def leaky_relus(program: Program) -> Program:
         name, operands = equation.node.name, equation.node.ins
         if name == "select_n" and (half := _half(program, equation)) is not None:
             halves[equation.results[0]] = half
-        elif name == "mul":
+        elif name == "mul" and halves:
             for number, slope in (operands, operands[::-1]):
                 # Infinity, times a zero, is none. (The range of a number is of finite ones.)
                 if number in halves and (known := program.facts[slope].numbers.range) is not None and known.largest:
                     scaled[equation.results[0]] = halves[number], slope
-        elif name == "add_any" and program.precision(equation.results[0]) is Precision.FULL:
+        elif name == "add_any" and scaled and program.precision(equation.results[0]) is Precision.FULL:
             for one, other in (operands, operands[::-1]):
                 if one in halves and other in scaled and _are_complements(halves[one], scaled[other][0]):
                     found[i] = _selection(program, equation, *scaled[other])
         elif name == "reduce_sum":
             summed.update(operands)
-    equations = [*program.equations]
-    for i, selection in found.items():
-        if not summed.isdisjoint(selection.results):
-            equations[i] = selection
-    return program.replace(equations=equations) if found else program
+    found = {i: selection for i, selection in found.items() if not summed.isdisjoint(selection.results)}
+    if not found:
+        return program
+    return program.replace(equations=[found.get(i, equation) for i, equation in enumerate(program.equations)])
 
 
 def _half(program: Program, selection: Equation) -> _Half | None:
