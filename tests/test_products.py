@@ -344,6 +344,11 @@ def test_layers_stay_narrow(name, dtype):
     assert found and {read for read, *_ in found} == {dtype}
 
 
+def test_a_number_among_the_arguments_is_no_norm_of_a_power_iteration():
+    found = products(lambda w, x, scale: (x[0] @ w / scale) @ w.T, W, X, np.float32(2))
+    assert {read for read, *_ in found} == {"float16"}
+
+
 # What is computed from data alone. A layer is part of the others; `product_cases.py` measures them.
 WITHOUT_LAYERS = [
     name
