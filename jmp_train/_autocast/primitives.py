@@ -272,7 +272,12 @@ def having(traits: Trait) -> frozenset[str]:
     return frozenset(name for trait, names in TRAITS.items() if trait in traits for name in names.split())
 
 
-DOTS = having(Trait.DOT | Trait.ATTENTION)
+PRODUCTS = having(Trait.DOT)
+DOTS = PRODUCTS | having(Trait.ATTENTION)
 ADDS = having(Trait.ADDS)
+BOUNDS = having(Trait.BOUNDS)
+ROUNDS = having(Trait.ROUNDS)
+EXPENSIVE = having(Trait.EXPENSIVE)
+FUSED = having(Trait.FUSES | Trait.EXPENSIVE)
 SYSTEMS = having(Trait.SYSTEM)
 EXPONENTIALS = having(Trait.EXPONENTIAL)

@@ -33,11 +33,9 @@ from collections.abc import Container, Sequence
 from ..._jaxpr import FlatJaxpr, Node, scan_counts
 from ..._sizes import assumed_size
 from ..ir import Access, Fact, Place, Precision
-from ..primitives import Entry, Rule, Trait, having
+from ..primitives import EXPENSIVE, FUSED, Entry, Rule, Trait, having
 
 _KERNELS = having(Trait.POOL | Trait.TRANSFERS)  # kernels of their own
-_EXPENSIVE = having(Trait.EXPENSIVE)
-_FUSED = having(Trait.FUSES | Trait.EXPENSIVE)
 # Compiled for an H200, heads with fewer logits keep the sum in a kernel of its own, and XLA stores float32 for it.
 _MANY_LOGITS = 2**20
 # The same of the cotangent of a norm: with fewer numbers in all, or fewer rows that are added up into one, its sum is
@@ -127,12 +125,12 @@ class Accesses:
             result = rest.pop()
             node = self._program.producers[result]
             # What a tanh returns in the compute dtype is stored itself, and its derivative computed from that.
-            if node.name in _EXPENSIVE and not (node.name == "tanh" and facts[node.ins[0]].precision is Precision.LOW):
+            if node.name in EXPENSIVE and not (node.name == "tanh" and facts[node.ins[0]].precision is Precision.LOW):
                 return True
             for number in node.ins:
                 producer = self._program.producers.get(number)
                 # What is smaller, as a row of parameters or statistics, is computed in a kernel of its own.
-                if number in seen or producer is None or producer.name not in _FUSED or self._size(number) < size:
+                if number in seen or producer is None or producer.name not in FUSED or self._size(number) < size:
                     continue
                 if self._place.is_backward(producer):  # what comes before the norm's sums is another kernel
                     follows = number in self._after_statistic
@@ -156,7 +154,7 @@ class Accesses:
         for number in node.ins:
             if number in sums and facts[number].depth == depth and sums[number] > largest:
                 largest = sums[number]
-        if largest and (entry.has_own_kernel or node.name in _FUSED or entry.rule is Rule.SHAPE):
+        if largest and (entry.has_own_kernel or node.name in FUSED or entry.rule is Rule.SHAPE):
             for number in node.outs:
                 sums[number] = largest
 

@@ -23,19 +23,17 @@ from typing import Any
 
 from ..._jaxpr import BARRIER, FlatJaxpr, Node
 from ..._sizes import assumed_size
-from ..primitives import ADDS, DELICATE_OPERAND, SYSTEMS, Trait, having
+from ..primitives import ADDS, BOUNDS, DELICATE_OPERAND, PRODUCTS, SYSTEMS, Trait, having
 from .dot_sizes import DotSizes
 from .producers import Producers
 from .ranges import Range, range_of
 
-_BOUNDS = having(Trait.BOUNDS)
 _PICKS = having(Trait.PICKS)
-_PRODUCTS = having(Trait.DOT)
 _SQUARES = frozenset({"square", "integer_pow", "pow", "mul", "dot_general"})
 # Operands of which an absolute error counts, or a rounding to zero. Not those of bounds: a layer's result is clipped as
 # often, as by a relu6. Nor that of the attention's backward pass (the only position counted from the end), a
 # log-sum-exp, which no product is.
-_DELICATE = {name: position for name, position in DELICATE_OPERAND.items() if name not in _BOUNDS and position >= 0}
+_DELICATE = {name: position for name, position in DELICATE_OPERAND.items() if name not in BOUNDS and position >= 0}
 _DELICATE |= dict.fromkeys(having(Trait.PERIODIC), 0)
 
 _LOGARITHMS = frozenset({"log", "log2", "log1p"})
@@ -202,7 +200,7 @@ class Consumers:
         return producer.ins[0] if producer is not None and producer.name == "abs" else value
 
     def _products_in(
-        self, number: int, through: Container[str] = ADDS | _BOUNDS, magnitudes: bool = False
+        self, number: int, through: Container[str] = ADDS | BOUNDS, magnitudes: bool = False
     ) -> Iterator[Node]:
         """The products that are terms of a value, moved, scaled or bounded; of `magnitudes` their squares and roots."""
         pending = [number]
@@ -210,7 +208,7 @@ class Consumers:
             node = self._producers.producer(pending.pop()) if pending else None
             if node is None:
                 continue
-            if node.name in _PRODUCTS:
+            if node.name in PRODUCTS:
                 yield node
             elif node.name in through:
                 pending.extend(node.ins)

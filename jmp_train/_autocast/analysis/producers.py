@@ -21,13 +21,12 @@ from jax.core import Tracer
 from ..._dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ..._jaxpr import BARRIER, FlatJaxpr, Node
 from ..._sizes import is_single, is_static
-from ..primitives import Trait, having
+from ..primitives import PRODUCTS, Trait, having
 from .constants import is_zero
 from .loops import dependents
 
 _MOVES = having(Trait.MOVES) | {"neg"}  # and the sign: `-x @ x.T` multiplies `x` with itself
 _PARTS = having(Trait.PICKS) | {"pad"}  # some of the numbers, or all of them beside zeros
-_WEIGHTS = having(Trait.DOT)
 _BECOME_WEIGHTS = _MOVES | {"add", "mul", "convert_element_type"}
 
 # Two values made of more equations than this are not compared to the end, and count as two: the comparison follows
@@ -148,7 +147,7 @@ class Producers:
     def becomes_weight(self, number: int) -> bool:
         """Whether a dot multiplies by a value, or by the sum of it and others, as by a weight and its adapter."""
         found = dependents(self.program, [number], lambda node: node.name in _BECOME_WEIGHTS)
-        return any(node.name in _WEIGHTS and not found.isdisjoint(node.ins) for node in self.program.nodes)
+        return any(node.name in PRODUCTS and not found.isdisjoint(node.ins) for node in self.program.nodes)
 
     def _widens(self, node: Node) -> bool:
         """Whether a conversion changes no number: from 16 bits to float32, or of the weak type alone."""

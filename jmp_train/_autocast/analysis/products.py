@@ -35,7 +35,7 @@ from ..._jaxpr import (
     sub_jaxprs,
 )
 from ..ir import Place, Precision, is_float32, is_sixteen_bit
-from ..primitives import ADDS, SYSTEMS, TABLE, Entry, Rule, Trait, having
+from ..primitives import ADDS, PRODUCTS, SYSTEMS, TABLE, Entry, Rule
 from .consumers import sums_of_rows
 from .derivatives import Forward, Registry
 from .dot_sizes import DotSizes, asks_for_float32
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
 _AS_SUMS = frozenset({Cause.SHORT, Cause.INNER})
 
 _PROVENANCE_OF = {Precision.LOW: Provenance.NARROW, Precision.WEAK: Provenance.PARAMETER}
-_PRODUCTS = having(Trait.DOT)
 
 
 class Products:
@@ -104,7 +103,7 @@ class Products:
             if entry.rule is Rule.ENTER:
                 visit.enter(node)
                 continue
-            if node.name in _PRODUCTS and entry == TABLE[node.name]:  # no region, scope or edit says otherwise
+            if node.name in PRODUCTS and entry == TABLE[node.name]:  # no region, scope or edit says otherwise
                 wide = visit.product(node, position)
                 if wide is not None:
                     found.append((entries, position, node, wide))

@@ -25,7 +25,7 @@ from jax.core import Tracer
 
 from ..._dtypes import facts
 from ..._jaxpr import Node
-from ..primitives import ADDS, Trait, having
+from ..primitives import ADDS, BOUNDS, Trait, having
 
 _JOINS = having(Trait.JOINS | Trait.BOUNDS)
 _MOVES = having(Trait.MOVES | Trait.PICKS | Trait.FLIPS) | {"convert_element_type"}
@@ -33,7 +33,6 @@ _SAME = _MOVES | having(Trait.EXTREMES)
 # Numbers beyond the compute dtype stay among the others, or add to them.
 _MIXES = _JOINS | ADDS | {"scatter-add"}
 _CARRIES = _MOVES | {"sort", "reduce_sum", "cumsum", "cumlogsumexp", "integer_pow", "square"}
-_BOUNDS = having(Trait.BOUNDS)
 
 
 class Range(NamedTuple):
@@ -133,7 +132,7 @@ def overflows_through(node: Node, operands: Sequence[Numbers], dtype: np.dtype) 
     A bound is no number of the result: `max(x, -1e9)` is `x`. The largest of masked numbers is one that is not masked.
     A factor is none either: that of a small number is small, and losses are scaled so.
     """
-    if node.name in _BOUNDS:
+    if node.name in BOUNDS:
         others = [each for each in operands if each.range is None]
         return bool(others) and all(each.overflows for each in others)
     if (fill := filled_with(node)) is not None:

@@ -26,11 +26,10 @@ import numpy as np
 from ..._jaxpr import Literal, Node
 from ..._sizes import is_less
 from ..ir import Equation, Op
-from ..primitives import Trait, having
+from ..primitives import EXPENSIVE, FUSED, Trait, having
 
-_FUSES = having(Trait.FUSES | Trait.EXPENSIVE | Trait.COMPARES)
+_FUSES = FUSED | having(Trait.COMPARES)
 _IN_RULES = _FUSES | having(Trait.BITWISE)  # what may stand inside of a `custom_jvp_call`
-_EXPENSIVE = having(Trait.EXPENSIVE)
 # A value computed from more than this is its own source: keeps planning linear.
 _MOST_SOURCES = 16
 # A source that is more than this many times smaller than the value counts for nothing: the bias or mean of many rows.
@@ -65,8 +64,8 @@ def is_expensive(equation: Equation) -> bool:
     """Whether XLA would rather store the result of an equation than compute it twice."""
     if equation.bodies:
         names = [inner.node.name for inner in equation.bodies[0].equations]
-        return equation.node.name == "custom_jvp_call" and not _EXPENSIVE.isdisjoint(names)
-    return equation.node.name in _EXPENSIVE
+        return equation.node.name == "custom_jvp_call" and not EXPENSIVE.isdisjoint(names)
+    return equation.node.name in EXPENSIVE
 
 
 class ResidualCosts:

@@ -51,10 +51,9 @@ from ..ir import (
     precision_of,
     recorded_reads,
 )
-from ..primitives import ADDS, CAST_FIRST, DOTS, Entry, Rule, Trait, having
+from ..primitives import ADDS, CAST_FIRST, DOTS, ROUNDS, Entry, Rule, Trait, having
 from . import control_flow
 
-_ROUNDS = having(Trait.ROUNDS)
 _ATTENTION = having(Trait.ATTENTION)
 _TRANSFERS = having(Trait.TRANSFERS | Trait.PLACES)
 
@@ -236,7 +235,7 @@ class _Walk:
         # costs no bytes: the scan stacks its 16-bit operand, from which the backward pass computes it again. A gate
         # that a dot reads is stored, and rounded, for that anyway.
         gate = node.name == "logistic" and self.place.is_scan and seen[0] is Precision.LOW and not flags.to_dot
-        if node.name in _ROUNDS and (gate or flags.delicate or flags.is_position):
+        if node.name in ROUNDS and (gate or flags.delicate or flags.is_position):
             return self._pairwise(node, entry, seen, Precision.FULL)
         first = next(iter(floating), Precision.RECORDED)
         sources = seen if len(node.outs) == len(node.ins) else [first] * len(node.outs)
@@ -255,7 +254,7 @@ class _Walk:
     def _widest(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         flags = self.uses[node.outs[0]]
         wide = flags.only_wide or (flags.is_position and not self._is_stream(node, seen))
-        wide = wide and node.name in _ROUNDS  # what rounds nothing is as exact in the dtype of its operands
+        wide = wide and node.name in ROUNDS  # what rounds nothing is as exact in the dtype of its operands
         if node.name == "div" and not wide and self._is_mean_to_store(node):
             # The sum is float32, and with it the quotient would be. A pool writes its result to memory, so that 16 bits
             # are half of the bytes.

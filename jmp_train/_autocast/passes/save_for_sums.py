@@ -29,9 +29,8 @@ import dataclasses
 from ..._dtypes import FLOAT32
 from ..analysis.activations import activations
 from ..ir import Equation, Precision, Program, is_sixteen_bit
-from ..primitives import Rule, Trait, having
+from ..primitives import FUSED, Rule
 
-_FUSED = having(Trait.FUSES | Trait.EXPENSIVE)
 _KEEPS_DTYPE = frozenset({Rule.WIDEST, Rule.FOLLOW, Rule.SHAPE})
 
 
@@ -89,7 +88,7 @@ def _read_around_sums(program: Program) -> list[tuple[Equation, int, bool]]:
     # reads beside that.
     after_sum, beside = ([False] * len(program.facts) for _ in range(2))
     for equation in program.equations:
-        elementwise, is_sum = equation.node.name in _FUSED, equation.entry.has_own_kernel
+        elementwise, is_sum = equation.node.name in FUSED, equation.entry.has_own_kernel
         waits = is_sum
         if elementwise or equation.entry.rule is Rule.SHAPE:
             for number, _, residual in equation.uses:
@@ -106,7 +105,7 @@ def _read_around_sums(program: Program) -> list[tuple[Equation, int, bool]]:
     readers, summed, read_by_sum = [0] * len(beside), [False] * len(beside), [False] * len(beside)
     found: list[tuple[Equation, int, bool]] = []
     for equation in reversed(program.equations):
-        elementwise, is_sum = equation.node.name in _FUSED, equation.entry.has_own_kernel
+        elementwise, is_sum = equation.node.name in FUSED, equation.entry.has_own_kernel
         is_before, is_summed, last = False, is_sum, -1
         for number in equation.results:
             if summed[number] and (elementwise or equation.entry.rule is Rule.SHAPE):

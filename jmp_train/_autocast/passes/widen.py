@@ -24,11 +24,10 @@ from ..._dtypes import FLOAT32
 from ..._jaxpr import Node
 from ..._sizes import assumed_size
 from ..ir import Equation, Precision, Program
-from ..primitives import ADDS, DOTS, Rule, Trait, having
+from ..primitives import ADDS, DOTS, ROUNDS, Rule, Trait, having
 
 # A value that is that many times smaller than another one costs next to nothing in float32: an eighth of its bytes.
 _SMALL = 8
-_ROUNDS = having(Trait.ROUNDS)
 _COMPARES = having(Trait.COMPARES) | {"eq", "ne", "argmax", "argmin"}
 # What hands on numbers as they are, within a kernel: a transfer to other devices is none. XLA updates the operand of a
 # `scatter` or `dynamic_update_slice` in place, so that this is a buffer in memory.
@@ -134,7 +133,7 @@ def _rounded(program: Program, heads: set[int]) -> tuple[set[int], set[int]]:
     rounded, sums, parts = set(), set(), set()
     for equation in program.equations:
         name, operands = equation.node.name, equation.operands
-        rounds = name in _ROUNDS or (
+        rounds = name in ROUNDS or (
             name in _UNROUNDED and not rounded.isdisjoint(operands) and sums.isdisjoint(operands)
         )
         if rounds and program.low in equation.reads and equation.entry.rule is not Rule.LOW:

@@ -27,7 +27,7 @@ from ..ir import Program
 from ..primitives import DOTS, TABLE, Rule, Trait, having
 
 _ATTENTION = having(Trait.ATTENTION) | {ATTENTION_TANGENT}
-_PRODUCTS = DOTS | _ATTENTION
+_WITH_PRECISION = DOTS | _ATTENTION
 # Calls, loops and branches, and the primitives that run as recorded of which JAX shows the programs.
 _WITH_PROGRAMS = frozenset(name for name, entry in TABLE.items() if entry.rule is Rule.ENTER) | {
     "custom_linear_solve",
@@ -41,7 +41,7 @@ def without_tf32(program: Program) -> Program:
     known: dict[Any, Any] = {}  # a program that several calls share stays shared: JAX lowers it once
     for i, equation in enumerate(equations):
         name, params = equation.node.name, {}
-        if name in _PRODUCTS:
+        if name in _WITH_PRECISION:
             dtypes = [read_in or avals[number].dtype for number, read_in, _ in equation.uses[:2]]
             params = _precision_of(name, equation.node.params, dtypes, avals[equation.results[0]].dtype)
         elif name in _WITH_PROGRAMS and not equation.bodies:  # planned bodies have been through this pass
@@ -56,7 +56,7 @@ def _programs_of(params: dict[str, Any], known: dict[Any, Any]) -> dict[str, Any
 
     def changed(eqn: JaxprEqn) -> dict[str, Any]:
         name = eqn.primitive.name
-        if name in _PRODUCTS:
+        if name in _WITH_PRECISION:
             left, right, result = (cast(Any, var.aval).dtype for var in (*eqn.invars[:2], eqn.outvars[0]))
             return _precision_of(name, eqn.params, (left, right), result)
         return _programs_of(eqn.params, known) if name in _WITH_PROGRAMS else {}

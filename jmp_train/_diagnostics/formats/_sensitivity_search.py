@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from ..._autocast import DEFAULT_RULES, Rule, Rules
-from ..._autocast.primitives import Trait, having
+from ..._autocast.primitives import ROUNDS
 from ..._explain import Explanation
 from ..._explain._operations import Operation
 from ._gradient_errors import GradientErrors
@@ -24,8 +24,6 @@ _WORTH_DIVIDING = 0.05
 _EQUAL = 0.9
 # A tolerance that is out of reach is replaced by the least error there is, and this much more.
 _NEAR_LEAST = 1.1
-
-_ROUNDS = having(Trait.ROUNDS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ def rounding_operations(plan: Explanation) -> list[Operation]:
 def _is_rounding(op: Operation) -> bool:
     if op.holds_program or op.result == "bool":
         return False
-    exact = DEFAULT_RULES.entry(op.primitive).rule in (Rule.SHAPE, Rule.FOLLOW) and op.primitive not in _ROUNDS
+    exact = DEFAULT_RULES.entry(op.primitive).rule in (Rule.SHAPE, Rule.FOLLOW) and op.primitive not in ROUNDS
     return op.rule == Rule.LOW.value or not exact  # LOW rounds the operands, whatever the primitive does to them
 
 

@@ -19,9 +19,8 @@ Decides which dots those are: read in parts only, as they are or in a sum with a
 from __future__ import annotations
 
 from ...ir import Equation, Op, Program, Use
-from ...primitives import ADDED, ADDS, Trait, having
+from ...primitives import ADDED, ADDS, PRODUCTS, Trait, having
 
-_DOTS = having(Trait.DOT)
 _PICKS = having(Trait.PICKS)
 _SUMS = ADDS | {Op.CAST.value}
 
@@ -40,7 +39,7 @@ def sliced_dots(program: Program) -> Program:
     dots = [
         number
         for equation in before
-        if equation.name in _DOTS
+        if equation.name in PRODUCTS
         for number in equation.results
         if number not in whole and program.avals[number].dtype == program.low
     ]
