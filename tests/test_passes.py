@@ -835,6 +835,16 @@ def test_max_pools_are_selections_whatever_their_gradients_dtype(rule):
     assert "select_and_scatter_add" not in str(jax.make_jaxpr(gradient)(np.ones((2, 8), np.float32)))
 
 
+@pytest.mark.parametrize("places, is_kept", [(64, False), (65, True)])
+def test_large_pools_keep_their_scatter_whatever_its_dtype(places, is_kept):
+    def loss(x):
+        return jnp.sum(lax.reduce_window(x, -np.inf, lax.max, (places,), (1,), "VALID") ** 2)
+
+    rules = DEFAULT_RULES.replace({"select_and_scatter_add": "follow"})
+    gradient = autocast(jax.grad(loss), "mixed_float16", rules=rules)
+    assert ("select_and_scatter_add" in str(jax.make_jaxpr(gradient)(np.ones(80, np.float32)))) == is_kept
+
+
 def test_a_pool_of_integers_stays_one_beside_a_gradient():
     def fn(x, n):
         largest = lax.reduce_window(n, np.int32(-(2**31)), lax.max, (1, 2), (1, 1), "VALID")

@@ -97,6 +97,13 @@ def test_parts_and_concatenations_fuse_with_their_readers():
     assert decided("concatenate", both, W, X)[0] == "remat"
 
 
+def test_a_choice_of_elementwise_functions_is_saved():
+    def loss(w, x):
+        return across(lax.cond(jnp.sum(x) > 0, jnp.tanh, jnp.negative, x @ w), w, x)
+
+    assert decided("cond", loss, W, X) == ["saved"]
+
+
 def test_what_has_a_low_copy_is_read_as_that_and_computed_again_for_what_is_rematerialized_from_it():
     def exp_that_a_dot_reads(w, x):
         h = jnp.exp(x @ w)
