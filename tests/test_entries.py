@@ -1,0 +1,128 @@
+"""The rule of each equation before any dtype is known: of small programs, that of one primitive, and why."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jmp_train import DEFAULT_RULES, full_precision, low_precision
+from jmp_train._autocast.analysis.entries import entries_of
+from jmp_train._autocast.ir import TOP
+from jmp_train._autocast.passes.rewrites import REWRITES
+from jmp_train._autocast.primitives import TABLE, Rule
+from jmp_train._jaxpr import flatten
+
+X = np.ones((8, 8), np.float32)
+HALF, DOUBLE, COMPLEX = X.astype(np.float16), jax.ShapeDtypeStruct((8, 8), np.float64), X.astype(np.complex64)
+IN_SCOPE = DEFAULT_RULES.with_scopes({"wide": "float32", "narrow": "float16"})
+
+
+def entry(name, fn, *args, rules=DEFAULT_RULES):
+    """The entry of the last equation of a primitive."""
+    program = flatten(jax.make_jaxpr(fn)(*args))
+    entries = entries_of(program, rules, TOP, REWRITES)
+    return next(e for node, e in reversed(list(zip(program.nodes, entries, strict=True))) if node.name == name)
+
+
+def scoped(name, fn):
+    def run(*args):
+        with jax.named_scope(name):
+            return fn(*args)
+
+    return run
+
+
+def add_any(x, y):
+    return jax.vjp(lambda z: (z, z), x)[1]((x, y))[0]
+
+
+def strong(x):
+    return lax.convert_element_type_p.bind(x, new_dtype=np.dtype(np.float32), weak_type=False, sharding=None)
+
+
+def dot(x, y, dtype=None):
+    return lax.dot_general(x, y, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
+
+
+# What holds in place of the table's row, by the case: the primitive, a program, its rule, and a part of the reason.
+REFINED = {
+    "a square": ("mul", lambda x: x * x, Rule.HIGH, "square"),
+    "a tree of sums": ("add", lambda x: x[:4] + x[4:], Rule.HIGH, "parts of one value"),
+    "a gradient's tree of sums": ("add_any", lambda x: add_any(x[:4], x[4:]), Rule.HIGH, "parts of one value"),
+    "a product of another dtype": (
+        "mul",
+        lambda x: lax.mul(x, x.T, out_dtype=np.float32),
+        Rule.RECORDED,
+        "asked for this dtype",
+    ),
+    "a cast of a weak type": (
+        "convert_element_type",
+        lambda x: strong(jnp.sin(1.0) * x[0, 0]),
+        Rule.SHAPE,
+        "no change",
+    ),
+    "a sum of one number": ("reduce_sum", lambda x: jnp.sum(x[:1], 0), Rule.SHAPE, "one number"),
+    "a function in a scatter": ("scatter", lambda x: x.at[0].apply(jnp.sin), Rule.RECORDED, "user's function"),
+    "integers": ("add", lambda x: x.astype(int) + 1, Rule.RECORDED, "not recorded in float32"),
+    "full precision": ("jit", full_precision(lambda x: x @ x), Rule.RECORDED, "full_precision"),
+    "low precision": ("exp", low_precision(jnp.exp), Rule.LOW, "low_precision"),
+    "a wide scope": ("dot_general", scoped("wide", lambda x: x @ x), Rule.RECORDED, "with_scopes"),
+    "a narrow scope": ("exp", scoped("narrow", jnp.exp), Rule.LOW, "with_scopes"),
+    "a narrow region in a wide scope": ("exp", scoped("wide", low_precision(jnp.exp)), Rule.LOW, "low_precision"),
+}
+# Where the table's row stands.
+AS_IN_TABLE = {
+    "a factor of two": ("add", lambda x: x + x),
+    "parts of two values": ("add", lambda x: x[:4] + jnp.sin(x)[4:]),
+    "disjoint parts": ("add", lambda x: jnp.pad(x[:4], ((0, 4), (0, 0))) + jnp.pad(x[4:], ((4, 0), (0, 0)))),
+    "a difference of parts": ("sub", lambda x: x[:4] - x[4:]),
+    "a product of two values": ("mul", lambda x: x * x.T),
+    "a cast to 16 bits": ("convert_element_type", lambda x: x.astype(np.float16)),
+    "a sum of several numbers": ("reduce_sum", lambda x: jnp.sum(x[:2], 0)),
+    "a scatter of numbers": ("scatter", lambda x: x.at[0].set(1.0)),
+    "a sum in a narrow scope": ("reduce_sum", scoped("narrow", jnp.sum)),
+    "a sum in a narrow region": ("reduce_sum", low_precision(jnp.sum)),
+    "a loop in a wide scope": ("scan", scoped("wide", lambda x: lax.scan(lambda c, r: (c + r, c), x[0], x)[0])),
+}
+# Of operands that are not float32, by the case; `None` for the table's row.
+OF_DTYPES = {
+    "a sum in 16 bits": ("reduce_sum", lambda x: lax.reduce_sum_p.bind(x, axes=(0,), out_sharding=None), HALF, None),
+    "an exponential in 16 bits": ("exp", jnp.exp, HALF, "not recorded in float32"),
+    "a dot of doubles": ("dot_general", lambda d: dot(X, d), DOUBLE, "float64"),
+    "a dot of complex numbers": ("dot_general", lambda c: c @ c, COMPLEX, "not recorded"),
+    "a dot that makes complex numbers": ("dot_general", lambda c: dot(X, c), COMPLEX, "complex64"),
+    "a dot that makes doubles": ("dot_general", lambda x: dot(x, x, np.float64), X, "float64"),
+}
+
+
+@pytest.mark.parametrize("case", REFINED)
+def test_what_a_program_says_beside_the_table(case):
+    name, fn, rule, reason = REFINED[case]
+    found = entry(name, fn, X, rules=IN_SCOPE)
+    assert found.rule is rule
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize("case", AS_IN_TABLE)
+def test_otherwise_the_tables_row_holds(case):
+    name, fn = AS_IN_TABLE[case]
+    assert entry(name, fn, X, rules=IN_SCOPE) is TABLE[name]
+
+
+@pytest.mark.parametrize("case", OF_DTYPES)
+def test_what_is_not_recorded_in_float32_runs_as_recorded_unless_it_would_sum_in_16_bits(case):
+    name, fn, operand, reason = OF_DTYPES[case]
+    with jax.enable_x64(True):
+        found = entry(name, fn, operand)
+    if reason is None:
+        assert found is TABLE[name]
+    else:
+        assert found.rule is Rule.RECORDED
+        assert reason in found.reason
+
+
+def test_an_edit_is_stronger_than_a_rewrite_and_weaker_than_a_scope():
+    edited = IN_SCOPE.replace({"reduce_sum": "high", "exp": "high"})
+    assert entry("reduce_sum", lambda x: jnp.sum(x[:1], 0), X, rules=edited).rule is Rule.HIGH
+    assert entry("exp", scoped("narrow", jnp.exp), X, rules=edited).rule is Rule.LOW
