@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jmp_train import DEFAULT_RULES, full_precision, low_precision
 from jmp_train._autocast.analysis.entries import entries_of
@@ -18,10 +20,10 @@ HALF, DOUBLE, COMPLEX = X.astype(np.float16), jax.ShapeDtypeStruct((8, 8), np.fl
 IN_SCOPE = DEFAULT_RULES.with_scopes({"wide": "float32", "narrow": "float16"})
 
 
-def entry(name, fn, *args, rules=DEFAULT_RULES):
+def entry(name, fn, *args, rules=DEFAULT_RULES, place=TOP):
     """The entry of the last equation of a primitive."""
     program = flatten(jax.make_jaxpr(fn)(*args))
-    entries = entries_of(program, rules, TOP, REWRITES)
+    entries = entries_of(program, rules, place, REWRITES)
     return next(e for node, e in reversed(list(zip(program.nodes, entries, strict=True))) if node.name == name)
 
 
@@ -39,6 +41,14 @@ def add_any(x, y):
 
 def strong(x):
     return lax.convert_element_type_p.bind(x, new_dtype=np.dtype(np.float32), weak_type=False, sharding=None)
+
+
+def padded(x, before, after):
+    return lax.pad(x, np.float32(0), [(before, after, 0), (0, 0, 0)])
+
+
+def make_mesh():
+    return jax.make_mesh((1,), ("i",), axis_types=(AxisType.Auto,))
 
 
 def dot(x, y, dtype=None):
@@ -73,9 +83,9 @@ REFINED = {
 }
 # Where the table's row stands.
 AS_IN_TABLE = {
-    "a factor of two": ("add", lambda x: x + x),
+    "a factor of two": ("add", lambda x: (lambda h: h + h)(x[:4])),
     "parts of two values": ("add", lambda x: x[:4] + jnp.sin(x)[4:]),
-    "disjoint parts": ("add", lambda x: jnp.pad(x[:4], ((0, 4), (0, 0))) + jnp.pad(x[4:], ((4, 0), (0, 0)))),
+    "disjoint parts": ("add", lambda x: padded(x[:4], 0, 4) + padded(x[4:], 4, 0)),
     "a difference of parts": ("sub", lambda x: x[:4] - x[4:]),
     "a product of two values": ("mul", lambda x: x * x.T),
     "a cast to 16 bits": ("convert_element_type", lambda x: x.astype(np.float16)),
@@ -83,10 +93,12 @@ AS_IN_TABLE = {
     "a scatter of numbers": ("scatter", lambda x: x.at[0].set(1.0)),
     "a sum in a narrow scope": ("reduce_sum", scoped("narrow", jnp.sum)),
     "a sum in a narrow region": ("reduce_sum", low_precision(jnp.sum)),
+    "a call with shardings": ("jit", jax.jit(jnp.sin, out_shardings=NamedSharding(make_mesh(), P()))),
     "a loop in a wide scope": ("scan", scoped("wide", lambda x: lax.scan(lambda c, r: (c + r, c), x[0], x)[0])),
 }
 # Of operands that are not float32, by the case; `None` for the table's row.
 OF_DTYPES = {
+    "a sum of integers": ("reduce_sum", jnp.sum, np.ones(8, np.int32), "not recorded in float32"),
     "a sum in 16 bits": ("reduce_sum", lambda x: lax.reduce_sum_p.bind(x, axes=(0,), out_sharding=None), HALF, None),
     "an exponential in 16 bits": ("exp", jnp.exp, HALF, "not recorded in float32"),
     "a dot of doubles": ("dot_general", lambda d: dot(X, d), DOUBLE, "float64"),
@@ -126,3 +138,12 @@ def test_an_edit_is_stronger_than_a_rewrite_and_weaker_than_a_scope():
     edited = IN_SCOPE.replace({"reduce_sum": "high", "exp": "high"})
     assert entry("reduce_sum", lambda x: jnp.sum(x[:1], 0), X, rules=edited).rule is Rule.HIGH
     assert entry("exp", scoped("narrow", jnp.exp), X, rules=edited).rule is Rule.LOW
+
+
+@pytest.mark.parametrize("name, fn", [("add", lambda x: x[:4] + x[4:]), ("mul", lambda x: x * x)])
+def test_an_edit_holds_for_trees_and_squares(name, fn):
+    assert entry(name, fn, X, rules=DEFAULT_RULES.replace({name: "follow"})).rule is Rule.FOLLOW
+
+
+def test_a_body_inside_a_region_is_in_it():
+    assert entry("exp", jnp.exp, X, place=TOP._replace(low_region=True)).rule is Rule.LOW
