@@ -84,6 +84,7 @@ REFINED = {
 # Where the table's row stands.
 AS_IN_TABLE = {
     "a factor of two": ("add", lambda x: (lambda h: h + h)(x[:4])),
+    "two values": ("add", lambda x: x + jnp.sin(x)),
     "parts of two values": ("add", lambda x: x[:4] + jnp.sin(x)[4:]),
     "disjoint parts": ("add", lambda x: padded(x[:4], 0, 4) + padded(x[4:], 4, 0)),
     "a difference of parts": ("sub", lambda x: x[:4] - x[4:]),
