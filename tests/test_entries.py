@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import SingleDeviceSharding
+from pass_tools import add_any
 
 from jmp_train import DEFAULT_RULES, full_precision, low_precision
 from jmp_train._autocast.analysis.entries import entries_of
@@ -35,10 +35,6 @@ def scoped(name, fn):
     return run
 
 
-def add_any(x, y):
-    return jax.vjp(lambda z: (z, z), x)[1]((x, y))[0]
-
-
 def strong(x):
     return lax.convert_element_type_p.bind(x, new_dtype=np.dtype(np.float32), weak_type=False, sharding=None)
 
@@ -47,8 +43,8 @@ def padded(x, before, after):
     return lax.pad(x, np.float32(0), [(before, after, 0), (0, 0, 0)])
 
 
-def make_mesh():
-    return jax.make_mesh((1,), ("i",), axis_types=(AxisType.Auto,))
+def on_one_device():
+    return SingleDeviceSharding(jax.devices()[0])
 
 
 def dot(x, y, dtype=None):
@@ -83,7 +79,7 @@ REFINED = {
 }
 # Where the table's row stands.
 AS_IN_TABLE = {
-    "a factor of two": ("add", lambda x: (lambda h: h + h)(x[:4])),
+    "a factor of two": ("add", lambda x: (half := x[:4]) + half),
     "two values": ("add", lambda x: x + jnp.sin(x)),
     "parts of two values": ("add", lambda x: x[:4] + jnp.sin(x)[4:]),
     "disjoint parts": ("add", lambda x: padded(x[:4], 0, 4) + padded(x[4:], 4, 0)),
@@ -94,7 +90,7 @@ AS_IN_TABLE = {
     "a scatter of numbers": ("scatter", lambda x: x.at[0].set(1.0)),
     "a sum in a narrow scope": ("reduce_sum", scoped("narrow", jnp.sum)),
     "a sum in a narrow region": ("reduce_sum", low_precision(jnp.sum)),
-    "a call with shardings": ("jit", jax.jit(jnp.sin, out_shardings=NamedSharding(make_mesh(), P()))),
+    "a call with shardings": ("jit", lambda x: jax.jit(jnp.sin, out_shardings=on_one_device())(x)),
     "a loop in a wide scope": ("scan", scoped("wide", lambda x: lax.scan(lambda c, r: (c + r, c), x[0], x)[0])),
 }
 # Of operands that are not float32, by the case; `None` for the table's row.

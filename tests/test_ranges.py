@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from pass_tools import add_any
 
 from jmp_train._autocast.analysis.ranges import (
     UNKNOWN_NUMBERS,
@@ -22,11 +23,6 @@ from jmp_train._jaxpr import flatten
 FLOAT16, BFLOAT16 = np.dtype(np.float16), np.dtype(jnp.bfloat16)
 X = np.ones((4, 4), np.float32)
 SMALL, LARGE = Range(1e-4, 1e-2), Range(10.0, 1e4)
-
-
-def add_any(x, y):
-    """The sum of two cotangents."""
-    return jax.linear_transpose(lambda z: (z, z), x)((x, y))[0]
 
 
 def node_of(fn, *args, name=None):

@@ -272,8 +272,9 @@ def having(traits: Trait) -> frozenset[str]:
     return frozenset(name for trait, names in TRAITS.items() if trait in traits for name in names.split())
 
 
-PRODUCTS = having(Trait.DOT)
-DOTS = PRODUCTS | having(Trait.ATTENTION)
+# What several passes ask for.
+PLAIN_DOTS = having(Trait.DOT)  # without attention
+DOTS = PLAIN_DOTS | having(Trait.ATTENTION)
 ADDS = having(Trait.ADDS)
 BOUNDS = having(Trait.BOUNDS)
 ROUNDS = having(Trait.ROUNDS)

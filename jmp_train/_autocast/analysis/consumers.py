@@ -23,7 +23,7 @@ from typing import Any
 
 from ..._jaxpr import BARRIER, FlatJaxpr, Node
 from ..._sizes import assumed_size
-from ..primitives import ADDS, BOUNDS, DELICATE_OPERAND, PRODUCTS, SYSTEMS, Trait, having
+from ..primitives import ADDS, BOUNDS, DELICATE_OPERAND, PLAIN_DOTS, SYSTEMS, Trait, having
 from .dot_sizes import DotSizes
 from .producers import Producers
 from .ranges import Range, range_of
@@ -208,7 +208,7 @@ class Consumers:
             node = self._producers.producer(pending.pop()) if pending else None
             if node is None:
                 continue
-            if node.name in PRODUCTS:
+            if node.name in PLAIN_DOTS:
                 yield node
             elif node.name in through:
                 pending.extend(node.ins)

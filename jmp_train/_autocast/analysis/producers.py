@@ -21,7 +21,7 @@ from jax.core import Tracer
 from ..._dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ..._jaxpr import BARRIER, FlatJaxpr, Node
 from ..._sizes import is_single, is_static
-from ..primitives import PRODUCTS, Trait, having
+from ..primitives import PLAIN_DOTS, Trait, having
 from .constants import is_zero
 from .loops import dependents
 
@@ -147,7 +147,7 @@ class Producers:
     def becomes_weight(self, number: int) -> bool:
         """Whether a dot multiplies by a value, or by the sum of it and others, as by a weight and its adapter."""
         found = dependents(self.program, [number], lambda node: node.name in _BECOME_WEIGHTS)
-        return any(node.name in PRODUCTS and not found.isdisjoint(node.ins) for node in self.program.nodes)
+        return any(node.name in PLAIN_DOTS and not found.isdisjoint(node.ins) for node in self.program.nodes)
 
     def _widens(self, node: Node) -> bool:
         """Whether a conversion changes no number: from 16 bits to float32, or of the weak type alone."""

@@ -35,7 +35,7 @@ from ..._jaxpr import (
     sub_jaxprs,
 )
 from ..ir import Place, Precision, is_float32, is_sixteen_bit
-from ..primitives import ADDS, PRODUCTS, SYSTEMS, TABLE, Entry, Rule
+from ..primitives import ADDS, PLAIN_DOTS, SYSTEMS, TABLE, Entry, Rule
 from .consumers import sums_of_rows
 from .derivatives import Forward, Registry
 from .dot_sizes import DotSizes, asks_for_float32
@@ -103,7 +103,7 @@ class Products:
             if entry.rule is Rule.ENTER:
                 visit.enter(node)
                 continue
-            if node.name in PRODUCTS and entry == TABLE[node.name]:  # no region, scope or edit says otherwise
+            if node.name in PLAIN_DOTS and entry == TABLE[node.name]:  # no region, scope or edit says otherwise
                 wide = visit.product(node, position)
                 if wide is not None:
                     found.append((entries, position, node, wide))

@@ -19,7 +19,7 @@ Decides which dots those are: read in parts only, as they are or in a sum with a
 from __future__ import annotations
 
 from ...ir import Equation, Op, Program, Use
-from ...primitives import ADDED, ADDS, PRODUCTS, Trait, having
+from ...primitives import ADDED, ADDS, PLAIN_DOTS, Trait, having
 
 _PICKS = having(Trait.PICKS)
 _SUMS = ADDS | {Op.CAST.value}
@@ -39,7 +39,7 @@ def sliced_dots(program: Program) -> Program:
     dots = [
         number
         for equation in before
-        if equation.name in PRODUCTS
+        if equation.name in PLAIN_DOTS
         for number in equation.results
         if number not in whole and program.avals[number].dtype == program.low
     ]
