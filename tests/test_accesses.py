@@ -72,6 +72,47 @@ def test_the_gradient_of_a_bias_of_averaged_logits_is_that_of_float32():
     assert jnp.linalg.norm(narrow - wide) <= 4e-3 * jnp.linalg.norm(wide)
 
 
+# The outputs of a layer of 256 inputs, the layer, and how the gradient of its bias reads the cotangent of its outputs.
+FEW_OUTPUTS: dict[str, tuple[int, Callable[..., Any], str]] = {
+    "two": (2, lambda w, b, x: x @ w + b, "fused"),
+    "three": (3, lambda w, b, x: x @ w + b, "stored"),
+    "two, in rows": (2, lambda w, b, x: w.T @ x.T + b[:, None], "fused"),
+    "three, in rows": (3, lambda w, b, x: w.T @ x.T + b[:, None], "stored"),
+    "two of each position": (
+        2, lambda w, b, x: jax.lax.conv(x.reshape(8, 256, 8), w.reshape(2, 256, 1), (1,), "VALID") + b[:, None],
+        "fused"),
+    "one of each expert": (
+        1, lambda w, b, x: jax.lax.ragged_dot(x, jnp.stack([w, w]), jnp.array([32, 32])) + b, "fused"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FEW_OUTPUTS)
+def test_how_the_gradient_of_a_bias_reads_the_cotangent_of_few_outputs(name):
+    outputs, fn, expected = FEW_OUTPUTS[name]
+    params, x = [np.zeros(shape, np.float32) for shape in ((256, outputs), (outputs,))], np.zeros((64, 256), np.float32)
+    program = after("assign_dtypes", jax.grad(lambda params, x: jnp.mean(fn(*params, x) ** 2)), params, x)
+    producers = {number: equation for equation in program.equations for number in equation.results}
+    bias = producers[program.outputs[1]]
+    while not bias.entry.has_own_kernel:  # moved since
+        bias = producers[bias.operands[0]]
+    assert [access.value for access in bias.accesses] == [expected]
+
+
+def test_the_gradient_of_a_values_bias_is_a_sum_of_float32_numbers():
+    """The cotangents of a state and of the state before it cancel but for the discount."""
+    rng = np.random.default_rng(3)
+    params = {"w": rng.standard_normal((256, 1)).astype(np.float32) / 16, "b": np.ones(1, np.float32)}
+    states, rewards = (rng.standard_normal((64, 16, n)).astype(np.float32) for n in (256, 1))
+
+    def loss(params, states):
+        values = states @ params["w"] + params["b"]
+        return jnp.mean((rewards[:-1] + 0.99 * values[1:] - values[:-1]) ** 2)
+
+    exact = jax.grad(loss)(params, states)["b"]
+    for dtype in ("float16", "bfloat16"):
+        assert abs(jax.jit(autocast(jax.grad(loss), f"mixed_{dtype}"))(params, states)["b"] / exact - 1) <= 5e-3
+
+
 def window_sums(x):
     return jax.lax.reduce_window(x, 0.0, jax.lax.add, (2, 1), (2, 1), "VALID")
 

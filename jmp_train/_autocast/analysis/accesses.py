@@ -14,7 +14,8 @@ that they add up in a kernel that can add it up as well:
   expensive activation lies between;
 * of a cotangent that repeats numbers, as behind a mean: the few that are repeated are what is stored, in float32.
 
-There the sum reads float32, which moves no more bytes.
+There the sum reads float32, which moves no more bytes. So does the sum of a cotangent that is small beside the
+activations of its layer, as those of a value function are, whose terms may cancel: it moves hardly more.
 
 For the carries of a loop an access is a decision about dtypes. A carry has one dtype, that of its first value. The
 first value of a residual stream is an embedding, which is a parameter; that of the stream's gradient comes from a
@@ -28,12 +29,14 @@ stays as it starts; see `passes.control_flow`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Sequence
 
 from ..._jaxpr import FlatJaxpr, Node, scan_counts
 from ..._sizes import assumed_size
 from ..ir import Access, Fact, Place, Precision
-from ..primitives import EXPENSIVE, FUSED, Entry, Rule, Trait, having
+from ..primitives import EXPENSIVE, FUSED, PLAIN_DOTS, Entry, Rule, Trait, having
+from .dot_sizes import is_small_beside
 
 _KERNELS = having(Trait.POOL | Trait.TRANSFERS)  # kernels of their own
 # Compiled for an H200, heads with fewer logits keep the sum in a kernel of its own, and XLA stores float32 for it.
@@ -63,7 +66,8 @@ class Accesses:
             # more is computed from it, and it is not known to be a gradient.
             gradient = backward and adds and node.outs[0] in self._returned
             fused = gradient and (
-                self._repeats(node.ins[0])
+                node.ins[0] in self._small
+                or self._repeats(node.ins[0])
                 or self._is_bias_of_head(node, facts)
                 or self._is_bias_before_norm(node, facts)
             )
@@ -81,6 +85,13 @@ class Accesses:
         accesses = [Access.STORED] * len(node.ins)  # a loop is no kernel: it reads memory
         accesses[consts : consts + carry] = self._carried(node, facts, node.ins[consts : consts + carry])
         return accesses
+
+    @functools.cached_property
+    def _small(self) -> set[int]:
+        """What is small beside the other operand of a dot, as the cotangent of a layer of few outputs is."""
+        dots = [node.ins[:2] for node in self._program.nodes if node.name in PLAIN_DOTS]
+        pairs = [*dots, *((right, left) for left, right in dots)]
+        return {number for number, other in pairs if is_small_beside(self._size(number), self._size(other))}
 
     def _repeats(self, number: int) -> bool:
         """Whether a value repeats fewer numbers, as the cotangent behind a mean does: what is stored is these."""
