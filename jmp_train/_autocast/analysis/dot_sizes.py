@@ -15,8 +15,8 @@ import numpy as np
 from ..._jaxpr import FlatJaxpr, Node
 from ..._sizes import assumed_shape
 
-# What is that many times smaller than an operand moves no bytes worth counting in float32: 2 bytes more for each of its
-# numbers are less than a hundredth of the operand's bytes in 16 bits.
+# A result that many times smaller than an operand moves no bytes worth counting in float32: 2 bytes more for each of
+# its numbers are less than a hundredth of the operand's bytes in 16 bits.
 _SMALL = 128
 
 # The presets whose products have the digits of float32: in float32 itself, or as sums of products of parts of it. One
@@ -48,11 +48,6 @@ class DotSizes(NamedTuple):
         return DotSizes(depth, one // shared, other // shared, (one, other), math.prod(result))
 
 
-def is_small_beside(size: int, operand: int) -> bool:
-    """Whether one of two values of a product costs nothing in float32, by their sizes."""
-    return size * _SMALL <= operand
-
-
 def leaves_small_result(program: FlatJaxpr, node: Node, are_parameters: Sequence[bool]) -> bool:
     """Whether a product's result is so small beside its operands that it costs nothing in float32.
 
@@ -64,7 +59,7 @@ def leaves_small_result(program: FlatJaxpr, node: Node, are_parameters: Sequence
         return False
     larger = max(sizes.operands)
     weight_times_vector = min(sizes.left, sizes.right) == 1 and are_parameters[sizes.operands.index(larger)]
-    return is_small_beside(sizes.result, larger) and not weight_times_vector
+    return sizes.result * _SMALL <= larger and not weight_times_vector
 
 
 def asks_for_float32(precision: Any, policys: str | None) -> bool:
