@@ -73,7 +73,7 @@ def own_loss_scale(loss_fn: Any) -> float:
     except (TypeError, ValueError):  # a callable without a signature
         return 0
     own = parameters.get("loss_scale")
-    if own is None or own.default is not own.empty:
+    if own is None or own.default is not own.empty or own.kind in (own.VAR_POSITIONAL, own.VAR_KEYWORD):
         return 0
     return math.inf if own.kind is own.KEYWORD_ONLY else [*parameters].index("loss_scale") + 1
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 Tree = TypeVar("Tree")
 
@@ -54,9 +55,29 @@ def of_hidden(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return fn(*reveal_static(args), **reveal_static(kwargs))
+        return call_hidden(fn, args, kwargs)
 
     return run
+
+
+def call_hidden(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls `fn` with arguments that `hide_static` has been through, and JAX perhaps has traced.
+
+    JAX's errors about a number that Python code needs to know get a note: they speak of a `jit` with `static_argnums`.
+    """
+    try:
+        return fn(*reveal_static(args), **reveal_static(kwargs))
+    except TypeError as error:
+        if "concrete value" in str(error) and any(map(_is_traced_number, jax.tree.leaves((args, kwargs)))):
+            error.add_note(
+                "Numbers among the arguments are traced, as by jax.jit, but there is no `static_argnums` here. Bind "
+                "one that Python code needs to know, such as a length: `functools.partial(fn, n=3)` instead of `fn`."
+            )
+        raise
+
+
+def _is_traced_number(leaf: Any) -> bool:
+    return isinstance(leaf, Tracer) and leaf.shape == () and leaf.weak_type
 
 
 def is_jax_array(leaf: Any) -> bool:

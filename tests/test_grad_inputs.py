@@ -215,10 +215,18 @@ def test_an_argument_loss_scale_of_the_loss_function():
     def wrapper(*args):
         return own(*args, loss_scale=2.0)
 
+    def own_numbers(w, *loss_scale):
+        return w * sum(loss_scale) * 2
+
+    def own_keywords(w, **loss_scale):
+        return w * loss_scale["x"] * 2
+
     by_position = value_and_grad(own, "mixed_float16")(one, x, 2.0, loss_scale=SCALE)
+    all_numbers = value_and_grad(own_numbers, "mixed_float16")(one, x, loss_scale=SCALE)
+    all_keywords = value_and_grad(own_keywords, "mixed_float16")(one, x=x, loss_scale=SCALE)
     wrapped = value_and_grad(wrapper, "mixed_float16")(one, x, loss_scale=SCALE)
     bound = value_and_grad(functools.partial(own, loss_scale=2.0), "mixed_float16")(one, x, loss_scale=SCALE)
-    assert by_position == wrapped == bound == (6, 6)
+    assert by_position == wrapped == bound == all_numbers == all_keywords == (6, 6)
 
 
 def test_a_loss_scale_for_each_of_an_ensemble():

@@ -1,5 +1,7 @@
 """Whatever the keywords of a user's function are called, every wrapper hands them on."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,6 +44,39 @@ def test_a_keyword_may_have_any_name(wrapper):
         assert result == fn(X, X, **factors)
     elif wrapper.startswith("value_and_grad"):
         assert result[0] == fn(X, X, **factors)
+
+
+LENGTHS = {
+    "of a loop": lambda x, n: sum(x for _ in range(n)),
+    "of an array": lambda x, n: x + jnp.zeros(n),
+    "of a step": lambda x, n: x if n > 1 else 2 * x,
+}
+
+
+@pytest.mark.parametrize("wrapper", ["autocast", "explain", "assert_policy", "tensor_core_report"])
+@pytest.mark.parametrize("needs", LENGTHS.values(), ids=LENGTHS)
+def test_a_number_that_python_needs_to_know_is_bound(wrapper, needs):
+    def fn(w, x, n):
+        return jnp.mean(needs(x @ w, n))
+
+    wrap = WRAPPERS[wrapper]
+    with pytest.raises(TypeError) as raised:
+        wrap(fn)(X, X, n=16)
+    assert any("`functools.partial(fn, n=3)` instead of `fn`" in note for note in raised.value.__notes__)
+    wrap(functools.partial(fn, n=16))(X, X)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args"),
+    [
+        pytest.param(lambda x, n: x if x[0, 0] > 0 else 2 * x, (X, jnp.ones(())), id="without a number"),
+        pytest.param(lambda x, n: jnp.ones(2) + jnp.ones(3), (X, 3), id="another error"),
+    ],
+)
+def test_no_other_error_speaks_of_numbers(fn, args):
+    with pytest.raises(TypeError) as raised:
+        jmp.autocast(fn, "mixed_bfloat16")(*args)
+    assert not any("functools.partial" in note for note in getattr(raised.value, "__notes__", ()))
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -18,7 +18,7 @@ from .._dtypes import FLOAT32, facts
 from .._finite import is_float0
 from .._jaxpr import convert, open_jaxpr, trace
 from .._policy import Policy, get_policy
-from .._static import hide_static, is_argument, reveal_static
+from .._static import call_hidden, hide_static, is_argument
 from .._values import as_argnums, check_callable
 from .analysis.uses import Flags
 from .emit import emit
@@ -49,7 +49,8 @@ def autocast(
 
     Args:
       fn: any function of arrays; pytrees of them, keywords and Python numbers as under `jax.jit`. Flags, strings and
-        other objects reach it as they are; a different one is another program.
+        other objects reach it as they are; a different one is another program. So does a number that is bound to it
+        with `functools.partial`.
       policy: a `Policy`, or a name for `get_policy`. Its `compute_dtype`, `reduce_dtype` (what weight gradients leave
         their dot in, and what crosses devices), `matmul_precision` and `overrides` (parameters that stay in float32,
         and keep what they meet there) hold.
@@ -132,7 +133,7 @@ def make_planned(
     @functools.wraps(fn)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         # A frame of this file in every traceback: the sign of autocast.
-        return fn(*reveal_static(args), **reveal_static(kwargs))
+        return call_hidden(fn, args, kwargs)
 
     def planned(*args: Any, **kwargs: Any) -> tuple[Plan, Any]:
         jaxpr, shape = trace(recorded, *args, **kwargs)
