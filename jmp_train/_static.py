@@ -55,25 +55,25 @@ def of_hidden(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return call_hidden(fn, args, kwargs)
+        try:
+            return fn(*reveal_static(args), **reveal_static(kwargs))
+        except TypeError as error:
+            note_numbers(error, (args, kwargs))
+            raise
 
     return run
 
 
-def call_hidden(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls `fn` with arguments that `hide_static` has been through, and JAX perhaps has traced.
+def note_numbers(error: TypeError, args: Any) -> None:
+    """Adds a note to JAX's errors about a number that Python code needs to know, and that is traced in `args`.
 
-    JAX's errors about a number that Python code needs to know get a note: they speak of a `jit` with `static_argnums`.
+    They speak of a `jit` with `static_argnums`.
     """
-    try:
-        return fn(*reveal_static(args), **reveal_static(kwargs))
-    except TypeError as error:
-        if "concrete value" in str(error) and any(map(_is_traced_number, jax.tree.leaves((args, kwargs)))):
-            error.add_note(
-                "Numbers among the arguments are traced, as by jax.jit, but there is no `static_argnums` here. Bind "
-                "one that Python code needs to know, such as a length: `functools.partial(fn, n=3)` instead of `fn`."
-            )
-        raise
+    if "concrete value" in str(error) and any(map(_is_traced_number, jax.tree.leaves(args))):
+        error.add_note(
+            "Numbers among the arguments are traced, as by jax.jit, but there is no `static_argnums` here. Bind one "
+            "that Python code needs to know, such as a length: `functools.partial(fn, n=3)` instead of `fn`."
+        )
 
 
 def _is_traced_number(leaf: Any) -> bool:

@@ -18,7 +18,7 @@ from .._dtypes import FLOAT32, facts
 from .._finite import is_float0
 from .._jaxpr import convert, open_jaxpr, trace
 from .._policy import Policy, get_policy
-from .._static import call_hidden, hide_static, is_argument
+from .._static import hide_static, is_argument, note_numbers, reveal_static
 from .._values import as_argnums, check_callable
 from .analysis.uses import Flags
 from .emit import emit
@@ -133,7 +133,11 @@ def make_planned(
     @functools.wraps(fn)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         # A frame of this file in every traceback: the sign of autocast.
-        return call_hidden(fn, args, kwargs)
+        try:
+            return fn(*reveal_static(args), **reveal_static(kwargs))
+        except TypeError as error:
+            note_numbers(error, (args, kwargs))
+            raise
 
     def planned(*args: Any, **kwargs: Any) -> tuple[Plan, Any]:
         jaxpr, shape = trace(recorded, *args, **kwargs)
