@@ -114,7 +114,9 @@ def test_how_the_gradient_of_a_bias_reads_the_cotangent_of_few_outputs(name):
     assert [access.value for access in bias.accesses] == [expected]
 
 
-def test_the_gradient_of_a_values_bias_is_a_sum_of_float32_numbers():
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("returns", ["the gradient", "a step"])
+def test_the_gradient_of_a_values_bias_is_a_sum_of_float32_numbers(returns, dtype):
     """The cotangents of a state and of the state before it cancel but for the discount."""
     rng = np.random.default_rng(3)
     params = {"w": rng.standard_normal((256, 1)).astype(np.float32) / 16, "b": np.ones(1, np.float32)}
@@ -124,9 +126,13 @@ def test_the_gradient_of_a_values_bias_is_a_sum_of_float32_numbers():
         values = states @ params["w"] + params["b"]
         return jnp.mean((rewards[:-1] + 0.99 * values[1:] - values[:-1]) ** 2)
 
-    exact = jax.grad(loss)(params, states)["b"]
-    for dtype in ("float16", "bfloat16"):
-        assert abs(jax.jit(autocast(jax.grad(loss), f"mixed_{dtype}"))(params, states)["b"] / exact - 1) <= 5e-3
+    def fn(params, states):
+        grads = jax.grad(loss)(params, states)
+        return grads if returns == "the gradient" else jax.tree.map(jnp.subtract, params, grads)
+
+    got = jax.jit(autocast(fn, f"mixed_{dtype}"))(params, states)["b"]
+    got = got if returns == "the gradient" else params["b"] - got
+    assert abs(got / jax.grad(loss)(params, states)["b"] - 1) <= 5e-3
 
 
 def window_sums(x):

@@ -69,10 +69,10 @@ class Accesses:
             gradient = backward and adds and node.outs[0] in self._returned
             fused = gradient and (
                 self._repeats(node.ins[0])
-                or self._is_of_few_outputs(node.ins[0], facts)
                 or self._is_bias_of_head(node, facts)
                 or self._is_bias_before_norm(node, facts)
             )
+            fused = fused or (backward and adds and self._is_of_few_outputs(node.ins[0], facts))
             if gradient:
                 self._summed.setdefault(facts[node.ins[0]].depth, []).append(self._size(node.outs[0]))
             if self._after_sum or (is_sum and not backward):
