@@ -87,16 +87,16 @@ layer.defvjp(lambda w, b, x: (layer(w, b, x), (w, x)), layer_backward)
 
 # The outputs of a layer of 256 inputs, the layer, and how the gradient of its bias reads the cotangent of its outputs.
 FEW_OUTPUTS: dict[str, tuple[int, Callable[..., Any], str]] = {
-    "eight": (8, lambda w, b, x: x @ w + b, "fused"),
-    "nine": (9, lambda w, b, x: x @ w + b, "stored"),
-    "eight, in rows": (8, lambda w, b, x: w.T @ x.T + b[:, None], "fused"),
-    "nine, in rows": (9, lambda w, b, x: w.T @ x.T + b[:, None], "stored"),
+    "four": (4, lambda w, b, x: x @ w + b, "fused"),
+    "five": (5, lambda w, b, x: x @ w + b, "stored"),
+    "four, in rows": (4, lambda w, b, x: w.T @ x.T + b[:, None], "fused"),
+    "five, in rows": (5, lambda w, b, x: w.T @ x.T + b[:, None], "stored"),
     "two of each position": (
         2, lambda w, b, x: jax.lax.conv(x.reshape(8, 256, 8), w.reshape(2, 256, 1), (1,), "VALID") + b[:, None],
         "fused"),
     "one of each expert": (
         1, lambda w, b, x: jax.lax.ragged_dot(x, jnp.stack([w, w]), jnp.array([32, 32])) + b, "fused"),
-    "eight, of a rule of its own": (8, lambda w, b, x: layer(w, b, jnp.sin(x)), "fused"),
+    "four, of a rule of its own": (4, lambda w, b, x: layer(w, b, jnp.sin(x)), "fused"),
     "many, of two rows and a rule of its own": (256, lambda w, b, x: layer(w, b, jnp.tanh(x[:2] @ w)), "stored"),
     "many, of two rows": (256, lambda w, b, x: jnp.tanh(x[:2] @ w) @ w + b, "stored"),
 }  # fmt: skip
