@@ -200,6 +200,10 @@ WIDE = {
         Cause.IN_SYSTEM),
     "a right-hand side made of a parameter": (
         lambda w, x: solve_triangular(9 * jnp.eye(32) + jnp.diag(x[0, :32]), x @ w + 1), W / 8, X, Cause.IN_SYSTEM),
+    "a right-hand side of activations and targets": (
+        lambda w, x: solve_triangular(9 * jnp.eye(64), jnp.tanh(x @ w).T @ x[:, ::-1]), W / 8, X, Cause.IN_SYSTEM),
+    "a right-hand side of activations": (
+        lambda w, x: solve_triangular(9 * jnp.eye(64), jnp.tanh(x @ w).T @ jnp.sin(x @ w)), W / 8, X, Cause.IN_SYSTEM),
     "a weighted square of a parameter": (lambda w, x: w.T @ (jnp.exp(x[0])[:, None] * w), W / 8, X, Cause.SQUARE),
     "a quadratic form": (lambda w, x: (x * w[0]) @ jnp.exp(w) @ (x * w[0]).T, W / 8, X, Cause.REPEATED),
     "a fifth power of a matrix of data": (
@@ -297,8 +301,10 @@ NARROW = {
             lambda h, row: (jnp.tanh(h @ w), jnp.linalg.solve(9 * jnp.eye(64) + jnp.tanh(row), h.T).T + row[:32] @ w),
             x, jnp.linalg.inv(jnp.diag(9 + x[0]))[None])[1], W / 8, X),
     "squares of other values": (lambda w, x: squares(x)[:, None] + squares(w) - 2 * (x @ w) @ jnp.tanh(w), W, X),
-    "a layer of whose result a system reads a product": (
-        lambda w, x: jnp.linalg.solve(jnp.diag(2 + x[0, :32]), (x @ w) @ jnp.tanh(x @ w).T), W, X),
+    "layers of whose results a system reads a function of a product": (
+        lambda w, x: jnp.linalg.solve(jnp.diag(2 + x[0, :32]), jnp.tanh((x @ w) @ jnp.tanh(x @ w).T)), W, X),
+    "a layer of whose result a system reads a product of products": (
+        lambda w, x: jnp.linalg.solve(jnp.diag(2 + x[0, :32]), (x @ w @ w) @ jnp.tanh(x @ w).T @ w[:32]), W, X),
     "a layer that a system reads": (
         lambda w, x: jnp.linalg.solve(jnp.diag(2 + x[0, :32]), jnp.tanh(x @ w) @ w), W, X),
     "a network inside a filter": (

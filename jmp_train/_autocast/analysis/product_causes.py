@@ -212,13 +212,16 @@ class ProductCauses:
         return False
 
     def _magnified(self, node: Node, provenances: Sequence[Provenance]) -> Cause | None:
-        """The cause of a product of numbers that nothing has rounded yet, where what reads it magnifies its error."""
+        """The cause of a product where what reads it magnifies its error."""
         # A factor of parameters alone is a weight, as of an orthogonal layer.
-        if Provenance.FACTOR in provenances or any(each in ROUNDED_PROVENANCES for each in provenances):
+        if Provenance.FACTOR in provenances:
             return None
-        are_data = _are_data(provenances)
+        are_data, directly = _are_data(provenances), self._consumers.in_systems.get(node.outs[0])
+        if any(each in ROUNDED_PROVENANCES for each in provenances):
+            # Activations times activations or targets, as the right-hand side of a regression on learned features, are
+            # no layer; what is read otherwise has been rounded already.
+            return Cause.IN_SYSTEM if directly and Provenance.PARAMETER not in provenances else None
         # Of a layer only if nothing is between it and the system: that is no network.
-        directly = self._consumers.in_systems.get(node.outs[0])
         if directly or (are_data and directly is not None):
             return Cause.IN_SYSTEM
         return Cause.DELICATE if are_data and node.outs[0] in self._consumers.delicate else None
