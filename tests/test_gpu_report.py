@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,11 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp_train import get_loss_scale, value_and_grad, with_loss_scale
-from jmp_train._diagnostics.gpu._gpus import get_gpu
+from jmp_train._diagnostics.gpu._compiled_products import CompiledProduct
+from jmp_train._diagnostics.gpu._copies import Copy
+from jmp_train._diagnostics.gpu._gpus import UNITS, get_gpu
+from jmp_train._diagnostics.gpu._kernels import Kernel
+from jmp_train._diagnostics.gpu._report import Collective, Memory, NarrowSum
 from jmp_train.diagnostics import GPUReport, gpu_report, tensor_core_report
 
 slow = pytest.mark.slow
@@ -234,6 +239,107 @@ def test_the_report_is_a_value():
     message = "`other` must be a GPUReport, got 3; pass what gpu_report(fn)(*args) gave."
     with pytest.raises(TypeError, match="^" + re.escape(message) + "$"):
         found.compare(3)  # pyright: ignore[reportArgumentType]
+
+
+RATES = (("16 bits", 4e9), ("tf32", 2e9))
+
+
+def made_up(**others):
+    """Two kernels, of which one multiplies, and one product that a loop repeats."""
+    kernels = (
+        Kernel("small", "fusion", 1, 3, 1, ("f16",), ("f16", "f32"), "jit(step)/Net/add", "model.py:12 (loss)", ""),
+        Kernel(
+            "gemm", "custom-call", 2_000_000, 1_000_000, 2, ("f16",), ("f16",), "jit(step)/transpose(Net)/dot", "", ""
+        ),
+    )
+    products = (
+        CompiledProduct("dot", ("f16", "f16", "f32"), "f16", "16 bits", 10**9, 2, "gemm", "", "", ""),
+        CompiledProduct("dot", ("f16", "f16"), "f16", "16 bits", 10**9, 1, "gemm", "", "", ""),
+        CompiledProduct("convolution", ("f32", "f32"), "f32", "tf32", 10**9, 1, "small", "", "", ""),
+    )
+    values: dict[str, Any] = {"collectives": (), "sixteen_bit_sums": (), "copies": (), "unused_donations": ()}
+    values |= {"kernels": kernels, "products": products, "unknown_loops": 0, "memory": Memory(7, 5, 2, 30)}
+    return GPUReport("X", 1e6, RATES, **{"devices": 1, "policy": None, "jax_version": "0", **values, **others})
+
+
+def test_the_figures_of_a_report():
+    found = made_up()
+    assert (found.bytes, found.launches, found.flops, found.memory.peak) == (6_000_004, 3, 4 * 10**9, 40)
+    assert found.unit_flops == {"16 bits": 3 * 10**9, "tf32": 10**9} and found.tensor_core_share == 0.75
+    assert found.least_seconds == 6.0 + 0.5  # memory bounds one kernel, arithmetic the other
+    assert made_up(products=()).tensor_core_share == 0
+
+
+def test_the_text_of_a_report():
+    lines = [re.split("  +", line.strip()) for line in str(made_up(policy="mixed")).splitlines()]
+    assert lines == [
+        ["Compiled for X, jax 0, mixed"],
+        ["memory moved", "6 MB by 3 launches"],
+        ["peak memory", "40 B: arguments 7 B, results 5 B (2 B of them in donated arguments), temporary 30 B"],
+        ["dots, convolutions", f"4 GFLOP; 75.0% {UNITS['16 bits']}; 25.0% {UNITS['tf32']}"],
+        ["least time", "6.5e+03 ms at peak bandwidth and arithmetic; nothing was timed"],
+        ["16-bit sums", "none"],
+        ["copies", "none"],
+        [""],
+        ["product", "operands", "result", "runs", "GFLOP", "share", "on"],
+        ["dot", "f16 x f16", "f16", "3", "3", "75.0%", UNITS["16 bits"]],
+        ["convolution", "f32 x f32", "f32", "1", "1", "25.0%", UNITS["tf32"]],
+        [""],
+        ["What moves most:"],
+        ["kernel", "read", "written", "runs", "share", "dtypes", "of", "source"],
+        ["gemm", "2 MB", "1 MB", "2", "100.0%", "f16 -> f16", "bwd Net/dot"],
+        ["small", "1 B", "3 B", "1", "0.0%", "f16 -> f16,f32", "Net/add", "model.py:12 (loss)"],
+    ]
+    nothing = str(made_up(kernels=(), products=()))
+    assert "memory moved        0 B by 0 launches" in nothing and "dots, convolutions  none" in nothing
+
+
+def test_what_the_text_of_a_report_adds():
+    sums = (
+        NarrowSum("reduce", "f16[8]", "jit(step)/Norm/sum", "/a/model.py:3:4 (f)"),
+        NarrowSum("scatter", "f16[2]", "", ""),
+    )
+    copies = tuple(Copy(10 - n, 1 + n, "f32[8]", f"cause {n}") for n in range(6))
+    found = made_up(
+        devices=2,
+        sixteen_bit_sums=sums,
+        copies=copies,
+        unused_donations=("x f32[8]",),
+        unknown_loops=2,
+        collectives=(Collective("all-reduce", ("f16", "f16"), 8, 3, "", ""),) * 2,
+        notes=("A note.",),
+    )
+    text = str(found)
+    assert text.startswith("Compiled for X, 2 devices (figures of one), jax 0\nA note.\n")
+    assert "  16-bit sums         2\n  copies              21 buffers\n" in text
+    assert "  unused donations    x f32[8]: no result of that shape and dtype\n" in text
+    assert "  collectives         all-reduce in f16, 48 B\n" in text
+    assert "\n16-bit sums:\n  reduce f16[8], Norm/sum, model.py:3 (f)\n  scatter f16[2]\n" in text
+    assert "\n  7 B, f32[8]: cause 3\n  11 B in 2 more\n" in text and "cause 4" not in text
+    assert "\nThe compiler does not know the length of 2 loops, counted as one iteration each.\n" in text
+
+
+def test_a_comparison():
+    first, second = made_up(policy="a"), made_up(copies=(Copy(4, 3, "f32[8]", ""),), memory=Memory(7, 5, 2, 60))
+    found = first.compare(second)
+    assert found.names == ("a", "after") and second.compare(first).names == ("before", "a")
+    assert dict((name, row) for name, *row in found.rows) == {
+        "bytes moved": [6_000_004, 6_000_004],
+        "peak memory": [40, 70],
+        "temporary memory": [30, 60],
+        "launches": [3, 3],
+        "GFLOP of dots and convolutions": [4.0, 4.0],
+        "Tensor Core share, 16 or 8 bits": [0.75, 0.75],
+        "least milliseconds, by roofline": [6500.0, 6500.0],
+        "16-bit sums": [0, 0],
+        "copies": [0, 3],
+        "collective bytes": [0, 0],
+    }
+    rows = {line.split("  ")[0]: re.split("  +", line)[1:] for line in str(found).splitlines()}
+    assert rows["peak memory"] == ["40 B", "70 B", "1.750"] and rows["copies"] == ["0", "3"]
+    assert rows["Tensor Core share, 16 or 8 bits"] == ["75.0%", "75.0%", "1.000"]
+    assert rows["GFLOP of dots and convolutions"] == ["4", "4", "1.000"]
+    assert found.as_dict()["figures"]["peak memory"] == {"first": 40, "second": 70}
 
 
 # What is refused
