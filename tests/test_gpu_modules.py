@@ -1,8 +1,16 @@
-"""The text of a compiled module is read right: a loop of ten steps, written by hand. Needs no compiler."""
+"""The text of a compiled module is read right: a loop of ten steps, and single instructions, written by hand.
+
+Needs no compiler.
+"""
+
+import pytest
 
 from jmp_train._diagnostics.gpu._compiled_products import products
+from jmp_train._diagnostics.gpu._copies import explained_copies, unused_donors
+from jmp_train._diagnostics.gpu._gpu_report import _collectives, _narrow_sums
 from jmp_train._diagnostics.gpu._hlo import parse
 from jmp_train._diagnostics.gpu._kernels import kernels, traffic, unknown_loops
+from jmp_train._diagnostics.gpu._report import Collective, NarrowSum
 
 MODULE = """HloModule jit_step, input_output_alias={ {0}: (1, {}, may-alias), {2}: (0, {}, must-alias) }
 
@@ -82,3 +90,192 @@ def test_loops_run_over_slices_of_what_they_stack():
     assert unknown_loops(MODULE) == 0
     unknown = MODULE.replace('{"known_trip_count":{"n":"10"}}', "{}")
     assert unknown_loops(unknown) == 1 and traffic(unknown) == traffic(MODULE) / 10
+
+
+def entry(*instructions, header=""):
+    """A module whose entry computation has these instructions."""
+    return "\n".join([f"HloModule step{header}", "", "ENTRY %main () -> f32[] {", *instructions, "}"])
+
+
+# Products
+
+
+def calls(target, left, right, result, rest=""):
+    return entry(
+        f"%left = {left} parameter(0)",
+        f"%right = {right} parameter(1)",
+        f"ROOT %out = ({result}, u8[64]{{0}}) custom-call(%left, %right), "
+        f'custom_call_target="__cudnn${target}", {rest}',
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "left", "right", "result"),
+    [
+        ("convForward", "f16[8,32,32,16]", "f16[24,3,3,16]", "f16[8,16,16,24]"),
+        ("convBackwardInput", "f16[8,16,16,24]", "f16[24,3,3,16]", "f16[8,32,32,16]"),
+        ("convBackwardFilter", "f16[8,32,32,16]", "f16[8,16,16,24]", "f16[24,3,3,16]"),
+    ],
+)
+def test_a_convolution_and_its_gradients_have_the_same_flops(target, left, right, result):
+    (found,) = products(calls(target, left, right, result, "window={size=3x3 stride=2x2}, dim_labels=b01f_o01i->b01f"))
+    assert (found.kind, found.operands, found.result) == ("convolution", ("f16", "f16"), "f16")
+    assert found.flops == 2 * (8 * 16 * 16 * 24) * (3 * 3 * 16)
+
+
+@pytest.mark.parametrize(("groups", "channels"), [("", 24), (", feature_group_count=2", 12)])
+def test_the_zeros_of_a_dilated_convolution_are_not_counted(groups, channels):
+    (found,) = products(
+        entry(
+            "%x = f32[8,16,16,16] parameter(0)",
+            "%kernel = f32[3,3,16,24] parameter(1)",
+            "ROOT %y = f32[8,32,32,24] convolution(%x, %kernel), window={size=3x3 lhs_dilate=2x2}, "
+            f"dim_labels=b01f_01io->b01f{groups}",
+        )
+    )
+    assert (found.kind, found.flops, found.unit) == ("convolution", 2 * (8 * 16 * 16 * 16) * (3 * 3 * channels), "tf32")
+
+
+SCORES = 'backend_config={"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"dimensions":["2","4","64","96"]}}}'
+
+
+@pytest.mark.parametrize(
+    ("target", "config", "products_of_its_size"),
+    [
+        ("fmhaSoftmax", SCORES, 2),
+        ("fmhaSoftmaxBackward", SCORES, 5),
+        ("fmhaSoftmaxBackwardF8", SCORES, 5),
+        ("fmhaSoftmax", "", 0),
+    ],
+)
+def test_attention(target, config, products_of_its_size):
+    (found,) = products(calls(target, "bf16[2,64,4,32]", "bf16[2,96,4,32]", "bf16[2,64,4,32]", config))
+    assert (found.kind, found.flops) == ("attention", products_of_its_size * 2 * (2 * 4 * 64 * 96) * 32)
+
+
+@pytest.mark.parametrize(
+    ("instruction", "unit"),
+    [
+        ("dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}", "tf32"),
+        ("dot(%a, %b), lhs_contracting_dims={1}, operand_precision={highest,highest}", "float32"),
+        ("dot(%a, %b), lhs_contracting_dims={1}, algorithm=dot_f32_f32_f32", "float32"),
+        ("dot(%a, %b), lhs_contracting_dims={1}, algorithm=dot_tf32_tf32_f32", "tf32"),
+        ("custom-call(%a, %b, %c), custom_call_target=\"__cublas$gemm\", backend_config={"
+         '"lhs_contracting_dimensions":["1"],"operand_precision":["HIGHEST","HIGHEST"]}', "float32"),
+    ],
+)  # fmt: skip
+def test_how_products_of_float32_multiply(instruction, unit):
+    """The third operand, in float64, is what a call of cuBLAS adds: it does not multiply."""
+    operands = ("%a = f32[4,16] parameter(0)", "%b = f32[16,32] parameter(1)", "%c = f64[4,32] parameter(2)")
+    (found,) = products(entry(*operands, f"ROOT %out = f32[4,32] {instruction}"))
+    assert (found.kind, found.flops, found.unit) == ("dot", 2 * 4 * 32 * 16, unit)
+
+
+# Copies
+
+
+ARGUMENTS = (
+    "%w = f32[8,8]{1,0} parameter(0), metadata={op_name=\"params[\\'w\\']\"}",
+    '%x = f32[8,8]{1,0} parameter(1), metadata={op_name="x"}',
+    "%made = f32[8,8]{1,0} fusion(%w, %x), kind=kLoop, calls=%fused",
+)
+SWAPPED = "donated buffers go to results of their shape in order. Return each new value where the old one stood."
+
+
+@pytest.mark.parametrize(
+    ("donated", "instructions", "cause"),
+    [
+        ({}, ["%copy = f32[8,8]{0,1} copy(%made)", "ROOT %out = f32[8,8]{0,1} negate(%copy)"],
+         "another memory layout, for what reads it (fusion of made)"),
+        ({1: 0}, ["%copy = f32[8,8]{1,0} copy(%made)", "ROOT %out = (f32[8,8], f32[8,8]) tuple(%made, %copy)"],
+         "result loss is written over the donated argument params['w'], which is still read when it is computed: "
+         + SWAPPED),
+        ({}, ["%copy = f32[8,8]{1,0} copy(%x)", "%flat = f32[64]{0} bitcast(%copy)",
+              "ROOT %out = (f32[64], f32[8,8]) tuple(%flat, %made)"],
+         "result grads is the argument x as it came in, not donated. Donate it, or leave it out."),
+        ({}, ["%copy = f32[8,8]{1,0} copy(%made)", "ROOT %out = (f32[8,8], f32[8,8]) tuple(%made, %copy)"],
+         "result loss is computed into another buffer first"),
+        ({}, ["%copy = f32[8,8]{1,0} copy(%made)", "ROOT %out = (f32[8,8], f32[8,8], f32[8,8]) tuple(%w, %x, %copy)"],
+         "result 2 is computed into another buffer first"),
+        ({}, ["%flat = f32[8,8]{1,0} bitcast(%made)", "ROOT %copy = f32[8,8]{1,0} copy(%flat)"],
+         "result grads is computed into another buffer first"),
+        ({1: 0}, ["%copy = f32[8,8]{1,0} copy(%w)", "ROOT %out = (f32[8,8], f32[8,8]) tuple(%made, %made)"],
+         f"the donated argument params['w'] is overwritten by result loss before it has been read by all: {SWAPPED}"),
+        ({0: 1}, ["%copy = f32[8,8]{1,0} copy(%w)", "ROOT %out = f32[8,8]{1,0} negate(%copy)"],
+         "the argument params['w'] is not donated, and a loop or an update in place changes its copy. Donate it."),
+        ({}, ["%copy = f32[8,8]{1,0} copy(%made)", "ROOT %out = f32[8,8]{1,0} negate(%copy)"],
+         "the compiler keeps a second copy of an intermediate value"),
+    ],
+)  # fmt: skip
+def test_why_a_buffer_is_copied(donated, instructions, cause):
+    pairs = ", ".join(f"{{{result}}}: ({argument}, {{}}, may-alias)" for result, argument in donated.items())
+    text = entry(*ARGUMENTS, *instructions, header=f", input_output_alias={{ {pairs} }}")
+    (copy,) = explained_copies(text, {"grads": 0, "loss": 0})
+    assert (copy.bytes, copy.times, copy.shape, copy.cause) == (2 * 4 * 64, 1, "f32[8,8]", cause)
+
+
+def test_a_copy_in_a_loop_counts_each_time_and_one_of_a_few_numbers_does_not():
+    copied = MODULE.replace("%gemm = (f16[8,8]{1,0}", "%again = f16[8,8]{1,0} copy(%h)\n  %gemm = (f16[8,8]{1,0}")
+    (copy,) = explained_copies(copied, 0)
+    assert (copy.bytes, copy.times) == (10 * 2 * 2 * 64, 10)
+    assert copy.cause == "inside a loop or a branch: a carried value is changed while its old one is still read"
+    small = entry("%x = f32[16] parameter(0)", "ROOT %copy = f32[16] copy(%x)")
+    assert explained_copies(small, 0) == () and kernels(small)
+
+
+def test_donated_arguments_that_nothing_is_written_over():
+    header = ", input_output_alias={ {0}: (0, {}, may-alias) }, buffer_donor={ (0, {}), (1, {}) }"
+    assert unused_donors(entry(*ARGUMENTS, header=header)) == ("x f32[8,8]",)
+
+
+# Sums in 16 bits and collectives
+
+
+REDUCED = """HloModule step
+
+%add_f16 (a: f16[], b: f16[]) -> f16[] {
+  %a = f16[] parameter(0)
+  %b = f16[] parameter(1)
+  ROOT %sum = f16[] add(%a, %b)
+}
+
+%max_f16 (c: f16[], d: f16[]) -> f16[] {
+  %c = f16[] parameter(0)
+  %d = f16[] parameter(1)
+  ROOT %largest = f16[] maximum(%c, %d)
+}
+
+%add_f32 (e: f32[], f: f32[]) -> f32[] {
+  %e = f32[] parameter(0)
+  %f = f32[] parameter(1)
+  ROOT %wide = f32[] add(%e, %f)
+}
+
+ENTRY %main (x: f16[64,8]) -> f16[8] {
+  %x = f16[64,8]{1,0} parameter(0)
+  %zero = f16[] constant(0)
+  %total = f16[8]{0} reduce(%x, %zero), dimensions={0}, to_apply=%add_f16, metadata={op_name="jit(step)/Norm/reduce_sum"}
+  %top = f16[8]{0} reduce(%x, %zero), dimensions={0}, to_apply=%max_f16
+  %running = f32[64,8]{1,0} reduce-window(%x, %zero), window={size=64x1}, to_apply=%add_f16
+  %fine = f32[8]{0} reduce(%x, %zero), dimensions={0}, to_apply=%add_f32
+  %mapped = f16[8]{0} map(%total, %top), to_apply=%add_f16
+  %start = f16[8]{0} all-reduce-start(%total), to_apply=%add_f16, metadata={op_name="jit(step)/psum"}
+  %done = f16[8]{0} all-reduce-done(%start)
+  ROOT %gathered = f16[4,8]{1,0} all-gather(%done), dimensions={0}
+}
+"""  # noqa: E501
+
+
+def test_sums_in_16_bits_are_those_whose_addition_is():
+    assert _narrow_sums(REDUCED) == (
+        NarrowSum("reduce", "f16[8]", "jit(step)/Norm/reduce_sum", ""),
+        NarrowSum("reduce-window", "f16[64,8]", "", ""),
+        NarrowSum("all-reduce", "f16[8]", "jit(step)/psum", ""),
+    )
+
+
+def test_collectives_have_the_bytes_of_their_results():
+    assert _collectives(REDUCED) == (
+        Collective("all-reduce", ("f16",), 16, 1, "jit(step)/psum", ""),
+        Collective("all-gather", ("f16",), 64, 1, "", ""),
+    )
