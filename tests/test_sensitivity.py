@@ -1,5 +1,6 @@
 """sensitivity: planted faults are ranked first and are the whole proposal, which holds against float64."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -16,7 +17,7 @@ from hand_tools import relative_error
 import jmp_train as jmp
 from jmp_train import DEFAULT_RULES, StaticLossScale
 from jmp_train._diagnostics.formats._gradient_errors import _relative_error
-from jmp_train._diagnostics.formats._sensitivity import Sensitivity
+from jmp_train._diagnostics.formats._sensitivity import Sensitivity, _candidates
 from jmp_train._diagnostics.formats._sensitivity_search import (
     Candidate,
     Measured,
@@ -225,11 +226,16 @@ def test_an_exponential_in_16_bits():
 
 def test_operations_that_only_follow_are_found():
     # Alone, `exp` follows an operand in float32 and is harmless; its error shows only where it is kept wide.
-    careless = DEFAULT_RULES.replace({"exp": "follow"})
-    report = sensitivity(scores_loss, "mixed_float16", rules=careless, tolerance=0.01)(W, X, loss_scale=SCALE)
+    def loss(w, x):
+        scores = jnp.tanh(x @ w) - 14
+        return jnp.mean(jnp.log(jnp.sum(jnp.exp(scores) + jnp.exp2(scores - 6), axis=-1)))
+
+    careless = DEFAULT_RULES.replace({"exp": "follow", "exp2": "follow"})
+    report = sensitivity(loss, "mixed_float16", rules=careless, tolerance=0.002)(W, X, loss_scale=SCALE)
     first = report.rows[0]
-    assert first.scope == "exp" and first.alone < 1e-5 and first.share > 0.9 and report.kept == ("exp",)
-    holds(report, scores_loss, W, X)
+    assert first.scope == "exp, exp2" and first.alone < 1e-5 and first.share > 0.9 and report.kept == ("exp", "exp2")
+    assert report.line == 'rules=rules.replace({"exp": "recorded", "exp2": "recorded"})'
+    holds(report, loss, W, X)
 
 
 class Plain(nnx.Module):
@@ -286,6 +292,28 @@ def test_sums_across_devices_round_in_the_reduce_dtype():
     policy = jmp.get_policy("mixed_float16").replace(reduce_dtype="bfloat16")
     narrow = rounding_operations(jmp.explain(step, policy)(W[0], X))
     assert ("psum_invariant", "bfloat16") in [(op.primitive, op.dtype) for op in narrow]
+
+
+@pytest.mark.parametrize(
+    ("scoped", "by", "parts"),
+    [
+        (0, None, "primitive"),
+        (1, None, "primitive"),
+        (2, None, "scope"),
+        (3, None, "scope"),
+        (1, "scope", "scope"),
+        (3, "primitive", "primitive"),
+    ],
+)
+def test_parts_are_scopes_where_half_of_the_operations_have_one(scoped, by, parts):
+    def fn(w, x):
+        for number in range(4):
+            with jax.named_scope("A") if number < scoped else contextlib.nullcontext():
+                x = x @ w
+        return x
+
+    how, candidates = _candidates(jmp.explain(fn, "mixed_float16")(W, X), by, 24)
+    assert how == parts and sum(each.operations for each in candidates) == 4
 
 
 # The search, on errors made up
