@@ -635,6 +635,16 @@ def masked(x):
     return jnp.sum(jnp.where(jnp.isfinite(log), log, 0))
 
 
+@pytest.mark.parametrize("is_finite", [jnp.isfinite, lax.is_finite])
+def test_a_check_by_the_user_is_one_of_gradients(is_finite):
+    def step(x):
+        y = jnp.exp(200 * x)
+        return jnp.where(jnp.all(is_finite(y)), y, x)
+
+    report = find_overflow(step)(X)
+    assert (report.primitive, report.reached) == ("exp", ("the check of the gradients",))
+
+
 def test_a_mask_of_what_is_finite_is_no_check_of_gradients():
     assert not find_overflow(masked)(jnp.array([1.0, 0.0]))
     report = find_overflow(lambda x: (masked(x), jnp.exp(1000 * x)))(jnp.array([1.0, 0.0]))
