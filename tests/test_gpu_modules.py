@@ -5,7 +5,7 @@ Needs no compiler.
 
 import pytest
 
-from jmp_train._diagnostics.gpu._compiled_products import products
+from jmp_train._diagnostics.gpu._compiled_products import convolutions, dots, products, wide_convolutions, wide_dots
 from jmp_train._diagnostics.gpu._copies import explained_copies, unused_donors
 from jmp_train._diagnostics.gpu._gpu_report import _collectives, _narrow_sums
 from jmp_train._diagnostics.gpu._hlo import parse
@@ -169,6 +169,15 @@ def test_how_products_of_float32_multiply(instruction, unit):
     operands = ("%a = f32[4,16] parameter(0)", "%b = f32[16,32] parameter(1)", "%c = f64[4,32] parameter(2)")
     (found,) = products(entry(*operands, f"ROOT %out = f32[4,32] {instruction}"))
     assert (found.kind, found.flops, found.unit) == ("dot", 2 * 4 * 32 * 16, unit)
+
+
+def test_products_by_kind_and_the_wide_ones_of_each():
+    wide = calls("convForward", "f32[8,4,4,2]", "f32[3,1,1,2]", "f32[8,4,4,3]", "dim_labels=b01f_o01i->b01f")
+    assert [dtypes for dtypes, _ in dots(MODULE)] == [("f16", "f16")] and wide_dots(MODULE) == convolutions(
+        MODULE
+    ) == []
+    assert [dtypes for dtypes, _ in convolutions(wide)] == [("f32", "f32")] and dots(wide) == []
+    assert wide_convolutions(wide) == [line for _, line in convolutions(wide)]
 
 
 # Copies
