@@ -326,6 +326,7 @@ def test_casts_that_a_float32_trace_hides():
     # What jnp.mean does inside, and what promotion does, is nobody's request.
     assert report(lambda w, x: jnp.mean(x @ w), W, X).hidden_casts == ()
     assert report(lambda w, x: (x @ w) + jnp.ones(8), W, X).hidden_casts == ()
+    assert report(lambda w, x: (x @ w).astype(jnp.int32), W, X).hidden_casts == ()
     # A cast that shows in the float32 trace too is not hidden.
     assert report(lambda w, x: (x @ w).astype(jnp.float16).astype(jnp.float32), W, X).hidden_casts == ()
 
