@@ -143,7 +143,7 @@ def test_what_is_no_product_is_the_rest_of_the_time():
 
 
 X8, CUDNN = jnp.ones((8, 8)), Primitive("dot_product_attention_fwd_wrapper")
-CUDNN.def_abstract_eval(lambda *avals: avals[0])
+CUDNN.def_abstract_eval(lambda *avals, **layout: avals[0])
 FREE = {
     "reshape": lambda x: lax.reshape(x, (4, 16)).reshape(8, 8),
     "transpose": jnp.transpose,
@@ -241,6 +241,61 @@ def test_the_report_is_a_value():
     assert len(report.table().splitlines()) == 1 + len(report.products)
     assert len(report.table("Nowhere").splitlines()) == 1
     assert str(report).isascii() and report.table().isascii()
+
+
+def test_the_text_and_the_table():
+    def fn(w, x, v):
+        with jax.named_scope("Loop"):
+            x = lax.scan(lambda x, _: (jnp.sin(x @ w), None), x, length=3)[0]
+        with jax.named_scope("Head"):
+            y = x @ v, x @ v
+        strict = lax.while_loop(lambda w: w[0, 0] > 0, lambda w: jnp.matmul(w, w, precision="highest"), w.astype(F32))
+        return y, strict, jax.pure_callback(lambda x: x, x, x)
+
+    report = tensor_core_report(fn)(array(128, 128), array(16, 128), array(128, 60))
+    loop, head, strict = 3 * 2 * 16 * 128 * 128, 2 * 16 * 128 * 60, 2 * 128**3
+    assert report.flops == loop + 2 * head + strict
+    shares = [f"{100 * flops / report.flops:.1f}%" for flops in (strict, loop, head, 2 * head, loop + 2 * head)]
+    lines = [re.split("  +", line.strip()) for line in str(report).splitlines()]
+    assert lines[:8] == [
+        ["4 products, dots and convolutions, 0.006259 GFLOP, NVIDIA H200"],
+        [shares[4], "Tensor Cores in 16 bits"],
+        [shares[0], "no Tensor Cores: strict float32"],
+        [shares[1], "on Tensor Cores in 16 or 8 bits with all sizes aligned"],
+        [shares[4], "in products bound by memory, which Tensor Cores do not speed up further"],
+        [""],
+        ["Sizes to pad:"],
+        ["60 -> 64", f"in {shares[3]} of the FLOPs"],
+    ]
+    estimates = [
+        [f"{each.speedup:.2f}", f"{each.f:.3f}, s = {each.s:.2f})"] for each in (report.estimate, report.repaired)
+    ]
+    assert [[line[0], line[1].partition("(f = ")[2]] for line in lines[10:12]] == estimates
+    assert lines[13:15] == [
+        ["Not looked into: pure_callback"],
+        ["Counted as one iteration: 1 while loop of unknown length"],
+    ]
+    assert [line[:2] for line in lines[17:]] == [["share", "number"], [shares[0], "1"], [shares[3], "2"]]
+    assert lines[-1][2:] == ["no multiple of 8: pad N 60 -> 64", lines[-1][3]] and lines[-1][3].startswith("Head test_")
+
+    rows = [re.split("  +", line)[1:] for line in report.table().splitlines()[1:]]
+    assert [row[1:5] for row in rows] == [
+        ["1 x 128 x 128 x 128", "float32, float32 -> float32", "1", shares[0]],
+        ["1 x 16 x 128 x 128", "float16, float16 -> float16", "3", shares[1]],
+        *[["1 x 16 x 60 x 128", "float16, float16 -> float16", "1", shares[2]]] * 2,
+    ]
+    assert len(report.table("Head").splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("layout", "shapes"), [(0, ((2, 32, 4, 16), (2, 64, 4, 16))), (1, ((2, 4, 32, 16), (2, 4, 64, 16)))]
+)
+def test_attention_of_cudnn_is_its_product_of_query_and_key(layout, shapes):
+    """It cannot be traced here: that takes cuDNN."""
+    query, key = (array(*shape) for shape in shapes)
+    found = product(lambda q, k, v: CUDNN.bind(q, k, v, layout=layout), query, key, key)
+    assert (found.batch, found.m, found.n, found.k) == (2 * 4, 32, 64, 16)
+    assert found.flops == 2 * 2 * (2 * 4 * 32 * 64) * 16 and found.on_tensor_cores
 
 
 @pytest.mark.parametrize(("size", "window"), [(8, 3), (2, 3), (2, 5), (3, 3), (1, 1), (4, 4)])
