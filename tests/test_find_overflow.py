@@ -1,5 +1,6 @@
 """`find_overflow` against planted faults, and against programs with infinities that are meant to be there."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -18,9 +19,9 @@ from jax.ref import addupdate
 from overflow_faults import F16, F32, FAULTS, W, X
 
 import jmp_train as jmp
-from jmp_train._diagnostics.interpreter import Value
+from jmp_train._diagnostics.interpreter import Loop, Value
 from jmp_train._diagnostics.overflow._taint import Tag, Taint, TaintTracker, _by_element, _earliest, _makes_nan
-from jmp_train.diagnostics import Verdict, find_overflow
+from jmp_train.diagnostics import Found, Verdict, find_overflow
 
 SOURCE = Path(overflow_faults.__file__).read_text().splitlines()
 
@@ -734,6 +735,24 @@ def test_the_text():
         'Cure: Pass rules=jmp.DEFAULT_RULES.with_scopes({"Head": "float32"}); or wrap the function of this line: '
         "jmp.full_precision(fn).",
     ]
+
+
+def test_the_text_of_a_library_of_places_and_of_many_results():
+    report = Found(
+        operations=9, primitive="div", file="a.py", line=3, function="f", text="y = g(x)", through="g.py:7 (g)",
+        loops=(Loop("while", 2, None), Loop("scan", 0, 4)), device=(("data", 1),), reached=tuple("abcde"), cure="C.",
+    )  # fmt: skip
+    assert str(report).splitlines() == [
+        "div made 0 infinities and 0 NaN",
+        "  at      a.py:3 (f)",
+        "          y = g(x)",
+        "  through g.py:7 (g)",
+        "  in      the forward pass, device 1 of data, while iteration 2, scan iteration 0 of 4",
+        "  reached a, b, c, d, ...",
+        "",
+        "Cure: C.",
+    ]
+    assert "  reached a, b, c, d\n" in str(dataclasses.replace(report, reached=tuple("abcd")))
 
 
 def test_the_text_without_a_line():
