@@ -83,6 +83,26 @@ def test_names_as_people_write_them(text, name):
     assert get_gpu(text) is get_gpu(name)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "dtypes", "unit"),
+    [
+        ("H200", ("float64", "float32"), "float64"),
+        ("H200", ("complex128", "c128"), "float64"),
+        ("H200", ("complex64", "float16"), "tf32"),
+        ("H200", ("s8", "u8"), "8 bits"),
+        ("H200", ("s16", "s16"), "float32"),
+        ("H200", ("pred", "s8"), "8 bits"),
+        ("A100", ("f8e4m3fn", "f8e5m2"), "16 bits"),
+        ("A100", ("float8_e4m3fn", "float32"), "tf32"),
+        ("A100", ("s8", "s8"), "8 bits"),
+        ("T4", ("bf16", "f16"), "float32"),
+        ("T4", ("f16", "f16"), "16 bits"),
+    ],
+)
+def test_what_multiplies_operands_of_which_dtypes(gpu, dtypes, unit):
+    assert get_gpu(gpu).unit(dtypes, is_strict=False) == unit
+
+
 def test_turing_has_neither_tf32_nor_bfloat16():
     (row,) = tensor_core_report(jnp.matmul, gpu="T4")(square("float32"), square("float32")).products
     assert row.unit == "float32"
