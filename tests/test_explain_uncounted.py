@@ -132,6 +132,11 @@ def test_an_operation_that_nobody_knows_of_complex_numbers():
     assert (name, number, dtype) == ("mystery", 1, "complex64")
 
 
+def test_one_floating_operand_is_enough():
+    ((name, number, dtype, _, _),) = rows(found(lambda w: fake("mystery")(jnp.arange(8), w)))
+    assert (name, number, dtype) == ("mystery", 1, "float32")
+
+
 def test_an_exported_function():
     exported = jax.export.export(jax.jit(lambda w: w @ w))(W)
     assert rows(found(lambda w: exported.call(w @ w))) == [("call_exported", 1, "float32", "compiled elsewhere", None)]
