@@ -466,6 +466,7 @@ def test_nan_that_is_written_in_the_program():
     report = find_overflow(lambda x: {"mean": jnp.where(x > 0, jnp.nan, x), "x": x + 1})(X)
     assert not report and report.reached == ("mean",)
     assert str(report).splitlines()[1] == "The NaN of mean is written in the program, as jnp.nan."
+    assert find_overflow(lambda x: jnp.where(x > 0, jnp.nan, x))(X).reached == ("the result",)
 
 
 def test_a_gradient_that_the_dtype_of_its_parameter_cannot_hold():
@@ -475,7 +476,8 @@ def test_a_gradient_that_the_dtype_of_its_parameter_cannot_hold():
         return jmp.autocast(jax.grad(lambda w: jnp.sum((x @ w) * 300)), "mixed_float16")(w)
 
     x, w = jnp.full((1000, 8), 3.0), jnp.ones(8)
-    narrow = find_overflow(lambda w: {"w": gradient(w, x)})(w.astype(F16))
+    # What "a" cannot hold either has another origin.
+    narrow = find_overflow(lambda w: {"w": gradient(w, x), "a": 6e4 * w + 6e4 * w})(w.astype(F16))
     assert narrow.verdict is Verdict.KEEP_FLOAT32 and narrow.why.endswith(
         "Besides, 'w' itself is too large for the 16 bits that the program returns it in."
     )

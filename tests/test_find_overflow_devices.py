@@ -19,6 +19,7 @@ from jmp_train.diagnostics import Verdict, find_overflow
 
 AUTO = jax.sharding.AxisType.Auto
 LINE = jax.make_mesh((8,), ("data",), axis_types=(AUTO,))
+ONE = jax.make_mesh((1,), ("data",), axis_types=(AUTO,))
 GRID = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AUTO,) * 2)
 W = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
 X = np.sin(np.arange(128, dtype=np.float32)).reshape(16, 8)
@@ -62,6 +63,11 @@ def branches_and_loops(w, x):
     return rows + total
 
 
+@sharded(ONE, (P(), P("data")), P())
+def one_device(w, x):
+    return lax.psum(x @ w, "data")
+
+
 @sharded(GRID, (P(), P("data")), P(), axis_names={"data"})
 def one_axis_of_two(w, x):
     return lax.psum(x.T @ x @ w, "data")
@@ -85,6 +91,7 @@ PROGRAMS = {
     "two axes": (along_two_axes, (W, X)),
     "branches and loops that differ": (branches_and_loops, (np.tile(W, (1, 2)), X)),
     "one axis of two": (one_axis_of_two, (W, X)),
+    "one device": (one_device, (W, X)),
     "keys": (keys, (jax.random.split(jax.random.key(0), 16), X)),
     "a gradient": (gradient, (W, X)),
     "pmap": (jax.pmap(lambda x: x / lax.psum(x, "i"), axis_name="i"), (X.reshape(8, 2, 8),)),
