@@ -20,8 +20,9 @@ from overflow_faults import F16, F32, FAULTS, W, X
 
 import jmp_train as jmp
 from jmp_train._diagnostics.interpreter import Loop, Value
+from jmp_train._diagnostics.overflow._find_overflow import _range
 from jmp_train._diagnostics.overflow._taint import Tag, Taint, TaintTracker, _by_element, _earliest, _makes_nan
-from jmp_train.diagnostics import Found, Verdict, find_overflow
+from jmp_train.diagnostics import ArrayRange, Found, Verdict, find_overflow
 
 SOURCE = Path(overflow_faults.__file__).read_text().splitlines()
 
@@ -713,6 +714,10 @@ def test_integers_have_a_range():
     assert [str(operand) for operand in report.operands] == ["float32[3] 1", "int32[2, 1] from 1 to 7"]
 
 
+def test_booleans_have_no_range():
+    assert _range(np.array([True, False])) == ArrayRange((2,), "bool", None, None, None, infs=0, nans=0, zeros=0)
+
+
 def test_a_region_is_no_library():
     report = find_overflow(lambda x: jmp.full_precision(jnp.matmul)(x, x.T))(1e38 * X)
     assert report.primitive == "dot_general" and report.through is None
@@ -785,6 +790,7 @@ def test_the_values():
         "zeros": 1,
     }  # fmt: skip
     assert values["results"][0]["nans"] == 8
+    assert values["loss_scale"] is None and "loss scale" not in values["why"]
     scan = found("scan_that_grows").as_dict()
     assert scan["loops"] == [{"primitive": "scan", "iteration": 4, "length": 9}]
     assert find_overflow(jnp.exp)(X).as_dict()["verdict"] is None

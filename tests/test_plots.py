@@ -138,6 +138,7 @@ class TestLossScale:
     def test_given_axes(self):
         _, given = plt.subplots(2)
         assert diagnostics.plot_loss_scale(self.scales, self.skipped, self.scales, given) == tuple(given)
+        assert all(float(step).is_integer() for step in given[1].get_xticks())
         assert diagnostics.plot_loss_scale(self.scales, axes=[given[0]]) == (given[0],)
 
     @pytest.mark.parametrize(
