@@ -718,6 +718,11 @@ def test_booleans_have_no_range():
     assert _range(np.array([True, False])) == ArrayRange((2,), "bool", None, None, None, infs=0, nans=0, zeros=0)
 
 
+def test_code_from_a_string_is_not_the_users_line():
+    report = find_overflow(lambda x: eval("jnp.log(x)"))(np.float32(0))
+    assert report.file == __file__ and report.through == "<string>:1 (<module>)"
+
+
 def test_a_region_is_no_library():
     report = find_overflow(lambda x: jmp.full_precision(jnp.matmul)(x, x.T))(1e38 * X)
     assert report.primitive == "dot_general" and report.through is None
@@ -876,6 +881,11 @@ def derivative(rule):
         (lambda x: x / 1e-30, np.float32(-1e30), "keep the divisor away from zero"),
         (derivative(lambda x: x * x), np.float32(1e30), "make its operands smaller"),
         (lambda x: x * x, np.float32(1e30), "make its operands smaller"),
+        (
+            lambda x: lax.reduce((x, x), (F32(0), F32(0)), lambda a, b: (a[0] + b[0], jnp.maximum(a[1], b[1])), (0,)),
+            np.full(2, 3e38, np.float32),
+            "make its operands smaller",
+        ),
     ],
 )
 def test_the_cure_of_the_models_own(fn, x, cure):
