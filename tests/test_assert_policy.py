@@ -216,6 +216,12 @@ def test_a_carried_sum():
 
     assert faults(plain, HALF[0], checks=[no_narrow_sums()]) == []
 
+    @full_precision
+    def the_second_of_two(w, x):
+        carry = lax.scan(lambda c, row: ((jnp.sin(c[0]), c[1] + row * w), None), (x, x), HALF)[0]
+        return carry[0] + carry[1]
+
+    assert "carries a sum in float16" in only_fault(the_second_of_two, HALF[0], HALF[0], checks=[no_narrow_sums()])
     fault = only_fault(narrow, HALF[0], checks=[no_narrow_sums()])
     assert fault.startswith("no_narrow_sums: scan carries a sum in float16 at LINE; start the carry in float32, or ")
 

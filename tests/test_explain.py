@@ -213,6 +213,7 @@ def test_casts_are_those_of_the_emitted_program():
     assert report(lambda w, x: (x.astype(jnp.float16), x @ w)[1], W, X).casts == 3
     # A Python number loses its weak type by a conversion from float32 to float32, which is none.
     assert report(lambda x: jnp.exp(jnp.float32(x)), 2.0).casts == 0
+    assert report(lambda w: w @ w > 0, W).casts == 1  # a comparison is none
     # A cast by hand to what the value already is does not count against those that autocast adds.
     assert report(lambda w: (w @ w).astype(jnp.float16), W).casts == 1
 
@@ -227,6 +228,11 @@ def test_the_summary():
 def test_sums_that_were_narrow_are_counted():
     found = report(lambda x: lax.reduce_sum(x.astype(jnp.float16), (0,)), X)
     assert found.widened == 1 and only(found, "reduce_sum")[0].recorded == "float16"
+
+
+def test_sums_of_integers_accumulate_in_no_floating_dtype():
+    emitted = report(lambda i, x: (jnp.sum(i), jnp.sum(x)), jnp.arange(8), X).emitted
+    assert [op.sums_in for op in emitted if op.primitive == "reduce_sum"] == [None, "float32"]
 
 
 def test_a_float32_policy_converts_nothing():
