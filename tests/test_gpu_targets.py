@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 from battery_tools import compile_for_gpu, module_text
 
-from jmp_train import autocast, dot_product_attention
+from jmp_train import autocast, dot_product_attention, explain
 from jmp_train._diagnostics.gpu import get_gpu
+from jmp_train._diagnostics.gpu._gpu_report import _notes
 from jmp_train._diagnostics.gpu._kernels import kernels
 from jmp_train.diagnostics import gpu_report, gpus, tensor_core_report
 
@@ -135,6 +136,16 @@ def test_the_table_of_the_documentation_is_what_is_compiled():
     rows = [f"| {name} | {' | '.join(units(name))} |" for name in gpus()]
     text = TABLE.read_text()
     assert all(row in text for row in rows), "\n".join(rows)
+
+
+@pytest.mark.parametrize(
+    ("fn", "gpu", "notes"),
+    [(jnp.matmul, "T4", 1), (jnp.add, "T4", 0), (jnp.matmul, "A10", 0)],
+    ids=["T4", "add", "A10"],
+)
+def test_what_a_gpu_without_bfloat16_is_told_of(fn, gpu, notes):
+    emitted = explain(fn, "float32")(square("bfloat16"), square("bfloat16")).emitted
+    assert len(list(_notes(emitted, get_gpu(gpu)))) == notes
 
 
 @pytest.mark.slow
