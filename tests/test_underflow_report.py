@@ -285,6 +285,7 @@ class TestSuggestion:
     def test_nothing_finite_but_zeros(self, tree, scale):
         tree = jax.tree.map(jnp.float32, tree)
         assert diagnostics.suggest_loss_scale(tree) == scale
+        assert diagnostics.suggest_loss_scale(jnp.stack([*jax.tree.leaves(tree), jnp.float32(0)])) == scale
         assert diagnostics.suggest_loss_scale(diagnostics.exponent_histogram(tree)) == scale
 
     def test_inside_jit_vmap_and_scan(self):
