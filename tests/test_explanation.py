@@ -221,6 +221,8 @@ def test_a_difference_as_text_and_as_dict():
     ]
     same_rule = compare({}, {}, [operation()], [operation(dtype=None)])
     assert re.split("  +", str(same_rule).splitlines()[1])[:3] == ["exp", "low", "float16 -> None"]
+    without = compare({}, {}, [operation(dtype=None)], [operation(dtype=None, rule="high")])
+    assert re.split("  +", str(without).splitlines()[1]) == ["exp", "low -> high", "A", "a.py:1 (f)"]
     as_dict = dataclasses.asdict
     assert difference.as_dict() == {
         "numbers": {"casts": {"before": 1, "after": 2}, "a": {"before": 1, "after": 0}, "b": {"before": 0, "after": 1}},

@@ -239,6 +239,7 @@ def test_the_report_is_a_value():
     assert values["products"][0]["intensity"] == report.products[0].intensity
     assert [each.backward for each in report.products] == [False, True, True, True]
     assert len(report.table().splitlines()) == 1 + len(report.products)
+    assert [row[:3] for row in report.table().splitlines()[1:]] == ["fwd", "bwd", "bwd", "bwd"]
     assert len(report.table("Nowhere").splitlines()) == 1
     assert str(report).isascii() and report.table().isascii()
 
