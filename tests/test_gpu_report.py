@@ -22,9 +22,10 @@ from gpu_report_tools import adam_arguments, adam_step, array, f16, f32, report
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jmp_train import get_loss_scale, value_and_grad, with_loss_scale
+from jmp_train import explain, full_precision, get_loss_scale, value_and_grad, with_loss_scale
 from jmp_train._diagnostics.gpu._compiled_products import CompiledProduct
 from jmp_train._diagnostics.gpu._copies import Copy
+from jmp_train._diagnostics.gpu._gpu_report import _carried_sums
 from jmp_train._diagnostics.gpu._gpus import UNITS, get_gpu
 from jmp_train._diagnostics.gpu._kernels import Kernel
 from jmp_train._diagnostics.gpu._report import Collective, Memory, NarrowSum
@@ -290,6 +291,7 @@ def test_the_text_of_a_report():
         ["gemm", "2 MB", "1 MB", "2", "100.0%", "f16 -> f16", "bwd Net/dot"],
         ["small", "1 B", "3 B", "1", "0.0%", "f16 -> f16,f32", "Net/add", "model.py:12 (loss)"],
     ]
+    assert "  collectives         none\n" in str(made_up(devices=2))
     nothing = str(made_up(kernels=(), products=()))
     assert "memory moved        0 B by 0 launches" in nothing and "dots, convolutions  none" in nothing
 
@@ -317,6 +319,16 @@ def test_what_the_text_of_a_report_adds():
     assert "\n16-bit sums:\n  reduce f16[8], Norm/sum, model.py:3 (f)\n  scatter f16[2]\n" in text
     assert "\n  7 B, f32[8]: cause 3\n  11 B in 2 more\n" in text and "cause 4" not in text
     assert "\nThe compiler does not know the length of 2 loops, counted as one iteration each.\n" in text
+
+
+def test_sums_that_loops_carry_are_read_from_the_jaxpr():
+    @full_precision
+    def carried(x):
+        add = lambda total, row: (total + row, jnp.sum(row))  # noqa: E731
+        return lax.scan(add, x[0], x), lax.scan(add, x[0].astype(f32), x.astype(f32)), lax.reduce_sum(x, (0,))
+
+    (found,) = _carried_sums(explain(carried, "float32")(array(4, 8, dtype=f16)).emitted)
+    assert (found.kind, found.result) == ("scan carry", "float16") and "test_gpu_report.py" in found.source
 
 
 def test_a_comparison():
