@@ -718,9 +718,17 @@ def test_booleans_have_no_range():
     assert _range(np.array([True, False])) == ArrayRange((2,), "bool", None, None, None, infs=0, nans=0, zeros=0)
 
 
-def test_code_from_a_string_is_not_the_users_line():
-    report = find_overflow(lambda x: eval("jnp.log(x)"))(np.float32(0))
-    assert report.file == __file__ and report.through == "<string>:1 (<module>)"
+@pytest.mark.parametrize(
+    ("log", "through"),
+    [
+        (lambda x: eval("jnp.log(x)"), r"<string>:1 \(<module>\)"),
+        (lambda x: functools.singledispatch(jnp.log)(x), r".*functools\.py:\d+ \(.*\)"),
+    ],
+    ids=["string", "functools"],
+)
+def test_code_from_a_string_and_of_python_itself_is_not_the_users_line(log, through):
+    report = find_overflow(log)(np.float32(0))
+    assert report.file == __file__ and re.fullmatch(through, str(report.through))
 
 
 def test_a_region_is_no_library():
