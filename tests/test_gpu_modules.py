@@ -178,6 +178,7 @@ def test_products_by_kind_and_the_wide_ones_of_each():
     ) == []
     assert [dtypes for dtypes, _ in convolutions(wide)] == [("f32", "f32")] and dots(wide) == []
     assert wide_convolutions(wide) == [line for _, line in convolutions(wide)]
+    assert wide_convolutions(wide.replace("f32", "bf16")) == []
 
 
 # Copies
