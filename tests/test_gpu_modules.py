@@ -97,6 +97,19 @@ def entry(*instructions, header=""):
     return "\n".join([f"HloModule step{header}", "", "ENTRY %main () -> f32[] {", *instructions, "}"])
 
 
+def test_only_the_workspace_of_a_library_is_left_out():
+    """It is the last of several results, in 8 bits."""
+    gemm = 'custom-call(%x), custom_call_target="__cublas$gemm"'
+    for result, instruction, written in (
+        ("(f16[8], s8[64])", gemm, 16),
+        ("(f16[8], f32[64])", gemm, 16 + 256),
+        ("s8[64]", gemm, 64),
+        ("(f16[8], s8[64])", "fusion(%x), kind=kLoop, calls=%fused", 16 + 64),
+    ):
+        (kernel,) = kernels(entry("%x = f16[8] parameter(0)", f"ROOT %out = {result} {instruction}"))
+        assert (kernel.read, kernel.written) == (16, written)
+
+
 # Products
 
 
