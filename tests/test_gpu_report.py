@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jmp_train import explain, full_precision, get_loss_scale, value_and_grad, with_loss_scale
 from jmp_train._diagnostics.gpu._compiled_products import CompiledProduct
 from jmp_train._diagnostics.gpu._copies import Copy
-from jmp_train._diagnostics.gpu._gpu_report import _carried_sums
+from jmp_train._diagnostics.gpu._gpu_report import _carried_sums, _unused_donations
 from jmp_train._diagnostics.gpu._gpus import UNITS, get_gpu
 from jmp_train._diagnostics.gpu._kernels import Kernel
 from jmp_train._diagnostics.gpu._report import Collective, Memory, NarrowSum
@@ -331,6 +332,15 @@ def test_sums_that_loops_carry_are_read_from_the_jaxpr():
     assert (found.kind, found.result) == ("scan carry", "float16") and "test_gpu_report.py" in found.source
 
 
+def test_donations_that_jax_could_not_use():
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        warnings.warn("Some donated buffers were not usable: float32[8,4], int32[].\nSee an explanation.", stacklevel=1)
+        warnings.warn("another", stacklevel=1)
+    with pytest.warns(UserWarning, match="^another$"):
+        assert _unused_donations(raised) == ("float32[8,4]", "int32[]")
+
+
 def test_a_comparison():
     first, second = made_up(policy="a"), made_up(copies=(Copy(4, 3, "f32[8]", ""),), memory=Memory(7, 5, 2, 60))
     found = first.compare(second)
@@ -349,6 +359,7 @@ def test_a_comparison():
     }
     rows = {line.split("  ")[0]: re.split("  +", line)[1:] for line in str(found).splitlines()}
     assert rows["peak memory"] == ["40 B", "70 B", "1.750"] and rows["copies"] == ["0", "3"]
+    assert rows["bytes moved"] == ["6 MB", "6 MB", "1.000"]
     assert rows["Tensor Core share, 16 or 8 bits"] == ["75.0%", "75.0%", "1.000"]
     assert rows["GFLOP of dots and convolutions"] == ["4", "4", "1.000"]
     assert found.as_dict()["figures"]["peak memory"] == {"first": 40, "second": 70}
