@@ -72,6 +72,11 @@ def test_sizes_must_be_numbers():
             report(lambda batch: batch["x"] @ batch["x"].T)({"x": x})
 
 
+def test_sizes_are_read_by_the_dimensions_of_each_operand():
+    found = product(lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((0,), (2,)))), array(4, 16, 8), array(16, 32, 4))
+    assert (found.batch, found.m, found.n, found.k) == (4, 8, 32, 16) and found.flops == 2 * 4 * 8 * 32 * 16
+
+
 def test_channels_of_a_convolution():
     fn, _, _ = convolution({})
     found = products(
@@ -249,7 +254,7 @@ def test_the_text_and_the_table():
         with jax.named_scope("Loop"):
             x = lax.scan(lambda x, _: (jnp.sin(x @ w), None), x, length=3)[0]
         with jax.named_scope("Head"):
-            y = x @ v, x @ v
+            y = x @ v, lax.dot(x, v, preferred_element_type=F32)
         strict = lax.while_loop(lambda w: w[0, 0] > 0, lambda w: jnp.matmul(w, w, precision="highest"), w.astype(F32))
         return y, strict, jax.pure_callback(lambda x: x, x, x)
 
@@ -283,7 +288,8 @@ def test_the_text_and_the_table():
     assert [row[1:5] for row in rows] == [
         ["1 x 128 x 128 x 128", "float32, float32 -> float32", "1", shares[0]],
         ["1 x 16 x 128 x 128", "float16, float16 -> float16", "3", shares[1]],
-        *[["1 x 16 x 60 x 128", "float16, float16 -> float16", "1", shares[2]]] * 2,
+        ["1 x 16 x 60 x 128", "float16, float16 -> float16", "1", shares[2]],
+        ["1 x 16 x 60 x 128", "float16, float16 -> float32", "1", shares[2]],
     ]
     assert len(report.table("Head").splitlines()) == 3
 
