@@ -198,9 +198,10 @@ def test_narrow_sums_in_other_formats_under_other_policies_and_in_a_scope():
     assert "cumsum accumulates in float16 " in only_fault(recorded, HALF, policy=policy, checks=[no_narrow_sums()])
 
 
-def test_a_sum_given_as_a_function():
+@pytest.mark.parametrize("add", [lax.add, lambda a, b: a + jnp.abs(b)], ids=["sum", "of magnitudes"])
+def test_a_sum_given_as_a_function(add):
     def fn(x):
-        return lax.reduce(x, jnp.float16(0) * x[0, 0], lax.add, (0,))
+        return lax.reduce(x, jnp.float16(0) * x[0, 0], add, (0,))
 
     assert "reduce accumulates in float16" in only_fault(fn, HALF, checks=[no_narrow_sums()])
     assert faults(lambda x: lax.reduce(x, x[0, 0], lax.max, (0,)), HALF, checks=[no_narrow_sums()]) == []
