@@ -66,6 +66,8 @@ def test_products_as_dict_and_as_text():
     (row,) = found.as_dict()["products"]
     assert row == dict(zip(("dtype", "reason", "number"), found.products[0], strict=True))
     assert f"{row['number']} products in float16: {row['reason']}" in str(found).splitlines()
+    kept = ", ".join(f"{number} B {dtype}" for dtype, number in found.kept_bytes)
+    assert f"The backward pass reads from the forward pass: {kept}" in str(found).splitlines()
     assert "The backward pass reads" not in str(report(loss, W, X))
 
 
