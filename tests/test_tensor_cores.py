@@ -77,6 +77,11 @@ def test_sizes_are_read_by_the_dimensions_of_each_operand():
     assert (found.batch, found.m, found.n, found.k) == (4, 8, 32, 16) and found.flops == 2 * 4 * 8 * 32 * 16
 
 
+def test_one_channel_is_a_matrix_unless_each_group_has_its_own():
+    found = product(convolution(CONVOLUTIONS["plain"])[0], array(2, 13, 19, 1), array(3, 3, 1, 16))
+    assert (found.m, found.n, found.k) == (2 * 11 * 17, 16, 9) and found.on_tensor_cores
+
+
 def test_channels_of_a_convolution():
     fn, _, _ = convolution({})
     found = products(
@@ -254,17 +259,19 @@ def test_the_text_and_the_table():
         with jax.named_scope("Loop"):
             x = lax.scan(lambda x, _: (jnp.sin(x @ w), None), x, length=3)[0]
         with jax.named_scope("Head"):
-            y = x @ v, lax.dot(x, v, preferred_element_type=F32)
+            narrow = lax.scan(lambda _, x: (None, x @ v), None, jnp.stack([x, x, x]))[1]
+            y = narrow, lax.dot(x, v, preferred_element_type=F32)
         strict = lax.while_loop(lambda w: w[0, 0] > 0, lambda w: jnp.matmul(w, w, precision="highest"), w.astype(F32))
         return y, strict, jax.pure_callback(lambda x: x, x, x)
 
     report = tensor_core_report(fn)(array(128, 128), array(16, 128), array(128, 60))
     loop, head, strict = 3 * 2 * 16 * 128 * 128, 2 * 16 * 128 * 60, 2 * 128**3
-    assert report.flops == loop + 2 * head + strict
-    shares = [f"{100 * flops / report.flops:.1f}%" for flops in (strict, loop, head, 2 * head, loop + 2 * head)]
+    assert report.flops == loop + 4 * head + strict
+    parts = (strict, loop, head, 4 * head, loop + 4 * head, 3 * head)
+    shares = [f"{100 * flops / report.flops:.1f}%" for flops in parts]
     lines = [re.split("  +", line.strip()) for line in str(report).splitlines()]
     assert lines[:8] == [
-        ["4 products, dots and convolutions, 0.006259 GFLOP, NVIDIA H200"],
+        ["4 products, dots and convolutions, 0.00675 GFLOP, NVIDIA H200"],
         [shares[4], "Tensor Cores in 16 bits"],
         [shares[0], "no Tensor Cores: strict float32"],
         [shares[1], "on Tensor Cores in 16 or 8 bits with all sizes aligned"],
@@ -288,7 +295,7 @@ def test_the_text_and_the_table():
     assert [row[1:5] for row in rows] == [
         ["1 x 128 x 128 x 128", "float32, float32 -> float32", "1", shares[0]],
         ["1 x 16 x 128 x 128", "float16, float16 -> float16", "3", shares[1]],
-        ["1 x 16 x 60 x 128", "float16, float16 -> float16", "1", shares[2]],
+        ["1 x 16 x 60 x 128", "float16, float16 -> float16", "3", shares[5]],
         ["1 x 16 x 60 x 128", "float16, float16 -> float32", "1", shares[2]],
     ]
     assert len(report.table("Head").splitlines()) == 3
