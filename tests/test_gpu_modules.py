@@ -210,6 +210,8 @@ SWAPPED = "donated buffers go to results of their shape in order. Return each ne
     [
         ({}, ["%copy = f32[8,8]{0,1} copy(%made)", "ROOT %out = f32[8,8]{0,1} negate(%copy)"],
          "another memory layout, for what reads it (fusion of made)"),
+        ({}, ["%copy = f32[8,8]{0,1} copy(%x)", "ROOT %out = f32[8,8]{0,1} negate(%copy)"],
+         "another memory layout, for what reads it (parameter of x)"),
         ({1: 0}, ["%copy = f32[8,8]{1,0} copy(%made)", "ROOT %out = (f32[8,8], f32[8,8]) tuple(%made, %copy)"],
          "result loss is written over the donated argument params['w'], which is still read when it is computed: "
          + SWAPPED),
