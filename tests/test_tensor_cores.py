@@ -339,6 +339,7 @@ def test_a_described_gpu():
     assert described.name == "Mine" and described.bandwidth == H200.bandwidth
     assert described.rate("float32") == pytest.approx(67e12 / 2, rel=0.01)
     assert described.rate("16 bits") == pytest.approx(990e12 / 2, rel=0.1)  # the tensor clock is a little lower
+    assert get_gpu(H200.target.replace("minor: 0", "")).capability == (9, 0)
     first = "dnn_version_info { major: 10 }" + H200.target
     assert get_gpu(first).rate("16 bits") == 2 * described.rate("16 bits")
     assert described.rate("16 bits") / described.rate("tf32") == described.rate("8 bits") / described.rate("16 bits")
