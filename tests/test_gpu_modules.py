@@ -199,7 +199,7 @@ def test_products_by_kind_and_the_wide_ones_of_each():
 
 ARGUMENTS = (
     "%w = f32[8,8]{1,0} parameter(0), metadata={op_name=\"params[\\'w\\']\"}",
-    '%x = f32[8,8]{1,0} parameter(1), metadata={op_name="x"}',
+    '%x = f32[8,8]{1,0} parameter(1), metadata={op_name="batch"}',
     "%made = f32[8,8]{1,0} fusion(%w, %x), kind=kLoop, calls=%fused",
 )
 SWAPPED = "donated buffers go to results of their shape in order. Return each new value where the old one stood."
@@ -211,13 +211,13 @@ SWAPPED = "donated buffers go to results of their shape in order. Return each ne
         ({}, ["%copy = f32[8,8]{0,1} copy(%made)", "ROOT %out = f32[8,8]{0,1} negate(%copy)"],
          "another memory layout, for what reads it (fusion of made)"),
         ({}, ["%copy = f32[8,8]{0,1} copy(%x)", "ROOT %out = f32[8,8]{0,1} negate(%copy)"],
-         "another memory layout, for what reads it (parameter of x)"),
+         "another memory layout, for what reads it (parameter of batch)"),
         ({1: 0}, ["%copy = f32[8,8]{1,0} copy(%made)", "ROOT %out = (f32[8,8], f32[8,8]) tuple(%made, %copy)"],
          "result loss is written over the donated argument params['w'], which is still read when it is computed: "
          + SWAPPED),
         ({}, ["%copy = f32[8,8]{1,0} copy(%x)", "%flat = f32[64]{0} bitcast(%copy)",
               "ROOT %out = (f32[64], f32[8,8]) tuple(%flat, %made)"],
-         "result grads is the argument x as it came in, not donated. Donate it, or leave it out."),
+         "result grads is the argument batch as it came in, not donated. Donate it, or leave it out."),
         ({}, ["%copy = f32[8,8]{1,0} copy(%made)", "ROOT %out = (f32[8,8], f32[8,8]) tuple(%made, %copy)"],
          "result loss is computed into another buffer first"),
         ({}, ["%copy = f32[8,8]{1,0} copy(%made)", "ROOT %out = (f32[8,8], f32[8,8], f32[8,8]) tuple(%w, %x, %copy)"],
@@ -250,7 +250,7 @@ def test_a_copy_in_a_loop_counts_each_time_and_one_of_a_few_numbers_does_not():
 
 def test_donated_arguments_that_nothing_is_written_over():
     header = ", input_output_alias={ {0}: (0, {}, may-alias) }, buffer_donor={ (0, {}), (1, {}) }"
-    assert unused_donors(entry(*ARGUMENTS, header=header)) == ("x f32[8,8]",)
+    assert unused_donors(entry(*ARGUMENTS, header=header)) == ("batch f32[8,8]",)
 
 
 # Sums in 16 bits and collectives
