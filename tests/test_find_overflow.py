@@ -130,6 +130,16 @@ def test_a_scale_in_a_closure_is_seen():
     assert (report.verdict, report.loss_scale, report.fitting_loss_scale) == (Verdict.LOWER_SCALE, 2.0**17, 2.0**15)
 
 
+def multiply(x, scale):
+    """Named as the function that multiplies by a loss scale is."""
+    return x * scale
+
+
+def test_a_product_by_the_user_is_no_loss_scale():
+    report = find_overflow(multiply)(np.float32(1e38), np.float32(10))
+    assert (report.primitive, report.verdict, report.loss_scale) == ("mul", Verdict.MODEL, None)
+
+
 def test_a_fault_that_no_scale_cures_is_the_models():
     def loss(w):
         return jnp.sum(jnp.sqrt(X @ w))
