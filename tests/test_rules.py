@@ -335,7 +335,9 @@ def test_bad_edits():
 
 
 @pytest.mark.parametrize(
-    "edits", ["exp", ["exp"], {lax.exp_p: "low"}, None], ids=["a name", "a list", "a primitive", "none"]
+    "edits",
+    ["exp", ["exp"], {lax.exp_p: "low"}, (("exp", "low", "high"),), None],
+    ids=["a name", "a list", "a primitive", "two rules for a name", "none"],
 )
 def test_edits_that_are_no_dictionary(edits):
     message = "`edits` must be a dictionary from names, such as {'exp': 'follow'}; got "
