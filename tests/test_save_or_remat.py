@@ -502,6 +502,9 @@ WITH_AND_WITHOUT = {
         lambda w, x: (lax.cummax(jnp.tanh(x @ w)) * (x @ w @ w)) @ w, "cummax", "read", "read"),
     "that a dot reads, and a divisor": (
         lambda w, x: (lambda h: (across(h, w, x), h @ w, 1 / h))(jnp.exp((x @ w) * x)), "exp", "remat", "read"),
+    "of three results that it reads reshaped": (
+        lambda w, x: (reshaped(x @ w) - reshaped(x @ A) - reshaped(x @ B)) * reshaped(x @ w @ w),
+        "sub", "read", "saved"),
     "moved data": (lambda w, x: across(x[:, ::-1], w, x), "rev", "read", "read"),
     "a sum over windows": (
         lambda w, x: jnp.sum(mean(x @ w) * (x @ w @ w)[:, ::2]), "reduce_window_sum", "read", "read"),
@@ -554,6 +557,10 @@ def test_a_sum_on_the_near_side_reads_what_is_rematerialized_if_it_is_expensive(
 
     first, *_ = (e for e in after("save_or_remat", loss, W, X).equations if e.name == "reduce_sum")
     assert first.uses[0].residual == expected
+
+
+def reshaped(x):
+    return x.reshape(4, 8)
 
 
 def mean(x):
