@@ -583,6 +583,10 @@ def grid(x):
     return x.reshape(2, 10, 12, 4)
 
 
+def sliced(y, start):
+    return lax.dynamic_slice(y, (*np.zeros(3, np.uint32), start), (2, 10, 12, 3))
+
+
 # Of `y`, the result of a product that is another on the far side of it: how it is summed over.
 SUMMED = {
     "as it is": (lambda y: y, False),
@@ -597,6 +601,10 @@ SUMMED = {
     "two operations behind a barrier": (lambda y: lax.optimization_barrier(y * 2 + 1), False),
     "two operations, then broadcast": (lambda y: y * jnp.broadcast_to(jnp.tanh(y[:1]), y.shape), False),
     "what a sum computed": (lambda y: y + jnp.cumsum(y * 2 + 1, 1), False),
+    "two operations, sliced where one says": (
+        lambda y: sliced(y * 2 + 1, lax.min(lax.argmax(y[0, 0, 0], 0, np.uint32), np.uint32(1))),
+        True,
+    ),
 }
 
 
@@ -729,6 +737,11 @@ def test_every_value_of_the_last_program_has_the_dtype_that_it_says(name, policy
     monkeypatch.setattr(emit_module, "_run", run_and_check)
     jax.eval_shape(lambda *args: emit_module.emit(last, args), *args)
     assert {id(equation) for equation in checked} == avals.keys()
+
+
+def test_an_equation_without_results_is_printed_with_an_underscore():
+    printed = format_program(after("insert_casts", lambda x: jax.debug.print("{}", x), X))
+    assert re.search(r"^    _ = debug_\w+ a$", printed, re.MULTILINE)
 
 
 def test_the_passes_are_those_of_the_planner_in_its_order():
@@ -900,6 +913,8 @@ def test_a_product_written_as_sums_is_the_product(name):
     for each in found:
         assert each.dtype == np.float32
         np.testing.assert_array_equal(each, want)
+    terms = np.prod([left[axis] for axis in numbers[0][0]])
+    assert any(name == "reduce_sum" for name, _ in primitives(sums, *wide)) == (terms > 16)
 
 
 # `order`: in which order the indices have the batch axes of the operand.
