@@ -159,6 +159,8 @@ NORMS: dict[str, tuple[Callable[..., Any], tuple[int, int], str]] = {
         lambda w, b, g, v, x: g * normalized(jnp.tanh(x @ w + b), 0), (2**14, 256), "fused"),
     "over the batch, behind an expensive activation": (
         lambda w, b, g, v, x: g * normalized(jax.nn.gelu(x @ w + b), 0), (2**14, 256), "stored"),
+    "over the batch, behind an activation with an expensive derivative": (
+        lambda w, b, g, v, x: g * normalized(jax.nn.sigmoid(x @ w + b), 0), (2**14, 256), "stored"),
     "over the batch, before an expensive activation": (
         lambda w, b, g, v, x: jax.nn.gelu(g * normalized(x @ w + b, 0)), (2**14, 256), "fused"),
     "over the batch, of a stream behind an expensive activation": (
