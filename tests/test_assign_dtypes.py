@@ -49,6 +49,14 @@ def filled(x: Any, value: float) -> Any:
     return x.at[np.array([0, 9])].get(mode="fill", fill_value=value)
 
 
+@jax.custom_vjp
+def masked_backward(x: Any) -> Any:
+    return x
+
+
+masked_backward.defvjp(lambda x: (x, x), lambda x, g: (g * (x > 0).astype(np.float32),))
+
+
 # name: (a function of parameters `w` and data `x`, the primitive to look at, what is found)
 CASES = {
     # Operands of one dtype: float32 as soon as one of them needs it, and parameters and small literals need nothing.
@@ -141,6 +149,9 @@ CASES = {
         lambda w, x: (x @ w).astype(jnp.bfloat16), "convert_element_type", ["float32 -> recorded"]),
     "a cast of data": (lambda w, x: x.astype(np.float16), "convert_element_type", ["float32 -> recorded"]),
     "a cast of booleans": (lambda w, x: (x > 0).astype(np.float32), "convert_element_type", ["- -> weak"]),
+    "a cast of booleans in a backward pass": (
+        lambda w, x: jax.grad(lambda x: jnp.sum(jnp.tanh(masked_backward(x @ w) @ w)))(x), "convert_element_type",
+        ["- -> weak"]),
     "a cast of booleans to integers": (lambda w, x: (x > 0).astype(int), "convert_element_type", ["- -> recorded"]),
     "a product of what was cast by hand": (
         lambda w, x: jnp.full(2, 1e9).astype(jnp.bfloat16) * jnp.full(2, 1e9).astype(jnp.bfloat16), "mul",
