@@ -26,6 +26,11 @@ def pad(value: Any, low: int, high: int) -> Any:
 # Of two products, parameters and data, with which float32 reads what comes before it.
 CASES = {
     "computed again across a dot": (lambda a, b, p, x: (a + b) * jnp.exp(x @ p["w"] @ p["w"]), "add", ["full"]),
+    "read across a dot, to be stored in float32": (
+        lambda a, b, p, x: a * b * (x @ p["v"].T) * (jnp.exp(x @ p["w"] @ p["w"]) + x + p["m"]),
+        "mul",
+        ["low", "low", "full"],
+    ),
     "a bias of one number": (
         lambda a, b, p, x: (2 * a + p["s"])[:, ::2] * x[:, ::2],
         "add slice",
