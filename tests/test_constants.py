@@ -49,7 +49,8 @@ KNOWN = {
     "with an effect": (lambda x: (jax.debug.print(""), jnp.arange(2.0))[1], [0, 1]),
     "made by a callback": (lambda x: jax.pure_callback(lambda: np.ones(3), jax.typeof(jnp.ones(3))), None),
     "made by a loop": (lambda x: jax.lax.fori_loop(0, 3, lambda i, y: y + 1, jnp.zeros(2)), None),
-    "from large ones": (lambda x: jnp.sum(jnp.zeros((2048, 2048))), None),
+    "from 2**20 numbers": (lambda x: jnp.sum(jnp.ones(2**20)), 2**20),
+    "from one more": (lambda x: jnp.sum(jnp.ones(2**20 + 1)), None),
     "by 256 equations": (many_steps(255), [255, 256, 257]),
     "by 257": (many_steps(256), None),
 }
