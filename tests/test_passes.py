@@ -686,6 +686,14 @@ def test_window_sums_leaves_other_reductions_as_they_are(name):
     np.testing.assert_array_equal(ours(x), fn(x))
 
 
+@pytest.mark.parametrize("window, is_kept", [((1, 2), False), ((2, 2), True)])
+def test_windows_are_not_written_out_where_there_may_be_none(window, is_kept):
+    x = jax.ShapeDtypeStruct(export.symbolic_shape("rows, 8"), np.float32)
+    fn = sums_of_windows(window, (1, 1), ((0, 0), (0, 0)))
+    names = {name for name, _ in primitives(lambda x: run(fn, x), x)}
+    assert ("reduce_window_sum" in names) == is_kept
+
+
 @pytest.mark.parametrize("fn", [jax.grad(tanh_between_dots), jax.grad(softmax_between_dots), jax.grad(squares)])
 def test_after_insert_casts_no_use_names_a_dtype_and_every_value_has_the_one_it_says(fn):
     program = after("insert_casts", fn, W, X)
