@@ -559,6 +559,13 @@ FIRST_AXES = {
     "few rows": ((8, 9, 9, 64), (1, 2), None),
     "many rows": ((32, 16, 16, 64), (0, 1, 2), None),
     "many results": ((256, 28, 28, 64), (1, 2), None),
+    "a hundred rows": ((8, 10, 10, 64), (1, 2), 2),
+    "a row less": ((8, 9, 11, 64), (1, 2), None),
+    "2**13 rows": ((2, 64, 128, 64), (1, 2), None),
+    "some rows less": ((2, 63, 130, 64), (1, 2), 1),
+    "64 rows in each axis, times 2**14": ((2, 64, 64, 128), (1, 2), 2),
+    "32 rows in an axis": ((8, 40, 32, 4), (1, 2), 2),
+    "33 rows in each axis, or more": ((8, 40, 33, 4), (1, 2), None),
     "a symbolic batch": ((*export.symbolic_shape("b"), 28, 28, 64), (1, 2), None),
 }
 
