@@ -115,6 +115,15 @@ def test_control_flow_carries_a_residual_stream_in_the_compute_dtype():
     assert [format_program(inner) for inner in scan.bodies] == [body]
 
 
+def test_control_flow_carries_in_float32_what_a_loop_updates_by_gradients():
+    def descended(w, x):
+        return lax.scan(lambda h, w: (h - jax.grad(lambda h: jnp.sum(jnp.tanh(h @ w)))(h), None), x @ w[0], w)[0]
+
+    program = after("assign_dtypes", descended, LAYERS, X)
+    (scan,) = (e for e in program.equations if e.name == "scan")
+    assert program.precision(scan.results[0]).value == "full"
+
+
 def test_f32_accumulators_carries_a_sum_that_was_recorded_in_16_bits():
     def sum_of_rows(w, x):
         return lax.scan(lambda total, row: (total + row.astype(jnp.float16), None), jnp.zeros(8, jnp.float16), x)[0]
