@@ -195,6 +195,21 @@ def test_a_step_makes_no_parameter_of_what_it_starts_from(start, entry, dtype):
     assert [operation.dtype for operation in operations if operation.primitive == "dot_general"][-1] == dtype
 
 
+@pytest.mark.parametrize(("operations", "found"), [(60, {STEP.reason}), (70, set())])
+def test_a_step_is_found_behind_64_operations_on_its_gradient(operations, found):
+    """A search through more of them, at each sum, would make planning quadratic."""
+
+    def step(p, x):
+        h = jnp.tanh(x @ p["in"])
+        g = jax.grad(lambda h: jnp.sum(jnp.tanh(h @ p["hidden"])))(h)
+        for _ in range(operations):
+            g = jnp.sin(g)
+        return (h - g) @ p["out"]
+
+    report = jmp.explain(step, "mixed_float16")(PARAMS, X)
+    assert {operation.reason for operation in report.operations} & {STEP.reason} == found
+
+
 def test_data_that_is_moved_along_a_gradient_widens_what_it_meets():
     def moved(p, x):
         for _ in range(3):
