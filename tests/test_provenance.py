@@ -65,6 +65,8 @@ CASES = {
     "data picked by results": (lambda w, x: x[jnp.argmax(x @ w, 1)], DATA),
     "part of a result, from where data say": (
         lambda w, x: lax.dynamic_slice_in_dim(x @ w, x[0, 0].astype(int), 2), NARROW),
+    "a row of a parameter, written where data say": (
+        lambda w, x: lax.dynamic_update_slice(w, w[:1], (x[0, 0].astype(int), 0)), PARAMETER),
     "scattered into a parameter": (lambda w, x: w.at[x[0].astype(int)].set(0.0), PARAMETER),
     "scattered into zeros": (lambda w, x: jnp.zeros((16, 16)).at[x[0].astype(int)].add(x), DATA),
     "subtracted from results": (
