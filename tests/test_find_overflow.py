@@ -900,6 +900,17 @@ def derivative(rule):
         (derivative(lambda x: x * x), np.float32(1e30), "make its operands smaller"),
         (lambda x: x * x, np.float32(1e30), "make its operands smaller"),
         (
+            lambda x: jax.nn.softmax(jnp.where(x > 0, x, -jnp.inf)),
+            -np.ones(2, np.float32),
+            "a row that is masked everywhere needs a finite mask, such as -1e9",
+        ),
+        (lambda x: jnp.where(x > 0, x, -jnp.inf) * x, np.array([1e30, -1], np.float32), "make its operands smaller"),
+        (
+            lambda x: jnp.exp(jnp.where(x > 0, x, -jnp.inf)),
+            np.array([1000, -1], np.float32),
+            "subtract the maximum first, as jax.nn.softmax does",
+        ),
+        (
             lambda x: lax.reduce((x, x), (F32(0), F32(0)), lambda a, b: (a[0] + b[0], jnp.maximum(a[1], b[1])), (0,)),
             np.full(2, 3e38, np.float32),
             "make its operands smaller",

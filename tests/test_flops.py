@@ -87,6 +87,11 @@ def test_branches_and_loops_of_unknown_length():
     assert "Counted as one iteration: 1 while loop of unknown length" in str(report)
 
 
+def test_a_loop_with_a_product_in_its_condition_alone():
+    report = tensor_core_report(lambda w: lax.while_loop(lambda x: jnp.sum(x @ w) > 0, lambda x: x - 1, w))
+    assert report(array(64, 64)).uncounted_loops == 1
+
+
 def test_shard_map_counts_all_devices():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = (PartitionSpec("d"), PartitionSpec())

@@ -162,7 +162,7 @@ def _run_scan(equation: Equation, operands: list[Any]) -> list[Any]:
     start, rows, length = operands[consts : consts + carry], operands[consts + carry :], params["length"]
 
     def iteration(state: list[Any], row: Any) -> tuple[list[Any], list[Any]]:
-        results = emit(body, [*operands[:consts], *state, *(row if rows else ())])
+        results = emit(body, [*operands[:consts], *state, *row])
         return results[:carry], results[carry:]
 
     xs: Any = rows

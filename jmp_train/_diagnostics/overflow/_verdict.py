@@ -214,14 +214,14 @@ _UNDEFINED = ("it is not defined for these operands, or infinities cancel inside
 
 
 def _cause_in_model(found: Captured, narrow: Any) -> tuple[str, str]:
-    site, operands = found.site, found.operands
+    site = found.site
     if _exceeds_float32(found):
         what, cure = "the result exceeds float32", "make its operands smaller"
         if site.primitive == "div":
             cure = "keep the divisor away from zero"
     else:
         what, cure = _CAUSES.get(site.primitive, _UNDEFINED)
-        if any(map(has_nonfinite, operands)):
+        if _infinities_meet(found):
             what, cure = "infinities meet here", "a row that is masked everywhere needs a finite mask, such as -1e9"
             what += ": infinity minus infinity, or infinity times zero, is NaN"
         if (site.backward or site.derivative) and site.primitive in ("div", "pow", "rsqrt", "mul", "integer_pow"):
@@ -234,10 +234,15 @@ def _cause_in_model(found: Captured, narrow: Any) -> tuple[str, str]:
     return f"Non-finite in float32 too: {what}.", f"It is the model's own: {cure}."
 
 
+def _infinities_meet(found: Captured) -> bool:
+    """Whether operands that are infinite gave NaN."""
+    return any(map(has_nonfinite, found.operands)) and any(np.any(np.isnan(x)) for x in found.results if is_inexact(x))
+
+
 def _exceeds_float32(found: Captured) -> bool:
-    """Whether finite operands, none of them at a pole of the operation, gave infinities."""
+    """Whether operands of which none is at a pole of the operation gave infinities, and not because infinities met."""
     primitive, operands = found.site.primitive, found.operands
-    if any(map(has_nonfinite, operands)) or not any(np.any(np.isinf(x)) for x in found.results if is_inexact(x)):
+    if _infinities_meet(found) or not any(np.any(np.isinf(x)) for x in found.results if is_inexact(x)):
         return False
     if primitive in _POLES:
         return bool(np.all(np.asarray(operands[_POLES[primitive]])))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -172,8 +173,9 @@ def tensor_core_report(
 
 def _uncounted_loops(found: Sequence[Visit]) -> int:
     """How many `while` loops hold a product: their length is not in the program."""
-    bodies = (visit.node.params["body_jaxpr"] for visit in found if visit.node.name == "while")
-    return sum(any(visit.node.name in PRODUCTS for visit in visits(body, TOP)) for body in bodies)
+    loops = (visit.node.params for visit in found if visit.node.name == "while")
+    parts = (itertools.chain(visits(each["cond_jaxpr"], TOP), visits(each["body_jaxpr"], TOP)) for each in loops)
+    return sum(any(visit.node.name in PRODUCTS for visit in inside) for inside in parts)
 
 
 def _report_text(report: TensorCoreReport) -> str:
