@@ -21,7 +21,7 @@ from overflow_faults import F16, F32, FAULTS, W, X
 import jmp_train as jmp
 from jmp_train._diagnostics.interpreter import Loop, Value
 from jmp_train._diagnostics.overflow._find_overflow import _range
-from jmp_train._diagnostics.overflow._taint import Tag, Taint, TaintTracker, _by_element, _earliest, _makes_nan
+from jmp_train._diagnostics.overflow._taint import Tag, Taint, TaintTracker, _by_element, _earliest, makes_nan
 from jmp_train.diagnostics import ArrayRange, Found, Verdict, find_overflow
 
 SOURCE = Path(overflow_faults.__file__).read_text().splitlines()
@@ -906,6 +906,11 @@ def derivative(rule):
         ),
         (lambda x: jnp.where(x > 0, x, -jnp.inf) * x, np.array([1e30, -1], np.float32), "make its operands smaller"),
         (
+            lambda x: x + x,
+            np.float32(jnp.finfo(F32).min),
+            "mask with a number such as -1e9, to which another can be added",
+        ),
+        (
             lambda x: jnp.exp(jnp.where(x > 0, x, -jnp.inf)),
             np.array([1000, -1], np.float32),
             "subtract the maximum first, as jax.nn.softmax does",
@@ -919,6 +924,18 @@ def derivative(rule):
 )
 def test_the_cure_of_the_models_own(fn, x, cure):
     assert find_overflow(fn)(x).cure == f"It is the model's own: {cure}."
+
+
+def test_a_pole_of_a_derivative_is_before_what_overflows_in_the_backward_pass():
+    """It is infinite for the first row, and times the loss scale too large for float16 for the others."""
+
+    def loss(w, x):
+        return jnp.sum(jnp.arccos(jnp.clip(50 * (x @ w), -1, 1)))
+
+    w, x = np.eye(16, dtype=np.float32), np.full((16, 16), 0.01, np.float32)
+    x[0] = 1
+    report = find_overflow(jmp.value_and_grad(loss, "mixed_float16"))(w, x, loss_scale=jmp.StaticLossScale(2.0**15))
+    assert (report.primitive, report.verdict) == ("rsqrt", Verdict.MODEL)
 
 
 # Bad input
@@ -956,11 +973,11 @@ class TestTaint:
     def test_nan_of_infinities_is_an_origin_and_nan_of_nan_is_not(self):
         finite, infinite = np.ones(2, np.float32), np.array([np.inf, 1], np.float32)
         nan = np.array([np.nan, 1], np.float32)
-        assert _makes_nan([infinite, finite], [True, False], [nan])
-        assert not _makes_nan([infinite, nan], [True, True], [nan])
-        assert not _makes_nan([finite], [False], [nan])
-        assert not _makes_nan([infinite], [True], [infinite])
-        assert _makes_nan([infinite, nan], [True, False], [nan])
+        assert makes_nan([infinite, finite], [True, False], [nan])
+        assert not makes_nan([infinite, nan], [True, True], [nan])
+        assert not makes_nan([finite], [False], [nan])
+        assert not makes_nan([infinite], [True], [infinite])
+        assert makes_nan([infinite, nan], [True, False], [nan])
 
     def test_elements_are_told_apart(self):
         one = np.array([np.nan, np.inf, 1, 1], np.float32)

@@ -59,11 +59,12 @@ class Tag(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Of an origin: whether the program itself, rather than autocast, computes it in 16 bits; and whether it is a
-    forward equation that only the backward pass uses."""
+    """Of an origin: whether the program itself, rather than autocast, computes it in 16 bits; whether it is a forward
+    equation that only the backward pass uses; and whether it is in a backward pass."""
 
     narrowed_by_user: bool
     derivative: bool
+    backward: bool
 
 
 @dataclasses.dataclass(eq=False)
@@ -124,7 +125,7 @@ class TaintTracker(Watcher):
             self.checks = [check for check in self.checks if check[0] is not inputs[0].array]
         taint = self._taint_of(site, inputs, tags, outputs) if any(nonfinite) else UNTAINTED
         if self.ran in taint.origins | taint.nan_origins:
-            self.origins[self.ran] = Origin(by_user, site.derivative)
+            self.origins[self.ran] = Origin(by_user, site.derivative, site.backward)
         pairs = zip(nonfinite, narrow, strict=True)
         found = [Tag(bad, taint if bad else UNTAINTED, by_user and low) for bad, low in pairs]
         refs = [value.array for value in inputs if isinstance(value.array, jax.Ref)]
@@ -154,7 +155,7 @@ class TaintTracker(Watcher):
         arrays, causes = [value.array for value in inputs], [tag.nonfinite for tag in tags]
         if site.primitive == "select_n":
             causes = _selected(arrays, causes)
-        is_origin, is_nan_origin = not any(causes), _makes_nan(arrays, causes, outputs)
+        is_origin, is_nan_origin = not any(causes), makes_nan(arrays, causes, outputs)
         if site.primitive in _ELEMENTWISE and any(causes):
             causes, is_origin, is_nan_origin = _by_element(arrays, causes, outputs[0])
         taint = UNTAINTED
@@ -193,7 +194,7 @@ def _has_nan(array: Any) -> bool:
     return is_inexact(array) and bool(np.any(np.isnan(np.asarray(array))))
 
 
-def _makes_nan(arrays: Sequence[Any], causes: Sequence[bool], outputs: Sequence[Any]) -> bool:
+def makes_nan(arrays: Sequence[Any], causes: Sequence[bool], outputs: Sequence[Any]) -> bool:
     """Whether NaN comes out of operands that hold infinities but no NaN."""
     operands = [array for array, is_cause in zip(arrays, causes, strict=True) if is_cause]
     return bool(operands) and any(map(_has_nan, outputs)) and not any(map(_has_nan, operands))

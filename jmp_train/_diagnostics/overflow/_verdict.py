@@ -22,7 +22,7 @@ from ..._paths import glob_matches
 from ..._tracebacks import is_asked_for
 from ..interpreter import Interpreter, Site, Value, Watcher, is_narrow_dtype, wide_params
 from ._source_lines import is_in_autocast, is_in_region, user_line
-from ._taint import contents_of_refs, has_nonfinite, is_inexact
+from ._taint import contents_of_refs, has_nonfinite, is_inexact, makes_nan
 
 _OUTSIDE_JAX = frozenset({"pure_callback", "io_callback", "ffi_call"})
 
@@ -219,6 +219,8 @@ def _cause_in_model(found: Captured, narrow: Any) -> tuple[str, str]:
         what, cure = "the result exceeds float32", "make its operands smaller"
         if site.primitive == "div":
             cure = "keep the divisor away from zero"
+        elif _adds_lowest(found):
+            cure = "mask with a number such as -1e9, to which another can be added"
     else:
         what, cure = _CAUSES.get(site.primitive, _UNDEFINED)
         if _infinities_meet(found):
@@ -235,8 +237,14 @@ def _cause_in_model(found: Captured, narrow: Any) -> tuple[str, str]:
 
 
 def _infinities_meet(found: Captured) -> bool:
-    """Whether operands that are infinite gave NaN."""
-    return any(map(has_nonfinite, found.operands)) and any(np.any(np.isnan(x)) for x in found.results if is_inexact(x))
+    """Whether infinite operands gave NaN."""
+    return makes_nan(found.operands, list(map(has_nonfinite, found.operands)), found.results)
+
+
+def _adds_lowest(found: Captured) -> bool:
+    """Whether the lowest number of a dtype, with which masks are often written, is added to something."""
+    arrays = [np.asarray(x) for x in found.operands if is_inexact(x)]
+    return found.site.primitive == "add" and any(np.any(x == -facts(x.dtype).max) for x in arrays)
 
 
 def _exceeds_float32(found: Captured) -> bool:
