@@ -905,6 +905,7 @@ def derivative(rule):
             "a row that is masked everywhere needs a finite mask, such as -1e9",
         ),
         (lambda x: jnp.where(x > 0, x, -jnp.inf) * x, np.array([1e30, -1], np.float32), "make its operands smaller"),
+        (lambda x: jnp.where(x > 0, x, jnp.nan) * x, np.array([1e30, -1], np.float32), "make its operands smaller"),
         (
             lambda x: x + x,
             np.float32(jnp.finfo(F32).min),
