@@ -268,6 +268,19 @@ def test_body_residuals_stacks_a_dot_in_16_bits_rather_than_an_exponential_in_32
     assert [e.name for e in backward.bodies[0].equations if e.remat] == ["cast", "round", "exp"]
 
 
+def test_body_residuals_keeps_what_has_effects():
+    def printing(w, x):
+        def layer(h, w):
+            jax.debug.print("{}", h[0, 0])
+            return jnp.exp(h @ w), None
+
+        return jnp.sum(lax.scan(layer, x, w)[0])
+
+    program = after("body_residuals", jax.grad(printing), LAYERS, X)
+    forward = next(e for e in program.equations if e.name == "scan")
+    assert any(e.node.eqn.effects for e in forward.bodies[0].equations)
+
+
 def mean_of_a_grid(x):
     """The mean over both axes of a grid of 10 by 12 rows."""
     return jnp.mean(x.reshape(2, 10, 12, 4), (1, 2))
@@ -707,6 +720,17 @@ def test_windows_are_not_written_out_where_there_may_be_none(window, is_kept):
     x = jax.ShapeDtypeStruct(export.symbolic_shape("rows, 8"), np.float32)
     fn = sums_of_windows(window, (1, 1), ((0, 0), (0, 0)))
     names = {name for name, _ in primitives(lambda x: run(fn, x), x)}
+    assert ("reduce_window_sum" in names) == is_kept
+
+
+@pytest.mark.parametrize("axis, is_kept", [(0, False), (1, True)])
+def test_windows_are_written_out_where_devices_split_another_axis(axis, is_kept):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    spec = PartitionSpec(*[None] * axis, "data")
+    x = jax.device_put(np.ones((4, 8), np.float32), NamedSharding(mesh, spec))
+    fn = sums_of_windows((1, 3), (1, 2), ((0, 0), (1, 0)))
+    with jax.set_mesh(mesh):
+        names = {name for name, _ in primitives(lambda x: run(fn, x), x)}
     assert ("reduce_window_sum" in names) == is_kept
 
 

@@ -86,6 +86,14 @@ def test_the_zeros_and_ones_of_a_mask_are_left_to_xla():
     assert decided("convert_element_type", masked, W, X) == ["read"]
 
 
+def test_a_mask_of_an_argument_is_saved():
+    def masked(w, x, data):
+        h = x @ w
+        return across(jnp.exp(h) * data * jnp.where(h > data, h, 0.5), w, x)
+
+    assert decided("gt", masked, W, X, DATA) == ["saved"]
+
+
 def test_parts_and_concatenations_fuse_with_their_readers():
     def half(w, x):
         return jnp.sum(jnp.exp(x @ w)[:, :8] * (x @ w @ w)[:, :8])
