@@ -229,6 +229,11 @@ CASES = {
     "a dot in a loop that starts with what is too large": (
         lambda w, x: lax.scan(lambda h, w: (h[::-1], h @ w), jnp.where(x > 0, x @ w, -1e9), w[None])[1], "dot_general",
         [NARROW, WIDE]),
+    "a dot of what a loop carries and returns, and is too large": (
+        lambda w, x: lax.scan(lambda c, _: (2 * c, c), jnp.where(x > 0, 0, -1e9), length=2)[1][0] @ w,
+        "dot_general",
+        [WIDE],
+    ),
     "a dot in a loop of what it makes too large": (
         lambda w, x: lax.scan(lambda h, w: (jnp.where(x > 0, h, -1e9), h @ w), x, w[None])[1], "dot_general", [WIDE]),
     "a dot in a counted loop, of what its products chose": (

@@ -507,6 +507,14 @@ def test_hoist_weight_casts_leaves_no_cast_of_the_weight_in_the_loop():
     assert scan.bodies[0].avals[copy].dtype == np.float16
 
 
+def test_narrow_caches_writes_16_bit_numbers_without_casts():
+    fn, *args = REWRITTEN["narrow_caches"]
+    (scan,) = (e for e in after("rewrite_lowered", fn, *args).equations if e.name == "scan")
+    body = scan.bodies[0]
+    (update,) = (e for e in body.equations if e.name == "dynamic_update_slice")
+    assert body.producers()[update.operands[1]].name == "dot_general"
+
+
 def sums_of_windows(window, strides, padding, **params):
     dims = len(window)
     return functools.partial(

@@ -94,6 +94,13 @@ def test_a_mask_of_an_argument_is_saved():
     assert decided("gt", masked, W, X, DATA) == ["saved"]
 
 
+def test_a_mask_that_is_joined_with_one_of_integers_is_saved():
+    def masked(w, x):
+        return across(jnp.where((x @ w > 0.5) & (jnp.arange(16) > 3), x, 1), w, x)
+
+    assert decided("and", masked, W, X) == ["saved"]
+
+
 def test_parts_and_concatenations_fuse_with_their_readers():
     def half(w, x):
         return jnp.sum(jnp.exp(x @ w)[:, :8] * (x @ w @ w)[:, :8])
