@@ -89,6 +89,7 @@ CASES = {
     "a choice": (lambda w, x: jnp.where(x > 0, x @ w, x), "select_n", ["- float32 float32 -> full"]),
     # What rounds runs in float32 where that is all that reads it.
     "a product that only a sum reads": (lambda w, x: jnp.sum((x @ w) * (x @ w.T)), "mul", [WIDE]),
+    "a quotient by a literal that only a sum reads": (lambda w, x: jnp.sum((x @ w) / 3), "div", [WIDE]),
     "a largest number that only a sum reads": (lambda w, x: jnp.sum(jnp.maximum(x @ w, x @ w.T)), "max", [NARROW]),
     # What is computed in float32 and read by a dot is rounded for it. Readers across the dot read that, others do not.
     "on the near side": (lambda w, x: (lambda h: (h * (x @ w), h @ w))(jnp.exp(x @ w)), "mul", [WIDE]),

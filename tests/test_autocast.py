@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from battery_tools import primitives
 from comparisons import as_written, assert_same_bits, assert_two_programs_agree, with_and_without
 
 from jmp_train import DEFAULT_RULES, autocast, explain, full_precision
@@ -466,6 +467,16 @@ def test_user_written_derivative_rules_are_called():
     gradient = jax.grad(autocast(f, "mixed_float16"))(W, X)
     assert calls == ["forward", "backward"]
     np.testing.assert_allclose(gradient, np.full((8, 8), 28.0))
+
+
+def test_the_forward_rule_of_a_custom_vjp_is_planned_for_what_the_call_is_given():
+    @jax.custom_vjp
+    def fn(h):
+        return jnp.tanh(h)
+
+    fn.defvjp(lambda h: (jnp.tanh(h), h), lambda h, g: (g * jnp.cos(h),))
+    found = primitives(jax.grad(autocast(lambda w, x: jnp.sum(fn(x @ w)), "mixed_float16")), W, X)
+    assert ("tanh", "float16") in found
 
 
 @jax.custom_jvp

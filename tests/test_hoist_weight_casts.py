@@ -55,6 +55,7 @@ HOISTED = {
     "its transpose": (repeated(lambda h, w: jnp.tanh(h @ w.T)), W, X),
     "parts of a stack": (repeated(part_of_stack), LAYERS, X),
     "in a `while`": (counted, W, X, NUMBER),
+    "in a `while` whose condition has no constants": (lambda w, x: counted(w, x, 5), W, X),
     "of a loop inside": (repeated(steps), W, X),
     "of a loop in a loop inside": (repeated(lambda h, w: repeated(steps)(w, h)), W, X),
     "rows of a loop inside": (repeated(layers), LAYERS, X),

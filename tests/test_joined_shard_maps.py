@@ -197,3 +197,14 @@ def test_other_devices_and_layouts_stay_apart():
 
     got, want = (jax.jit(each)(X) for each in (autocast(jax.grad(fn), "mixed_float16"), jax.grad(fn)))
     np.testing.assert_allclose(got, want, rtol=2e-3)
+
+
+@pytest.mark.parametrize("checks, expected", [((True, True), 2), ((True, False), 3)])
+def test_those_that_are_checked_in_another_way_stay_apart(checks, expected):
+    def fn(x):
+        for check in checks:
+            x = mapped(lambda w, x: w * jnp.sin(x), check, DATA)(2.0, x)
+        return jnp.sum(x)
+
+    found = primitives_of(jax.make_jaxpr(autocast(jax.grad(fn), "mixed_float16"))(X))
+    assert sum(n for (name, *_), n in found.items() if name == "shard_map") == expected

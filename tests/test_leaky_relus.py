@@ -79,6 +79,15 @@ def test_which_gradients_are_one_selection(name):
     assert rewritten(after("rewrite_planned", behind_norm(activation), W, X)) == expected
 
 
+def test_the_mask_may_be_an_argument():
+    def loss(w, x, mask):
+        h = normed(x @ w) + w[0]
+        return jnp.sum(jnp.where(mask, h, 0.2 * h) @ w.T)
+
+    program = after("rewrite_planned", jax.grad(loss), W, X, X > 0)
+    assert rewritten(program) == ["scale_where_false"]
+
+
 def test_a_gradient_that_no_sum_reads_as_it_is_stays_a_sum():
     gradient = jax.grad(lambda w, x: jnp.sum(jax.nn.leaky_relu(normed(x @ w)) @ w.T))
     assert rewritten(after("rewrite_planned", gradient, W, X)) == []

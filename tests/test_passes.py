@@ -450,9 +450,10 @@ def test_the_mask_behind_a_norm_over_rows_is_of_what_the_relu_is_given(norm, sou
         (lambda y: (y[:, :4], y[:, 4:]), 1),
         (lambda y: jnp.split(y + 1, 2, -1), 1),
         (lambda y: jnp.split(jnp.tanh(y), 2, -1), 0),
+        (lambda y: jnp.split(jnp.abs(y), 2, -1), 0),
         (lambda y: (y[:, :4], y[:, 4:] + jnp.sum(y)), 0),
     ],
-    ids=["split", "slices", "behind a bias", "of a function", "and whole"],
+    ids=["split", "slices", "behind a bias", "of a function", "of magnitudes", "and whole"],
 )
 def test_sliced_dots_are_saved_where_only_parts_are_read(parts, saved):
     def step(h, row, w):
@@ -971,6 +972,18 @@ def test_a_product_written_as_sums_is_the_product(name):
         np.testing.assert_array_equal(each, want)
     terms = np.prod([left[axis] for axis in numbers[0][0]])
     assert any(name == "reduce_sum" for name, _ in primitives(sums, *wide)) == (terms > 16)
+
+
+@pytest.mark.parametrize("name", ["seventeen, contracted first", "seventeen, contracted last"])
+def test_a_product_written_as_sums_reads_its_larger_operand_as_it_lies_in_memory(name):
+    left, right, *numbers = PRODUCTS[name]
+    product = functools.partial(lax.dot_general, dimension_numbers=tuple(numbers))
+    eqn = jax.make_jaxpr(product)(np.ones(left, np.float32), np.ones(right, np.float32)).eqns[0]
+    scope: Any = None
+    node = Node(eqn, (), (), scope, False)
+    jaxpr = jax.make_jaxpr(lambda *args: multiply_and_add(node, args))(*(var.aval for var in eqn.invars)).jaxpr
+    transposed = [eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "transpose"]
+    assert jaxpr.invars[0] not in transposed
 
 
 # `order`: in which order the indices have the batch axes of the operand.

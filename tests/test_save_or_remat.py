@@ -140,7 +140,7 @@ def test_only_distances_are_rematerialized_from_a_low_copy():
 
         return rematerialized(exp_that_a_dot_reads, W, X)
 
-    assert read(lambda h: 1 - h) == ["sub"]
+    assert read(lambda h: 1 - h) == ["sub"] and read(lambda h: 1 + h) == ["add"]
     assert read(lambda h: h * (1 - h)) == ["exp", "sub", "mul"]
     assert read(jnp.cos) == ["exp", "cos"]
     assert read(lambda h: jnp.cos(jnp.cos(h))) == ["exp", "cos", "cos"]
@@ -195,6 +195,11 @@ def test_dots_of_both_sides_compute_a_relu_in_their_kernels(activation, name):
     (relu,) = (equation.results[0] for equation in program.equations if equation.name == name)
     readers = [equation.name for equation in program.equations if relu in equation.operands]
     assert readers.count("dot_general") == 2
+
+
+def test_a_dot_computes_a_relu_of_an_argument_in_its_kernel():
+    program = after("insert_casts", lambda w, x: jax.nn.relu(x) @ w, W, X)
+    assert "saved" not in [equation.name for equation in program.equations]
 
 
 CONVOLVED = {

@@ -54,6 +54,11 @@ CASES = {
     "a sum of products": (lambda a, b, p, x: (a * b + 2 * b)[:, ::2] * x[:, ::2], "mul add slice", ["full"] * 6),
     "parts of a product": (lambda a, b, p, x: (a * b)[:, ::2] + x[:, ::2], "mul slice", ["full"] * 3),
     "a row of a sum": (lambda a, b, p, x: (a + b).reshape(32) * x.reshape(32), "add reshape", ["low", "low", "full"]),
+    "a part of a sum with a product": (
+        lambda a, b, p, x: (a + 2 * b)[:, ::2] * x[:, ::2],
+        "add slice",
+        ["low", "low", "full"],
+    ),
     "a row of a sum with a number": (lambda a, b, p, x: (1 - a).reshape(32) * x.reshape(32), "sub", ["full"]),
     "joined parts": (lambda a, b, p, x: pad(a * b, 0, 2) + pad(a * b, 2, 0) - 1e9, "add mul pad", ["full"] * 5),
     "a part of a buffer": (
