@@ -93,6 +93,8 @@ CASES = {
     "a largest number that only a sum reads": (lambda w, x: jnp.sum(jnp.maximum(x @ w, x @ w.T)), "max", [NARROW]),
     # What is computed in float32 and read by a dot is rounded for it. Readers across the dot read that, others do not.
     "on the near side": (lambda w, x: (lambda h: (h * (x @ w), h @ w))(jnp.exp(x @ w)), "mul", [WIDE]),
+    "a range, on the near side": (
+        lambda w, x: (lambda h: (h * w[:2], h @ w))(lax.broadcasted_iota(np.float32, (2, 16), 1)), "mul", [WIDE]),
     "on the far side": (lambda w, x: (lambda h: h * (h @ w))(jnp.exp(x @ w)), "mul", [NARROW]),
     "on the far side of another dot": (
         lambda w, x: (lambda h: ((x @ w @ w) * h, h @ w))(jnp.exp(x @ w)), "mul", [NARROW]),

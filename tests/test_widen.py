@@ -50,6 +50,18 @@ CASES = {
         "mul select_n",
         ["full"] * 3,
     ),
+    "a choice that asks whether it is equal": (
+        lambda a, b, p, x: jnp.where((u := a * b) == (v := 2 * b), u, v) + x,
+        "mul select_n",
+        ["full"] * 3,
+    ),
+    "a choice that asks whether it is another number": (
+        lambda a, b, p, x: jnp.where((u := a * b) != (v := 2 * b), u, v) + x,
+        "mul select_n",
+        ["full"] * 3,
+    ),
+    "the place of the smallest": (lambda a, b, p, x: (jnp.argmin(u := a * b), u + x), "mul", ["full"]),
+    "the place of the largest": (lambda a, b, p, x: (jnp.argmax(u := a * b), u + x), "mul", ["full"]),
     "a softmax's logits": (lambda a, b, p, x: jax.nn.softmax(30 * a), "mul reduce_max stop_gradient", ["full"] * 3),
     "a sum of products": (lambda a, b, p, x: (a * b + 2 * b)[:, ::2] * x[:, ::2], "mul add slice", ["full"] * 6),
     "parts of a product": (lambda a, b, p, x: (a * b)[:, ::2] + x[:, ::2], "mul slice", ["full"] * 3),
@@ -108,6 +120,16 @@ def test_what_only_float32_reads_runs_in_float32(name):
         if equation.name in primitives.split()
     ]
     assert found == expected
+
+
+def test_in_a_scan_a_parameter_for_each_number_is_added_in_16_bits():
+    def fn(p, x):
+        a = x @ p["w"]
+        return lax.scan(lambda c, _: (c, (p["m"] + 2 * a)[:, ::2] * x[:, ::2]), 0.0, length=2)[1]
+
+    (body,) = next(equation.bodies for equation in after("widen", fn, PARAMS, X).equations if equation.name == "scan")
+    (total,) = [equation.results[0] for equation in body.equations if equation.name == "add"]
+    assert body.precision(total).value == "low"
 
 
 def regression(params, x, y, dot):
