@@ -537,6 +537,11 @@ SUMS_IN_16_BITS = {
     "nested": lambda x: lax.scan(
         lambda c, block: lax.scan(lambda c, row: (c + row, None), c, block), ZERO, x.reshape(4096, 1, 4)
     )[0],
+    "nested, beside another": lambda x: lax.scan(
+        lambda c, block: lax.scan(lambda c, row: ((c[0] + row, c[1] - row), None), c, block),
+        (ZERO, ZERO),
+        x.reshape(4096, 1, 4),
+    )[0][0],
     "rematerialised": lambda x: lax.scan(
         lambda c, row: (jax.checkpoint(lambda c, row: c + jnp.sin(row) / jnp.sin(row))(c, row), None), ZERO, x
     )[0],
@@ -551,6 +556,13 @@ def test_a_16_bit_sum_may_pass_through_anything_that_hands_it_on(name):
     assert recorded[0] == 2048
     assert found[0] == (8192 if name == "scatter" else 4096)
     assert found.dtype == jnp.float16
+
+
+def test_a_16_bit_sum_of_a_loop_that_is_not_counted_stays():
+    def total(x):
+        return lax.while_loop(lambda c: jnp.max(c) < 3, lambda c: c + x, ZERO)
+
+    assert sixteen_bit_carries(autocast(total, "mixed_float16"))(ONES[0]) == ["while carry 0: float16[4]"]
 
 
 def test_what_reads_a_running_sum_reads_the_sum():
