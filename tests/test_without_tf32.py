@@ -187,12 +187,13 @@ def test_rules_that_jax_calls_after_autocast_are_left_alone():
     assert {precision for *_, precision in products(jaxpr.jaxpr, [])} == {None}
 
 
-def test_kernels_are_left_alone():
+@pytest.mark.parametrize("mark", [full_precision, lambda fn: fn], ids=["in a region", "in none"])
+def test_kernels_are_left_alone(mark):
     def kernel(x, w, out):
         out[...] = x[...] @ w[...]
 
     shape = jax.ShapeDtypeStruct(X.shape, np.float32)
-    call = full_precision(lambda w, x: pl.pallas_call(kernel, shape, interpret=True)(x, w))
+    call = mark(lambda w, x: pl.pallas_call(kernel, shape, interpret=True)(x, w))
     jaxpr = jax.make_jaxpr(autocast(call, "mixed_float16"))(W, X)
     assert [precision for *_, precision in products(jaxpr.jaxpr, [], also_kernels=True)] == [None]
 
