@@ -96,6 +96,12 @@ def summed(w, h, cache, i):
     return attend(w, h + jnp.sum(cache, 1), cache, i)
 
 
+def in_bfloat16(w, h, cache, i):
+    cache = lax.dynamic_update_slice(cache, (h @ w["key"])[:, None], (0, i, 0))
+    query, axes = h.astype(jnp.bfloat16), (((1,), (2,)), ((0,), (0,)))
+    return jnp.sum(lax.dot_general(query, cache, axes, preferred_element_type=np.float32), 1, keepdims=True) * h, cache
+
+
 def in_float32(w, h, cache, i):
     scores = jnp.einsum("bd,bsd->bs", h, cache, precision="highest")
     return attend(w, h + jnp.sum(scores), cache, i)
@@ -187,6 +193,7 @@ CACHES = {
     "scaled": (returning(lambda w, x: generate(w, x, zeros(), scaled)), W, 1, "float32"),
     "summed": (returning(lambda w, x: generate(w, x, zeros(), summed)), W, 1, "float32"),
     "read by a dot in float32": (returning(lambda w, x: generate(w, x, zeros(), in_float32)), W, 1, "float32"),
+    "read by a dot in bfloat16": (returning(lambda w, x: generate(w, x, zeros(), in_bfloat16)), W, 1, "float32"),
     "rows of a loop inside": (returning(lambda w, x: generate(w, x, zeros(LAYERS), in_layers)), STACK, 1, "float16"),
     "carried by a loop inside": (
         returning(lambda w, x: generate(w, x, zeros(LAYERS), in_carried_layers)),
