@@ -82,7 +82,11 @@ def test_the_zeros_and_ones_of_a_mask_are_left_to_xla():
     def masked(w, x):
         return across((x @ w > 0.5).astype(jnp.float32), w, x)
 
-    assert decided("gt", masked, W, X) == ["saved"]
+    def beside_what_is_masked(w, x):
+        h = x @ w
+        return across((h > 0.5).astype(jnp.float32), w, x) + across(h, w, x)
+
+    assert decided("gt", masked, W, X) == decided("gt", beside_what_is_masked, W, X) == ["saved"]
     assert decided("convert_element_type", masked, W, X) == ["read"]
 
 
