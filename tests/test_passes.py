@@ -268,6 +268,15 @@ def test_body_residuals_stacks_a_dot_in_16_bits_rather_than_an_exponential_in_32
     assert [e.name for e in backward.bodies[0].equations if e.remat] == ["cast", "round", "exp"]
 
 
+def test_body_residuals_hands_on_one_number_a_row_of_a_shard_map():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    specs = (PartitionSpec(), PartitionSpec("data"))
+    rows = jax.shard_map(lambda w, x: jnp.exp(jnp.sin(x @ w)), mesh=mesh, in_specs=specs, out_specs=specs[1])
+    program = after("body_residuals", jax.grad(lambda w, x: jnp.sum(jnp.sin(rows(w, x)))), W[:, 0], np.tile(X, (8, 1)))
+    forward = next(e for e in program.equations if e.name == "shard_map")
+    assert [program.avals[n].str_short(short_dtypes=True) for n in forward.results] == ["f32[16]", "f16[16]"]
+
+
 def test_body_residuals_keeps_what_has_effects():
     def printing(w, x):
         def layer(h, w):
