@@ -459,6 +459,14 @@ def test_explain_says_which_attention_is_fused_and_why_not():
     )
 
 
+def test_explain_compares_how_many_queries_and_keys_there_are():
+    query, key, value = operands()
+    attend = functools.partial(dot_product_attention, is_causal=True)
+    found = explain(lambda q, k, v: attend(q, k, v), "mixed_float16")(query, key[:, :8], value[:, :8])
+    (reason,) = [op.reason for op in found.operations if op.primitive == "jmp_attention"]
+    assert reason.endswith("equal lengths, and these are 16 and 8")
+
+
 LIMITS = {
     "size": (((B, T, N, 12), (B, T, N, 12)), {}, {}, "heads of a multiple of 8 up to 256, and these have 12"),
     "large": (((B, T, N, 264), (B, T, N, 264)), {}, {}, "and these have 264"),
