@@ -479,6 +479,16 @@ def test_the_forward_rule_of_a_custom_vjp_is_planned_for_what_the_call_is_given(
     assert ("tanh", "float16") in found
 
 
+def test_the_tangents_of_a_custom_jvp_are_as_wide_as_what_the_call_is_given():
+    @jax.custom_jvp
+    def fn(h):
+        return jnp.tanh(h)
+
+    fn.defjvp(lambda primals, tangents: (fn(*primals), tangents[0] * primals[0]))
+    found = primitives(jax.grad(autocast(lambda w, x: jnp.sum(fn(x @ w)), "mixed_float16")), W, X)
+    assert ("mul", "float16") in found
+
+
 @jax.custom_jvp
 def with_integers(h, rows):
     return jnp.tanh(h)[rows]

@@ -199,6 +199,14 @@ def test_insert_casts_writes_saved_copies_and_rematerialized_equations():
     """)
 
 
+def test_insert_casts_gives_what_is_read_in_16_bits_no_derivative_of_a_cast():
+    def residual(w, x):
+        h = x @ w
+        return h + jnp.sin(h) @ w
+
+    assert "copy_of" not in [e.name for e in after("insert_casts", residual, LAYERS[0], X).equations]
+
+
 def test_insert_casts_rematerializes_long_chains():
     """An unrolled iteration: each step reads the one before, and so do the steps that are rematerialized."""
 
@@ -234,6 +242,14 @@ def test_shared_roundings_rounds_what_is_squared_beside_a_product(scale):
     producers = {number: e for e in program.equations for number in e.results}
     squares = [e for e in program.equations if e.name in ("integer_pow", "square")]
     assert [producers[e.operands[0]].name for e in squares] == ["round", "round"]
+
+
+def test_shared_roundings_rounds_no_operand_of_an_outer_product():
+    def fn(w, x):
+        h = x @ w
+        return jnp.einsum("bi,bj->bij", h, jnp.sin(h)) + h[:, :, None] * x[:, None, :4]
+
+    assert "round" not in [e.name for e in after("insert_casts", fn, W, X).equations]
 
 
 def test_mark_dead_leaves_out_what_is_only_rematerialized():
