@@ -1032,3 +1032,15 @@ def test_one_hot_scatter_picks_each_rows_own_index(order):
     (scatter,) = [e for e in after("rewrite_planned", fn, *args).equations if e.node.name == "scatter-add"]
     assert (scatter.rewrite is not None) == (order == (0, 1))
     np.testing.assert_array_equal(run(fn, *args)[0], want)
+
+
+def test_one_hot_scatter_clips_unsigned_indices():
+    rows = {"operand_batching_dims": (0,), "scatter_indices_batching_dims": (0,)}
+    numbers = lax.ScatterDimensionNumbers((), (1,), (1,), **rows)
+    places = np.array([[2**32 - 1], [1]], np.uint32)
+
+    def fn(zeros, updates):
+        return lax.scatter_add(zeros, places, updates, numbers, mode="clip")
+
+    args = np.zeros((2, 5), np.float32), np.ones(2, np.float32)
+    np.testing.assert_array_equal(run(fn, *args)[0], fn(*args))
