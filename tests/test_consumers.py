@@ -85,6 +85,8 @@ DELICATE = {
     "a logarithm of what is bounded": (lambda p: jnp.log(jnp.maximum(p, 1e-6)), True),
     "a divisor": (lambda p: 2 / (p + 1), True),
     "a root": (jnp.sqrt, True),
+    "a cosine": (lax.acos, True),
+    "the base of a power": (lambda p: lax.pow(p, np.float32(0.3)), True),
     "a numerator": (lambda p: p / 2, False),
     "a numerator of an array": (lambda p: p / np.arange(1.0, 6, dtype=np.float32), False),
     "an activation": (jnp.tanh, False),

@@ -37,6 +37,11 @@ BODIES = {
     "terms added where a mask says so": (lambda c, d: jnp.where(d > 0, c + d, c), {ACCUMULATES}),
     "terms added where the carry says so": (lambda c, d: jnp.where(c > 0, c + d, c), {STREAM}),
     "terms added in a loop": (scanned, {ACCUMULATES}),
+    "terms of each iteration added in a loop": (
+        lambda c, d: lax.scan(lambda c, _: (c + d, None), c, None, 2)[0], {ACCUMULATES}),
+    "added to terms in each iteration of a loop": (
+        lambda c, d: lax.scan(lambda s, _: (s + c, None), d, None, 2)[0], set()),
+    "its rows added to terms in a loop": (lambda c, d: lax.scan(lambda s, row: (s + row, None), d[0], c)[0], set()),
     "terms added in a branch": (lambda c, d: lax.cond(d[0, 0] > 0, lambda c: c + d, lambda c: c, c), {ACCUMULATES}),
     "terms added in a branch that the carry decides": (
         lambda c, d: lax.cond(c[0, 0] > 0, lambda c: c + d, lambda c: c, c), set()

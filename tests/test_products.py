@@ -906,6 +906,10 @@ CONDITIONS = {
     "a filter of an exponential": (lambda w, x: filtered(x, jnp.exp(x @ w)[:1, :9]), None),
     "filters of a table": (lambda w, x: filtered(x, waves(8, 9)), Cause.FILTER),
     "four captured filters": (lambda w, x: filtered(x, WAVES[np.arange(8) % 4, :9]), Cause.FILTER),
+    "four captured filters, along the last axis": (
+        lambda w, x: lax.conv_general_dilated(
+            x.reshape(1, 16, 16, 8), WAVES[np.arange(8) % 4, :9].T.reshape(3, 3, 1, 8), (1, 1), "SAME",
+            feature_group_count=8, dimension_numbers=("NHWC", "HWIO", "NHWC")), Cause.FILTER),
     "five captured filters": (lambda w, x: filtered(x, WAVES[np.arange(8) % 5, :9]), None),
     "filters of two channels": (
         lambda w, x: lax.conv(x.reshape(4, 2, 16, 16), waves(8, 18).reshape(8, 2, 3, 3), (1, 1), "SAME"), None),

@@ -210,6 +210,19 @@ def test_a_step_is_found_behind_64_operations_on_its_gradient(operations, found)
     assert {operation.reason for operation in report.operations} & {STEP.reason} == found
 
 
+def reasons(fn):
+    operations = jmp.explain(fn, "mixed_float16")(PARAMS["hidden"], X[:, :1] * PARAMS["hidden"][0]).operations
+    return {operation.reason for operation in operations}
+
+
+def test_the_gradient_of_a_penalty_updates_a_parameter_and_is_no_step_of_a_result():
+    def penalty(p):
+        return jnp.sum(jnp.square(p))
+
+    assert UPDATE.reason in reasons(lambda p, x: x @ (p - 0.1 * jax.grad(penalty)(p)))
+    assert not {UPDATE.reason, STEP.reason} & reasons(lambda p, x: (x @ p + jax.grad(penalty)(p[0])) @ p)
+
+
 def test_data_that_is_moved_along_a_gradient_widens_what_it_meets():
     def moved(p, x):
         for _ in range(3):
