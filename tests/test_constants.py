@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from jmp_train import explain, full_precision
 from jmp_train._autocast.analysis.constants import Constants, table_of
@@ -13,6 +14,8 @@ from jmp_train._jaxpr import flatten
 
 HALF = np.dtype(np.float16)
 CAPTURED = jnp.asarray(np.arange(1.0, 4.0, dtype=np.float32))
+BITS = np.arange(1, 4, dtype=np.int32)
+KEY = jax.random.key_data(jax.random.fold_in(jax.random.split(jax.random.key(0))[1], 2))
 
 
 def numbers_of(fn, *args, given=None):
@@ -44,6 +47,15 @@ KNOWN = {
     "computed from that": (lambda x: CAPTURED * 2, [2, 4, 6]),
     "two results of one node": (lambda x: jnp.add(*jnp.split(jnp.arange(4.0), 2)), [2, 4]),
     "of a call that the user keeps in float32": (lambda x: full_precision(jax.nn.relu)(jnp.arange(3.0) - 1), [0, 0, 1]),
+    "shifted": (lambda x: lax.shift_right_arithmetic(lax.shift_right_logical(BITS << 4, 1), 1), [4, 8, 12]),
+    "bits": (lambda x: (~BITS & 3) | (BITS ^ 1), [2, 3, 2]),
+    "whether bits are set": (lambda x: jnp.any(BITS > 2) & jnp.all(BITS > 0), True),
+    "a part of complex numbers": (lambda x: jnp.imag(lax.complex(CAPTURED, 2 * CAPTURED)), [2, 4, 6]),
+    "rounded": (lambda x: lax.reduce_precision(CAPTURED + 2**-20, 8, 7), [1, 2, 3]),
+    "the bits of numbers": (
+        lambda x: lax.bitcast_convert_type(lax.bitcast_convert_type(CAPTURED, np.int32), np.float32), [1, 2, 3]),
+    "random bits": (
+        lambda x: jax.random.key_data(jax.random.fold_in(jax.random.split(jax.random.key(0))[1], 2)), KEY),
     "an argument": (lambda x: x, None),
     "computed from it": (lambda x: jnp.arange(3.0) + x, None),
     "with an effect": (lambda x: (jax.debug.print(""), jnp.arange(2.0))[1], [0, 1]),
@@ -53,7 +65,7 @@ KNOWN = {
     "from one more": (lambda x: jnp.sum(jnp.ones(2**20 + 1)), None),
     "by 256 equations": (many_steps(255), [255, 256, 257]),
     "by 257": (many_steps(256), None),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KNOWN)

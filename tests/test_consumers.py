@@ -186,10 +186,23 @@ def test_which_products_are_powers(name):
     assert (last.outs[0] in Consumers(program, Producers(program)).repeated) == POWERS[name][1]
 
 
-@pytest.mark.parametrize("terms, expected", [(4, True), (32, False)])
-def test_how_far_a_sum_is_followed(terms, expected):
+@pytest.mark.parametrize("sums, expected", [(15, True), (16, False)])
+def test_how_far_a_sum_is_followed(sums, expected):
     def fn(x, y):
-        return jnp.sin(sum((jnp.tanh(i * x) for i in range(1, terms)), x @ y.T))
+        value = x @ y.T
+        for i in range(sums):
+            value = jnp.tanh(i * x) + value
+        return jnp.sin(value)
 
     consumers, product = consumers_of(fn, np.ones((4, 4), np.float32), np.ones((4, 4), np.float32))
     assert (product.outs[0] in consumers.delicate) == expected
+
+
+@pytest.mark.parametrize("others, expected", [(15, LEFT), (16, NEITHER)])
+def test_how_many_sums_of_squares_are_followed(others, expected):
+    def fn(x, y):
+        total = sum((squares(jnp.tanh(i * x)) for i in range(others)), squares(x))
+        return total[:, None] - 2 * x @ y.T
+
+    consumers, product = consumers_of(fn, X, Y)
+    assert consumers.squared_beside.get(product.outs[0], frozenset()) == expected

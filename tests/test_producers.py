@@ -188,12 +188,13 @@ def test_the_factors_of_a_product():
 
 def test_what_a_dot_multiplies_by_is_a_weight():
     def fn(x, y):
-        return (x + y).T @ y, jnp.sin(x) @ y.T, x[:2]
+        weights = x + y, jnp.sin(x), -x, y * jnp.cos(x), jnp.tan(x).astype(jnp.float16)
+        return (x + y).T @ y, [y.T @ weight for weight in weights], x[:2]
 
-    producers, _, (product, _, part) = produced(fn, X, Y)
-    program = producers.program
-    (total, sine) = (n.outs[0] for n in program.nodes if n.name in ("add", "sin"))
-    assert producers.becomes_weight(total) and producers.becomes_weight(sine)
+    producers, _, (product, *_, part) = produced(fn, X, Y)
+    names = ("add", "sin", "neg", "cos", "tan")
+    weights = [node.outs[0] for node in producers.program.nodes if node.name in names]
+    assert len(weights) == 6 and all(map(producers.becomes_weight, weights))
     assert not producers.becomes_weight(product) and not producers.becomes_weight(part)
 
 

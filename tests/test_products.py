@@ -818,6 +818,7 @@ def filtered(x, kernels):
 # What a product of a function of (parameters, data) runs in float32 for, if it does.
 CONDITIONS = {
     "a matrix of data times a vector": (lambda w, x: x @ x[0], Cause.INNER),
+    "a matrix of ones times twos": (lambda w, x: jnp.ones((64, 64)) @ jnp.full(64, 2.0), None),
     "a matrix of computed data times a vector": (lambda w, x: jnp.exp(x) @ jnp.sin(x[0]), None),
     "results times a vector of data": (lambda w, x: (x @ w) @ x[0], None),
     "a parameter times a vector of data": (lambda w, x: w @ x[0], None),

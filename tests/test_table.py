@@ -7,11 +7,13 @@ import warnings
 
 import jax
 import jax.extend.core.primitives as exported
+import numpy as np
 import pytest
+from jax import lax
 from jax._src.interpreters import mlir
 
 from jmp_train._autocast import primitives
-from jmp_train._autocast.primitives import OPAQUE, OPAQUE_DOTS, TABLE, UNKNOWN, Rule
+from jmp_train._autocast.primitives import OPAQUE, OPAQUE_DOTS, TABLE, UNKNOWN, Rule, Trait
 
 # Modules that register primitives when they are imported; some warn of their own deprecation.
 with warnings.catch_warnings():
@@ -85,6 +87,31 @@ def test_the_list_of_exceptions_is_exact():
 def test_traits_name_primitives_of_the_table():
     names = {name for line in primitives.TRAITS.values() for name in line.split()}
     assert names | primitives.DELICATE_OPERAND.keys() | primitives.DATA_OPERANDS.keys() <= TABLE.keys()
+
+
+def is_elementwise(name):
+    """Whether a function of `jax.lax`, mapped over a batch, is the same primitive with the same parameters."""
+    fn, x = getattr(lax, name), np.full(3, 0.5, np.float32)
+    for operands in (1, 2, 3):
+        try:
+            (one,) = jax.make_jaxpr(fn)(*[x] * operands).eqns
+        except (TypeError, ValueError):
+            continue
+        if one.outvars[0].aval != one.invars[0].aval:
+            return False
+        (many,) = jax.make_jaxpr(jax.vmap(fn))(*[x[None]] * operands).eqns
+        return one.primitive.name == name and str(one.params) == str(many.params)
+    return False
+
+
+def test_which_primitives_are_elementwise():
+    """But for functions that no optimizer makes of a gradient."""
+    arithmetic = (Rule.HIGH, Rule.FOLLOW, Rule.WIDEST)
+    names = [name for name, entry in TABLE.items() if entry.rule in arithmetic and hasattr(lax, name)]
+    others = "bessel_i0e bessel_i1e igamma igamma_grad_a igammac log2 one_minus_square polygamma zeta".split()
+    of_parameters = "add_any convert_element_type copy integer_pow reduce_precision".split()
+    found = {name for name in names if is_elementwise(name)}
+    assert found - {*others} == primitives.having(Trait.ELEMENTWISE) - {*of_parameters}
 
 
 def test_every_row_has_a_reason():

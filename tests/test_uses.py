@@ -70,6 +70,11 @@ CASES = {
     "a dot of one part": (lambda x, y, w: (halves(x)[0] @ w, jnp.tanh(halves(x)[1])), DOT),
     "a dot in a region": (lambda x, y, w: jmp.full_precision(jnp.dot)(x, w), DELICATE),
     "a dot in a scope": (lambda x, y, w: wide_dot(x, w), BEFORE_DOT | DELICATE),
+    "a dot behind a barrier": (lambda x, y, w: lax.optimization_barrier(x) @ w, ONLY_DOTS),
+    "a dot behind a barrier in a scope": (
+        lambda x, y, w: jax.named_scope("wide")(lax.optimization_barrier)(x) @ w,
+        BEFORE_DOT | DELICATE,
+    ),
     "a dot of a precision": (lambda x, y, w: jnp.dot(x, w, precision="highest"), BEFORE_DOT | DELICATE | WIDE),
     "a dot in a loop": (lambda x, y, w: looped(x, w), BEFORE_DOT),
     "a dot in a loop of unknown length": (
@@ -148,6 +153,11 @@ def test_what_becomes_of_a_value(name):
 @pytest.mark.parametrize("name", "log log1p sqrt rsqrt cbrt digamma lgamma erf_inv asin acos atanh acosh".split())
 def test_what_a_function_with_a_pole_or_branch_point_reads_is_delicate(name):
     assert found(lambda x, y, w: getattr(lax, name)(x)) >= DELICATE
+
+
+@pytest.mark.parametrize("name", "sin cos tan floor ceil round".split())
+def test_what_a_periodic_function_reads_is_a_position(name):
+    assert found(lambda x, y, w: getattr(lax, name)(x)) >= POSITION
 
 
 def sum_of_two(x, y, w):
