@@ -152,6 +152,7 @@ NORMS: dict[str, tuple[Callable[..., Any], tuple[int, int], str]] = {
     ),
     "over the batch": (lambda w, b, g, v, x: g * normalized(x @ w + b, 0), (2**14, 256), "fused"),
     "over the batch, of fewer numbers": (lambda w, b, g, v, x: g * normalized(x @ w + b, 0), (2**13, 256), "stored"),
+    "over fewer rows": (lambda w, b, g, v, x: g * normalized(x @ w + b, 0), (2**13, 2**9), "fused"),
     "over a smaller batch": (lambda w, b, g, v, x: g * normalized(x @ w + b, 0), (2**12, 2**11), "stored"),
     "over the batch, behind an activation": (
         lambda w, b, g, v, x: g * normalized(jax.nn.relu(x @ w + b), 0), (2**14, 256), "fused"),

@@ -55,6 +55,7 @@ WHOLES = {
     "a part of a moved value": (lambda x: x.T[:2], True),
     "a part, padded with zeros": (lambda x: pad(x[:2], 1, 0), True),
     "a part, padded with ones": (lambda x: lax.pad(x[:2], np.float32(1), [(1, 0, 0), (0, 0, 0)]), False),
+    "a part, padded with one of its numbers": (lambda x: lax.pad(x[:2], x[0, 0], [(1, 0, 0), (0, 0, 0)]), False),
     "all of it": (lambda x: x.T, False),
     "a part, scaled": (lambda x: 2 * x[:2], False),
 }

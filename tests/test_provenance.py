@@ -67,6 +67,8 @@ CASES = {
         lambda w, x: lax.dynamic_slice_in_dim(x @ w, x[0, 0].astype(int), 2), NARROW),
     "a row of a parameter, written where data say": (
         lambda w, x: lax.dynamic_update_slice(w, w[:1], (x[0, 0].astype(int), 0)), PARAMETER),
+    "results, written into zeros": (
+        lambda w, x: lax.dynamic_update_slice(jnp.zeros((16, 16)), x @ w, (0, 0)), NARROW),
     "scattered into a parameter": (lambda w, x: w.at[x[0].astype(int)].set(0.0), PARAMETER),
     "scattered into zeros": (lambda w, x: jnp.zeros((16, 16)).at[x[0].astype(int)].add(x), DATA),
     "subtracted from results": (

@@ -596,3 +596,23 @@ def test_float32_residuals_are_read_as_they_are(name):
     fn, primitive, *expected = WITH_AND_WITHOUT[name]
     rules = DEFAULT_RULES, DEFAULT_RULES.with_residuals("float32")
     assert [decided(primitive, fn, W, X, rules=each)[-1] for each in rules] == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    "abs cbrt cos erf erf_inv erfc exp exp2 expm1 log log1p logistic neg rsqrt sign sin sqrt square tan tanh".split(),
+)
+def test_a_function_of_a_product_is_computed_again(name):
+    assert decided(name, lambda w, x: across(getattr(lax, name)(x @ w), w, x), W, X) == ["remat"]
+
+
+@jax.custom_jvp
+def outside(x):
+    return jnp.where(~((x > -1) & (x < 1)) | (x == jnp.inf), x, 0)
+
+
+outside.defjvp(lambda primals, tangents: (outside(*primals), tangents[0]))
+
+
+def test_a_choice_by_comparisons_in_a_rule_of_its_own_is_computed_again():
+    assert decided("custom_jvp_call", lambda w, x: across(outside(x @ w), w, x), W, X) == ["remat"]

@@ -123,6 +123,7 @@ CASES = {
     "an angle": (lambda x, y, w: jnp.sin(2 * x.T / y.T + 1), POSITION | WIDE),
     "a fraction": (lambda x, y, w: x - jnp.floor(x), POSITION),
     "a remainder": (lambda x, y, w: lax.rem(jnp.maximum(x, y), y), POSITION),
+    "a divisor of which the remainder is left": (lambda x, y, w: lax.rem(y, x), DELICATE | POSITION),
     "an angle of a bounded value": (lambda x, y, w: jnp.sin(10 * jnp.tanh(x)), set()),
     "an exponential of moves": (lambda x, y, w: jnp.exp(jnp.maximum(x.T, 0)), EXPONENT | WIDE),
     "an exponential of a function": (lambda x, y, w: jnp.exp(jnp.tanh(x)), set()),
