@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from jmp_train import explain, full_precision
-from jmp_train._autocast.analysis.constants import Constants, table_of
+from jmp_train._autocast.analysis.constants import Constants, is_zero, table_of
 from jmp_train._jaxpr import flatten
 
 HALF = np.dtype(np.float16)
@@ -97,6 +97,12 @@ def test_what_cannot_be_evaluated_while_planning_is_not_known():
     constants.give(program.inputs[0], fails)
     constants.add(program.nodes[0])
     assert constants.numbers(program.outputs[0]) is None
+
+
+def test_whether_a_tracer_is_zero_is_not_known():
+    seen = []
+    jax.make_jaxpr(lambda x: seen.append(is_zero(x)))(np.float32(0))
+    assert seen == [False]
 
 
 def test_what_is_captured_from_another_trace_is_no_constant():

@@ -57,6 +57,12 @@ CROSS_TERMS = {
     "of given codes": (
         lambda x, y: squares(x)[:, None] + squares(y)[np.arange(3)] - 2 * x @ y[np.arange(3)].T, BOTH),
     "of fewer parts": (lambda x, y: squares(x)[1:2, None] + squares(y)[:1] - 2 * x[1:] @ y[:3].T, NEITHER),
+    "printed squares": (
+        lambda x, y: (jax.debug.callback(lambda s: None, s := squares(x)), s[:, None] - 2 * x @ y.T)[1], LEFT),
+    "squares behind a barrier": (
+        lambda x, y: lax.optimization_barrier((y, squares(x)))[1][:, None] - 2 * x @ y.T, LEFT),
+    "a function beside squares in a barrier": (
+        lambda x, y: lax.optimization_barrier((jnp.sin(x[:, :1]), squares(x)))[0] - 2 * x @ y.T, NEITHER),
     "one side": (lambda x, y: squares(x)[:, None] - 2 * x @ y.T, LEFT),
     "the other side": (lambda x, y: x @ y.T - squares(y) / 2, RIGHT),
     "sums": (lambda x, y: jnp.sum(x, -1)[:, None] + jnp.sum(y, -1) - 2 * x @ y.T, NEITHER),

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jmp_train._autocast.analysis.loops import accumulates, is_counted, is_residual_stream
+from jmp_train._autocast.analysis.loops import accumulates, is_counted, is_residual_stream, may_be_narrow
 from jmp_train._autocast.analysis.recurrences import are_linear, carry_kinds, solves
+from jmp_train._autocast.ir import TOP
 from jmp_train._jaxpr import flatten, loop_of
 
 RNG = np.random.default_rng(0)
@@ -116,6 +117,25 @@ def test_each_carry_is_linear_in_itself():
     program = flatten(jax.make_jaxpr(body)(C, C, C, D))
     ends = list(zip(program.inputs, program.outputs, strict=True))
     assert are_linear(program, ends) == [are_linear(program, [end])[0] for end in ends] == [True, True, False, True]
+
+
+# Of a carry and a row of parameters, whether the carry may be in 16 bits.
+LAYERS = {
+    "handed on": (lambda c, row: c.T, True),
+    "rounded for a dot": (lambda c, row: jnp.tanh(c @ row), True),
+    "a stream of layers": (lambda c, row: c + jnp.tanh(c @ row), True),
+    "a stream of other functions of rows": (lambda c, row: c + jnp.tanh(c * row), False),
+    "a stream of products without rows": (lambda c, row: c + jnp.tanh(c @ c), False),
+    "an average": (lambda c, row: 0.9 * c + jnp.tanh(c @ row), False),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_which_carries_may_be_narrow(name):
+    fn, expected = LAYERS[name]
+    body = flatten(jax.make_jaxpr(fn)(C, D))
+    start, row = body.inputs
+    assert may_be_narrow(body, TOP, [row], start, body.outputs[0], ()) == expected
 
 
 # A condition, a body, and whether the end depends on no floating number that the body computes. The carry is a counter,

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jmp_train._autocast.analysis.producers import Producers
 from jmp_train._jaxpr import flatten
@@ -23,6 +24,9 @@ SOURCES = {
     "moved": (lambda x: x.T.reshape(3, 8)[:, None], True),
     "repeated": (lambda x: jnp.broadcast_to(x, (2, 4, 6)), True),
     "negated": (lambda x: -x, True),
+    "named": (lambda x: checkpoint_name(x, "x"), True),
+    "put on a device": (lambda x: jax.device_put(x, jax.devices()[0]), True),
+    "behind a barrier": (lambda x: lax.optimization_barrier((Y, x))[1], True),
     "scaled": (lambda x: 2 * x / 3, True),
     "scaled from the left": (lambda x: lax.mul(np.float32(2), x.sum()), False),
     "rounded": (lambda x: x.astype(jnp.float16), False),

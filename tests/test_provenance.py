@@ -16,6 +16,7 @@ from jmp_train._autocast.planner import Planner
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(16, 16)).astype(np.float32)
 X, Y = (jnp.asarray(RNG.normal(size=(16, 16)).astype(np.float32)) for _ in range(2))
+NUMBER = jnp.full((1,), 3.0)
 EXACT, TABLE, PARAMETER, NARROW, DATA, ACTIVATION, STATE, FACTOR, SOLUTION, KERNEL, ESTIMATE = Provenance
 
 
@@ -56,6 +57,7 @@ CASES = {
     "data times a parameter": (lambda w, x: x * w, DATA),
     "data times a literal": (lambda w, x: 3 * x, DATA),
     "a parameter times a literal": (lambda w, x: 3 * w, PARAMETER),
+    "a parameter times a captured number": (lambda w, x: w * NUMBER, PARAMETER),
     "a parameter times a result": (lambda w, x: w * (x @ w), NARROW),
     "cast by hand": (lambda w, x: x.astype(np.float16), NARROW),
     "cast by hand, and back": (lambda w, x: x.astype(np.float16).astype(np.float32), ACTIVATION),
@@ -102,6 +104,8 @@ CASES = {
     "an iterative solution": (
         lambda w, x: jax.scipy.sparse.linalg.cg(lambda v: v * (1 + w[0] ** 2), x[0])[0], DATA),
     "a direct solution": (lambda w, x: jnp.linalg.solve(1 + x, x), SOLUTION),
+    "beside a token": (
+        lambda w, x: (lambda y: (lax.after_all(lax.create_token(y)), y)[1])(jnp.exp(x @ w)), ACTIVATION),
     # Bodies, and what is known inside of them.
     "in a call": (lambda w, x: jax.checkpoint(lambda h: jnp.exp(h))(x @ w), ACTIVATION),
     "in a function with a batching rule": (

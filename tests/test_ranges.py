@@ -141,6 +141,7 @@ MIXES = {
     "squared": (lambda x: lax.square(x), [OVERFLOWS], True),
     "a power": (lambda x: x**3, [OVERFLOWS], True),
     "bounded from below by it": (lambda x: lax.max(x, 2 * x), [UNKNOWN_NUMBERS, TOO_LARGE], False),
+    "a bound of known numbers": (lambda x: lax.max(x, 2 * x), [KNOWN, TOO_LARGE], False),
     "a bound of it": (lambda x: lax.max(x, 2 * x), [OVERFLOWS, TOO_LARGE], True),
     "a bound of it and of others": (lambda x: lax.max(x, 2 * x), [OVERFLOWS, UNKNOWN_NUMBERS], False),
     "the largest": (lambda x: lax.reduce_max_p.bind(x, axes=(0,), out_sharding=None), [OVERFLOWS], False),

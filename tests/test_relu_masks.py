@@ -7,6 +7,8 @@ import pytest
 from test_autocast import equations
 
 from jmp_train import autocast
+from jmp_train._autocast.analysis.relus import is_positive
+from jmp_train._jaxpr import flatten
 
 RNG = np.random.default_rng(0)
 W, X = (RNG.standard_normal((8, 8)).astype(np.float32) for _ in range(2))
@@ -144,3 +146,12 @@ def test_a_bound_that_is_an_array_of_the_device(number):
 
     got = jax.jit(autocast(jax.grad(loss), "mixed_float16"))(W, X)
     np.testing.assert_allclose(got, jax.grad(loss)(W, X), rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [(lambda x: x > 0, True), (lambda x: x >= 0, False), (lambda x: x > 1, False), (lambda x: 0 > x, False)],
+)
+def test_which_comparisons_say_that_a_number_is_positive(fn, expected):
+    program = flatten(jax.make_jaxpr(fn)(np.ones(3, np.float32)))
+    assert is_positive(program.nodes[-1], program) == expected

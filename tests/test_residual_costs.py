@@ -72,6 +72,13 @@ def test_a_source_that_another_value_has_saved_is_only_read():
     assert costs.is_cheaper(sources, VALUE, saved={FLOAT32})
 
 
+def test_at_equal_cost_no_source_is_written_for_it():
+    costs = ResidualCosts([2 * N, 2 * N, 3 * N].__getitem__)
+    for number, in_memory in enumerate([False, True, False]):
+        costs.state(number, in_memory)
+    assert not again(costs, 2, [0, 1])  # 4 bytes and 2 in place of 6
+
+
 def test_a_value_of_very_many_sources_is_its_own():
     costs = ResidualCosts(lambda number: 4 * N if number == 17 else 1, in_memory=range(17))
     costs.state(17)
