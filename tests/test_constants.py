@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from jax import export, lax
 
 from jmp_train import explain, full_precision
 from jmp_train._autocast.analysis.constants import Constants, is_zero, table_of
@@ -97,6 +97,11 @@ def test_what_cannot_be_evaluated_while_planning_is_not_known():
     constants.give(program.inputs[0], fails)
     constants.add(program.nodes[0])
     assert constants.numbers(program.outputs[0]) is None
+
+
+def test_constants_of_a_symbolic_size_are_not_known():
+    x = jax.ShapeDtypeStruct(export.symbolic_shape("b"), np.float32)
+    assert numbers_of(lambda x: jnp.ones(x.shape), x) is None
 
 
 def test_whether_a_tracer_is_zero_is_not_known():

@@ -66,6 +66,7 @@ CROSS_TERMS = {
     "one side": (lambda x, y: squares(x)[:, None] - 2 * x @ y.T, LEFT),
     "the other side": (lambda x, y: x @ y.T - squares(y) / 2, RIGHT),
     "sums": (lambda x, y: jnp.sum(x, -1)[:, None] + jnp.sum(y, -1) - 2 * x @ y.T, NEITHER),
+    "sums of a function of squares": (lambda x, y: jnp.sum(jnp.sin(x**2), -1)[:, None] - 2 * x @ y.T, NEITHER),
     "cubes": (lambda x, y: jnp.sum(x**3, -1)[:, None] + jnp.sum(y**3, -1) - 2 * x @ y.T, NEITHER),
     "sums of products": (lambda x, y: jnp.sum(x * (x + 1), -1)[:, None] - 2 * x @ y.T, NEITHER),
     "an inner product of two": (lambda x, y: jnp.einsum("id,id->i", x, x + 1)[:, None] - 2 * x @ y.T, NEITHER),
