@@ -14,7 +14,7 @@ from jmp_train._jaxpr import flatten
 
 HALF = np.dtype(np.float16)
 CAPTURED = jnp.asarray(np.arange(1.0, 4.0, dtype=np.float32))
-BITS = np.arange(1, 4, dtype=np.int32)
+BITS = jnp.arange(1, 4)
 KEY = jax.random.key_data(jax.random.fold_in(jax.random.split(jax.random.key(0))[1], 2))
 
 
