@@ -415,6 +415,12 @@ def test_a_mask_is_to_blame_where_a_product_makes_nan_of_it():
     assert (report.verdict, report.primitive) == (Verdict.INPUT, "dot_general")
 
 
+@pytest.mark.parametrize("log", [jnp.log, jnp.log2])
+def test_a_pole_beside_an_infinity_of_the_program(log):
+    report = find_overflow(lambda x: log(jnp.where(x > 5, jnp.inf, x)))(np.array([0, 6], np.float32))
+    assert report.primitive in ("log", "log2")
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_bad_data_is_named_by_its_path(value):
     batch = {"image": X.copy(), "label": X}

@@ -204,8 +204,9 @@ TRAITS = {
     Trait.FUSES: "add sub add_any mul div max min neg abs sign select_n clamp integer_pow square one_minus_square "
     "broadcast_in_dim reshape squeeze slice concatenate convert_element_type copy pvary",
     Trait.ELEMENTWISE: "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type "
-    "copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 floor integer_pow lgamma log log1p logistic max min "
-    "mul neg nextafter pow reduce_precision rem round rsqrt sign sin sinh sqrt square sub tan tanh",
+    "copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 floor integer_pow lgamma log log1p log2 logistic max "
+    "min mul neg nextafter one_minus_square pow reduce_precision rem round rsqrt sign sin sinh sqrt square sub tan "
+    "tanh",
     Trait.EXPENSIVE: "exp exp2 expm1 log log1p log2 logistic tanh erf erfc erf_inv pow sin cos tan sqrt rsqrt cbrt",
     Trait.COMPARES: "lt le gt ge and or not",
     Trait.BITWISE: "bitcast_convert_type polynomial",
