@@ -127,6 +127,11 @@ def test_the_gradient_through_unrolled_steps_is_as_exact(name, dtype):
     assert relative_error(got, jax.jit(jax.grad(meta_loss))(PARAMS)) < 2 * TOLERANCE[dtype]
 
 
+def reasons(fn, *args, rules=jmp.DEFAULT_RULES):
+    operations = jmp.explain(fn, "mixed_float16", rules)(*args).operations
+    return {operation.reason for operation in operations}
+
+
 @pytest.mark.parametrize(
     ("rules", "found"),
     [
@@ -141,8 +146,7 @@ def test_what_the_user_says_of_a_sum_holds(rules, found):
     def meta_loss(p):
         return loss(descent(p, X, Y, steps=2), X, Y)
 
-    operations = jmp.explain(jax.grad(meta_loss), "mixed_float16", rules)(PARAMS).operations
-    assert {UPDATE.reason, GRADIENT.reason} & {operation.reason for operation in operations} == found
+    assert {UPDATE.reason, GRADIENT.reason} & reasons(jax.grad(meta_loss), PARAMS, rules=rules) == found
 
 
 def generated(p, x):
@@ -195,41 +199,41 @@ def test_a_step_makes_no_parameter_of_what_it_starts_from(start, entry, dtype):
     assert [operation.dtype for operation in operations if operation.primitive == "dot_general"][-1] == dtype
 
 
+def step_of_activations(change):
+    """A step of activations that is a function of their gradient and of the data."""
+
+    def step(p, x):
+        h = jnp.tanh(x @ p["in"])
+        g = jax.grad(lambda h: jnp.sum(jnp.tanh(h @ p["hidden"])))(h)
+        return (h - change(g, x)) @ p["out"]
+
+    return step
+
+
 @pytest.mark.parametrize(("operations", "found"), [(60, {STEP.reason}), (70, set())])
 def test_a_step_is_found_behind_64_operations_on_its_gradient(operations, found):
     """A search through more of them, at each sum, would make planning quadratic."""
 
-    def step(p, x):
-        h = jnp.tanh(x @ p["in"])
-        g = jax.grad(lambda h: jnp.sum(jnp.tanh(h @ p["hidden"])))(h)
+    def sines(g, x):
         for _ in range(operations):
             g = jnp.sin(g)
-        return (h - g) @ p["out"]
+        return g
 
-    report = jmp.explain(step, "mixed_float16")(PARAMS, X)
-    assert {operation.reason for operation in report.operations} & {STEP.reason} == found
+    assert reasons(step_of_activations(sines), PARAMS, X) & {STEP.reason} == found
 
 
 def test_a_step_is_found_behind_a_choice_of_its_powers():
-    def step(p, x):
-        h = jnp.tanh(x @ p["in"])
-        g = jax.grad(lambda h: jnp.sum(jnp.tanh(h @ p["hidden"])))(h)
-        return (h - jnp.where(jnp.abs(x[:, :1]) < 1, g**3, 0)) @ p["out"]
-
-    assert STEP.reason in {operation.reason for operation in jmp.explain(step, "mixed_float16")(PARAMS, X).operations}
-
-
-def reasons(fn):
-    operations = jmp.explain(fn, "mixed_float16")(PARAMS["hidden"], X[:, :1] * PARAMS["hidden"][0]).operations
-    return {operation.reason for operation in operations}
+    step = step_of_activations(lambda g, x: jnp.where(jnp.abs(x[:, :1]) < 1, g**3, 0))
+    assert STEP.reason in reasons(step, PARAMS, X)
 
 
 def test_the_gradient_of_a_penalty_updates_a_parameter_and_is_no_step_of_a_result():
     def penalty(p):
         return jnp.sum(jnp.square(p))
 
-    assert UPDATE.reason in reasons(lambda p, x: x @ (p - 0.1 * jax.grad(penalty)(p)))
-    assert not {UPDATE.reason, STEP.reason} & reasons(lambda p, x: (x @ p + jax.grad(penalty)(p[0])) @ p)
+    p, x = PARAMS["hidden"], X[:, :1] * PARAMS["hidden"][0]
+    assert UPDATE.reason in reasons(lambda p, x: x @ (p - 0.1 * jax.grad(penalty)(p)), p, x)
+    assert not {UPDATE.reason, STEP.reason} & reasons(lambda p, x: (x @ p + jax.grad(penalty)(p[0])) @ p, p, x)
 
 
 def test_data_that_is_moved_along_a_gradient_widens_what_it_meets():
@@ -274,5 +278,4 @@ def test_sums_that_are_no_updates_stay_as_they_are():
 
     programs = [(program, X @ np.ones((32, 48), np.float32)), (jax.grad(penalised), X, Y), (jax.grad(by_rule), X, Y)]
     for fn, *args in programs:
-        operations = jmp.explain(fn, "mixed_float16")(PARAMS, *args).operations
-        assert not {UPDATE.reason, STEP.reason, GRADIENT.reason} & {operation.reason for operation in operations}
+        assert not {UPDATE.reason, STEP.reason, GRADIENT.reason} & reasons(fn, PARAMS, *args)

@@ -216,11 +216,12 @@ class ProductCauses:
         # A factor of parameters alone is a weight, as of an orthogonal layer.
         if Provenance.FACTOR in provenances:
             return None
-        are_data, directly = _are_data(provenances), self._consumers.in_systems.get(node.outs[0])
+        directly = self._consumers.in_systems.get(node.outs[0])
         if any(each in ROUNDED_PROVENANCES for each in provenances):
             # Activations times activations or targets, as the right-hand side of a regression on learned features, are
             # no layer; what is read otherwise has been rounded already.
             return Cause.IN_SYSTEM if directly and Provenance.PARAMETER not in provenances else None
+        are_data = _are_data(provenances)
         # Of a layer only if nothing is between it and the system: that is no network.
         if directly or (are_data and directly is not None):
             return Cause.IN_SYSTEM

@@ -238,7 +238,8 @@ def _blame(call: Call, tracker: TaintTracker, tainted: Sequence[tuple[str, Taint
         # JAX computes the derivative of a line just before the line itself, whose own failure says more. That of a
         # backward pass, which reads the derivative, does not.
         first = min(total.origins, key=lambda number: (tracker.origins[number].derivative, number))
-        first = min(total.origins) if tracker.origins[first].backward else first
+        if tracker.origins[first].backward:
+            first = min(total.origins)
         return _Blamed(first, frozenset(), _reached(tainted, "origins", {first}))
     if total.nan_origins:
         first = min(total.nan_origins)

@@ -186,18 +186,18 @@ def has_nonfinite(array: Any) -> bool:
     return is_inexact(array) and not np.all(np.isfinite(np.asarray(array)))
 
 
+def makes_nan(arrays: Sequence[Any], causes: Sequence[bool], outputs: Sequence[Any]) -> bool:
+    """Whether NaN comes out of operands that hold infinities but no NaN."""
+    operands = [array for array, is_cause in zip(arrays, causes, strict=True) if is_cause]
+    return bool(operands) and any(map(_has_nan, outputs)) and not any(map(_has_nan, operands))
+
+
 def _nonfinite(array: Any) -> np.ndarray:
     return ~np.isfinite(np.asarray(array)) if is_inexact(array) else np.zeros(np.shape(array), bool)
 
 
 def _has_nan(array: Any) -> bool:
     return is_inexact(array) and bool(np.any(np.isnan(np.asarray(array))))
-
-
-def makes_nan(arrays: Sequence[Any], causes: Sequence[bool], outputs: Sequence[Any]) -> bool:
-    """Whether NaN comes out of operands that hold infinities but no NaN."""
-    operands = [array for array, is_cause in zip(arrays, causes, strict=True) if is_cause]
-    return bool(operands) and any(map(_has_nan, outputs)) and not any(map(_has_nan, operands))
 
 
 def _selected(arrays: Sequence[Any], nonfinite: Sequence[bool]) -> list[bool]:
