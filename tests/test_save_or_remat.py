@@ -616,3 +616,42 @@ outside.defjvp(lambda primals, tangents: (outside(*primals), tangents[0]))
 
 def test_a_choice_by_comparisons_in_a_rule_of_its_own_is_computed_again():
     assert decided("custom_jvp_call", lambda w, x: across(outside(x @ w), w, x), W, X) == ["remat"]
+
+
+def fit(h, y):
+    """Reads `h` as a product's operand."""
+    return jnp.sum(jnp.linalg.solve(A[:2, :2], h @ y.T))
+
+
+def solution(h, y):
+    """Reads `h` as a solver's."""
+    return jnp.sum(lax.linalg.triangular_solve(h, y.T, left_side=True))
+
+
+@pytest.mark.parametrize("reader", [fit, solution])
+@pytest.mark.parametrize(
+    ("near", "far", "expected"), [(True, True, "read"), (True, False, "remat"), (False, True, "remat")]
+)
+def test_what_products_or_solvers_of_both_sides_read_in_float32_is_stored_once(reader, near, far, expected):
+    def fn(w, x, data):
+        h, y = jnp.exp(x @ w), x @ w @ w
+        return reader(h if near else data, data) + reader(h if far else data, y) + jnp.sum(h * y)
+
+    x = X if reader is fit else B
+    assert decided("exp", fn, W, x, x + 1) == [expected]
+
+
+def test_what_is_computed_from_a_value_that_is_stored_in_float32_costs_reading_that():
+    def fn(w, b, x, data):
+        h, y = jnp.exp(x @ w), x @ w @ w
+        return fit(h, data) + fit(h, y) + jnp.sum(h * jnp.expm1(x @ b) * y)
+
+    assert decided("mul", fn, W, B, X, DATA)[0] == "remat"  # 4 bytes and 2 in place of 8
+
+
+def test_what_they_read_in_16_bits_is_rematerialized():
+    def fn(w, x, data):
+        h, y = -(x @ w), x @ w @ w
+        return fit(h, data) + fit(h, y) + jnp.sum(h * y)
+
+    assert decided("neg", fn, W, X, DATA)[0] == "remat"

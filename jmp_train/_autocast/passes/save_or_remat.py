@@ -25,7 +25,8 @@ A value that is read across a dot is, in this order:
    read a value before it was rounded to its low copy, that is computed again too: `exp(x - softplus(x))` from `x`;
 3. *saved as it is*, if it is a comparison (1 byte, where both operands would be saved otherwise), unless what it
    compares is read there anyway, or as fewer values than there are comparisons of them;
-4. *read as it is*: the compiler decides.
+4. *read as it is*: the compiler decides. So is what products or solvers of both sides read in float32, which is in
+   memory in that dtype anyway.
 
 Decides this for every value, and which operands are read that way. Does not decide dtypes; see `assign_dtypes.py`.
 What is stored on the same side of a dot, for sums, is the business of `save_for_sums.py`, and values that one scan
@@ -47,7 +48,9 @@ from ..analysis.joined_dots import joined_dots
 from ..analysis.relus import is_positive, relu_operand
 from ..analysis.residual_costs import ResidualCosts, Sources, fuses, is_expensive
 from ..ir import Access, Equation, Precision, Program, Residuals, Use, is_on_host
-from ..primitives import Rule
+from ..primitives import DOTS, SYSTEMS, Rule
+
+_READS_MEMORY = DOTS | SYSTEMS
 
 
 def save_or_remat(program: Program) -> Program:
@@ -126,7 +129,8 @@ class _Decisions:
             value.convolution = node.name == "conv_general_dilated"
             value.biased = node.name == "add" and self._is_biased(node)
             value.epilogue = value.convolution or (node.name == "add" and any([o.epilogue for o in operands]))
-        self._costs.state(number, in_memory=value.biased or dot_reads_it)
+        is_stored = fact.precision is Precision.FULL and number in self._stored_in_float32
+        self._costs.state(number, in_memory=value.biased or dot_reads_it or is_stored)
         if fact.precision is Precision.RECORDED:
             value.saved = self._is_saved_mask(number, node)
             if value.saved and (sources := self._sources_of(equation)) is not None:
@@ -138,7 +142,7 @@ class _Decisions:
             if fact.has_low_copy:
                 if behind_barrier:
                     self._in_full[number] = sources
-            elif self._costs.rematerialize(number, sources):
+            elif not is_stored and self._costs.rematerialize(number, sources):
                 # What parameters alone make, a scaled weight say, is left to XLA, and so are a mask's zeros and ones.
                 value.remat = behind_barrier and fact.precision is not Precision.WEAK
         if fact.precision is Precision.LOW:
@@ -193,6 +197,16 @@ class _Decisions:
             else:
                 far.update([number for number in equation.operands if facts[number].depth < equation.depth])
         return by_dots & far
+
+    @functools.cached_property
+    def _stored_in_float32(self) -> set[int]:
+        """What products or solvers of both sides read in float32, from memory: computed again, it is stored twice."""
+        facts, near, far = self._program.facts, set(), set()
+        for equation in self._program.equations:
+            if equation.node.name in _READS_MEMORY and not equation.is_narrow_dot:
+                for number in equation.operands:
+                    (far if facts[number].depth < equation.depth else near).add(number)
+        return near & far
 
     def _is_biased(self, node: Node) -> bool:
         """Whether an addition is that of a convolution and a parameter."""
