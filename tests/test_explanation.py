@@ -125,9 +125,9 @@ def test_text_of_what_is_widened_and_of_products_in_float32():
             return x @ w, full_precision(jnp.matmul)(x, w), jnp.matmul(x, w, precision="highest")
 
     found = report(fn, W, X)
-    assert "; 1 product kept in float32, the precision they were set to: " in str(found).splitlines()[0]
+    assert "; 1 product kept in float32 by an explicit precision: " in str(found).splitlines()[0]
     by_default = report(fn, W, X, policy=get_policy(POLICY).replace(matmul_precision="default"))
-    assert str(by_default).splitlines()[0].endswith("; 1 product kept in float32, the precision they were set to")
+    assert str(by_default).splitlines()[0].endswith("; 1 product kept in float32 by an explicit precision")
     assert [op.primitive for op in found.wide_products] == ["dot_general"] * 2
     assert (found.converted, found.total) == (1, 3)
     header, *rows = [re.split("  +", line) for line in str(found).split("\n\n")[-1].splitlines()]

@@ -212,7 +212,7 @@ class Explanation:
         number = sum(op.reason.endswith(Cause.PRECISION.value) for op in self.wide_products)
         if not number:
             return ""
-        told = f"; {count(number, 'product')} kept in float32, the precision they were set to"
+        told = f"; {count(number, 'product')} kept in float32 by an explicit precision"
         if "matmul_precision" in self.policy:
             return told  # by the call itself, over the policy
         return f'{told}: where that is set for all, matmul_precision="default" in the policy lets them narrow'
