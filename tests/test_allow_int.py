@@ -139,16 +139,18 @@ def test_a_step_leaves_integers_as_they_are(inner):
 
 @pytest.mark.parametrize("integer", [np.zeros((), jax.dtypes.float0), jnp.int32(0)], ids=["float0", "zero"])
 def test_moments_of_integers_stay_and_counts_become_fractions(integer):
-    count = optax.GradientTransformation(
-        lambda params: jnp.zeros((), jnp.int32), lambda u, s, params=None: (u, s + 0.25)
+    count = optax.GradientTransformation(  # one of all parameters, and one of each
+        lambda params: (jnp.zeros((), jnp.int32), jax.tree.map(lambda _: jnp.zeros((), jnp.int32), params)),
+        lambda u, s, params=None: (u, jax.tree.map(lambda x: x + 0.25, s)),
     )
     tx = jmp.with_loss_scale(optax.chain(optax.trace(0.9), count))
     params, grads = {"a": jnp.ones(3), "n": jnp.int32(3)}, {"a": jnp.ones(3), "n": integer}
     state = tx.init(params)
     for _ in range(3):
         _, state = tx.update(grads, state, params)
-    trace, total = state.inner_state
-    assert total == 0.75 and trace.trace["n"].dtype == jnp.int32
+    trace, (total, of_each) = state.inner_state
+    assert total == of_each["a"] == 0.75 and of_each["n"].dtype == jnp.int32
+    assert trace.trace["n"].dtype == jnp.int32
     moments = jmp.with_loss_scale(optax.adam(0.1))
     jax.lax.scan(lambda s, _: (moments.update(grads, s, params)[1], None), moments.init(params), None, length=3)
 
