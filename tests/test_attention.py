@@ -377,7 +377,7 @@ def test_biases_of_any_size(case, dtype):
 @pytest.mark.parametrize("scale", [2000.0, np.float32(2000.0), "traced"])
 def test_a_scale_of_any_kind(scale):
     """Also where a query of float16 times the scale would be infinite; and its derivative."""
-    query, key, value = (np.asarray(x) * factor for x, factor in zip(operands(), (40, 1 / 1600, 1 / 40), strict=True))
+    query, key, value = (np.asarray(x) * factor for x, factor in zip(operands(), (100, 1 / 4000, 1 / 40), strict=True))
 
     def fn(scale):
         return jnp.sum(jnp.sin(dot_product_attention(query, key, value, scale=scale)))
@@ -388,6 +388,14 @@ def test_a_scale_of_any_kind(scale):
     assert abs(got - want) <= 2e-2 * abs(want)
     assert abs(traced(jnp.float32(-2000.0)) - negative) <= 2e-2 * abs(negative)
     assert np.isfinite(float(jax.jit(jax.grad(fn))(0.0)))
+
+
+def test_what_a_mask_hides_in_float64_has_no_weight_however_large_its_logit():
+    with jax.enable_x64(True):
+        query, value = np.ones((1, 1, 1, 1)), np.array([1.0, 2.0]).reshape(1, 2, 1, 1)
+        key = np.array([-500.0, 500.0]).reshape(1, 2, 1, 1)
+        got = dot_product_attention(query, key, value, mask=np.array([[True, False]]))
+        assert got.dtype == np.float64 and got.item() == 1
 
 
 def test_by_hand_in_16_bits_the_bias_keeps_a_dtype_of_its_own():
@@ -906,6 +914,11 @@ REFUSED = {
         lambda *args: args,
         {"local_window_size": True},
         ValueError("`local_window_size` must be one number of positions or (left, right), got True."),
+    ),
+    "a window of fractions": (
+        lambda *args: args,
+        {"local_window_size": (1.5, 2)},
+        ValueError("`local_window_size` must be one number of positions or (left, right), got (1.5, 2)."),
     ),
     "window": (
         lambda *args: args,

@@ -225,6 +225,8 @@ WITH = ["mixed_float16", "O1", "O2", "O3", "c=f32,o=f16", "p=f16,c=f32", "c=bf16
 
 def test_which_policies_need_a_loss_scale():
     assert [name for name in WITHOUT + WITH if uses_float16(get_policy(name))] == WITH
+    of_functions = [get_policy(name).replace(overrides=keep_biases) for name in ("mixed_bfloat16", "mixed_float16")]
+    assert list(map(uses_float16, of_functions)) == [False, True]
 
 
 # The peer's bugs, shown beside

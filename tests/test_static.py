@@ -17,6 +17,12 @@ def test_values_that_differ_are_different_structures(one, other):
     assert structures[0] == jax.tree.structure(hide_static({"x": one}))
 
 
+@pytest.mark.parametrize("text", ["0.5", "nan"])
+def test_equal_numbers_are_one_structure(text):
+    one, other = (hide_static(float(text)) for _ in range(2))
+    assert one == other and hash(one) == hash(other)
+
+
 def test_what_is_hidden_is_not_its_value():
     assert hide_static("train") != "train" and hide_static("train") == hide_static("train")
 
