@@ -425,6 +425,8 @@ def plain_scope(stack: str) -> str:
 
     >>> plain_scope("transpose(jvp(Net))/Block"), plain_scope("transpose(jvp(Net/Block))/mul")
     ('Net/Block', 'Net/Block/mul')
+    >>> plain_scope("transpose(jvp(Net))/rematted_computation/Block")
+    'Net/Block'
     """
     segments: list[str] = []
     for segment in _SEPARATOR.split(stack):

@@ -86,13 +86,14 @@ def test_under_vmap_and_scan():
 
 
 class TestRefusals:
-    def test_without_it(self):
+    @pytest.mark.parametrize("argnums", [0, -1])
+    def test_without_it(self, argnums):
         message = (
             "a differentiated argument must hold floating or complex numbers only, got int32[3] for the leaf 'ids'; "
             "pass it as an argument that `argnums` does not name, or pass allow_int=True for a gradient of float0."
         )
         with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-            jmp.grad(loss_fn, "mixed_bfloat16")(TRAINED)
+            jmp.grad(loss_fn, "mixed_bfloat16", argnums=argnums)(TRAINED)
 
     def test_what_is_no_number_with_it(self):
         message = (
@@ -153,6 +154,15 @@ def test_moments_of_integers_stay_and_counts_become_fractions(integer):
     assert trace.trace["n"].dtype == jnp.int32
     moments = jmp.with_loss_scale(optax.adam(0.1))
     jax.lax.scan(lambda s, _: (moments.update(grads, s, params)[1], None), moments.init(params), None, length=3)
+
+
+def test_a_narrow_count_stays_as_narrow_as_it_is():
+    count = optax.GradientTransformation(
+        lambda params: jnp.zeros((), jnp.int8), lambda u, s, params=None: (u, s + jnp.int32(1))
+    )
+    tx = jmp.with_loss_scale(count)
+    state = tx.update({"a": jnp.ones(3)}, tx.init({"a": jnp.ones(3)}))[1]
+    assert state.inner_state == 1 and state.inner_state.dtype == jnp.int8
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -27,6 +27,12 @@ def test_ragged_dots():
     assert (found.m, found.n, found.k) == (32, 16, 64)
     assert found.flops == 2 * 32 * 64 * 16
 
+    def loss(x, w):
+        return jnp.sum(jnp.sin(lax.ragged_dot(x, w, sizes).astype(jnp.float32)))
+
+    grads = products(jax.grad(loss, (0, 1)), array(32, 64), array(2, 64, 16))  # that of `w` contracts rows, by groups
+    assert [each.flops for each in grads] == [2 * 32 * 64 * 16] * 3
+
 
 # Every element of a convolution of ones is the number of products that were not with an inserted zero.
 @pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
