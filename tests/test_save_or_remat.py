@@ -628,16 +628,15 @@ def solution(h, y):
     return jnp.sum(lax.linalg.triangular_solve(h, y.T, left_side=True))
 
 
-@pytest.mark.parametrize("reader", [fit, solution])
+@pytest.mark.parametrize(("reader", "x"), [(fit, X), (solution, B)], ids=["product", "solver"])
 @pytest.mark.parametrize(
     ("near", "far", "expected"), [(True, True, "read"), (True, False, "remat"), (False, True, "remat")]
 )
-def test_what_products_or_solvers_of_both_sides_read_in_float32_is_stored_once(reader, near, far, expected):
+def test_what_products_or_solvers_of_both_sides_read_in_float32_is_stored_once(reader, x, near, far, expected):
     def fn(w, x, data):
         h, y = jnp.exp(x @ w), x @ w @ w
         return reader(h if near else data, data) + reader(h if far else data, y) + jnp.sum(h * y)
 
-    x = X if reader is fit else B
     assert decided("exp", fn, W, x, x + 1) == [expected]
 
 
