@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from battery_tools import compile_for_gpu, figures, module_text
@@ -512,3 +513,37 @@ def test_what_products_of_both_sides_read_in_float32_is_stored_once(layer, moved
     again = found()
     print(f"{layer.__name__}: {once.bytes / again.bytes:.3f} {once.temporary / again.temporary:.3f}")
     assert once.bytes <= moved * again.bytes and once.temporary <= temporary * again.temporary
+
+
+def causal(scores):
+    i = jnp.arange(scores.shape[-1])
+    return jnp.where(i[:, None] >= i, scores, -1e9)
+
+
+def linearly_biased(scores):
+    i = jnp.arange(scores.shape[-1])
+    return scores - jnp.abs(i[:, None] - i) * jnp.exp2(-1.0 - jnp.arange(scores.shape[1]))[:, None, None]
+
+
+def padded(scores):
+    return scores + jnp.where(np.arange(scores.shape[-1]) < 700, 0.0, -1e9)
+
+
+@functools.cache
+def attention_figures(mask, policy):
+    def loss(weights, x):
+        q, k, v = ((x @ weight).reshape(1, 1024, 8, 64) for weight in weights)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 8
+        probabilities = jax.nn.softmax(mask(scores) if mask else scores)
+        return 1024 * jnp.mean(jnp.square(jnp.einsum("bhqk,bkhd->bqhd", probabilities, v)))
+
+    weights = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 3
+    return figures(autocast(jax.grad(loss), policy), weights, jax.ShapeDtypeStruct((1, 1024, 512), jnp.float32))
+
+
+@pytest.mark.parametrize("mask", [causal, linearly_biased, padded])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_masks_do_not_have_the_exponentials_of_a_softmax_stored_in_float32(mask, policy):
+    """Of 8 x 1024 x 1024 numbers: they would be 4 bytes each, of 37 MB of temporary memory, and read three times."""
+    masked, plain = attention_figures(mask, policy), attention_figures(None, policy)
+    assert masked.bytes <= 1.01 * plain.bytes and masked.temporary <= 1.01 * plain.temporary

@@ -226,8 +226,10 @@ def test_shared_roundings_rounds_what_a_rematerialized_exponential_reads():
     producers = {number: e for e in program.equations for number in e.results}
     exponentials = [e for e in program.equations if e.name == "exp"]
     assert [e.remat for e in exponentials] == [False, True]
-    near, far = (producers[e.operands[0]] for e in exponentials)
-    assert near.name == "round" and producers[far.operands[0]].name == "saved"  # what is saved is rounded by that
+    near, of_sum = (producers[e.operands[0]] for e in exponentials)
+    assert near.name == of_sum.name == "round"
+    saved = producers[producers[of_sum.operands[0]].operands[0]]
+    assert saved.name == "saved" and saved.operands == producers[near.operands[0]].operands
 
 
 @pytest.mark.parametrize("scale", [lambda x: x, lambda x: 2 * x.T.T, lambda x: -x / 2], ids=["1", "2", "-1/2"])

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from pass_tools import after, stages
 
 from jmp_train import DEFAULT_RULES, autocast
+from jmp_train._autocast.ir import Residual
 
 RNG = np.random.default_rng(0)
 W, A, B = (RNG.normal(size=(16, 16)).astype(np.float32) for _ in range(3))
@@ -570,17 +571,32 @@ def test_in_a_body_the_sum_of_an_argument_and_a_result_is_saved():
 
 @pytest.mark.parametrize(
     ("fn", "read_elsewhere", "expected"),
-    [(jnp.exp, True, True), (jnp.exp, False, False), (jnp.square, True, False)],
+    [(jnp.exp, True, Residual.APART), (jnp.exp, False, Residual.NO), (jnp.square, True, Residual.NO)],
 )
 def test_a_sum_on_the_near_side_reads_what_is_rematerialized_if_it_is_expensive(fn, read_elsewhere, expected):
-    """Its kernel would have XLA store an exponential in float32 for it and for the readers across the dots."""
+    """Its kernel would have XLA store an exponential in float32 for it and other readers: apart from all of them."""
 
     def loss(w, x):
         h = fn(x @ w)
         return jnp.sum(h), across(h if read_elsewhere else x, w, x)
 
-    first, *_ = (e for e in after("save_or_remat", loss, W, X).equations if e.name == "reduce_sum")
-    assert first.uses[0].residual == expected
+    equations = after("save_or_remat", loss, W, X).equations
+    first, *_ = (e for e in equations if e.name == "reduce_sum")
+    assert first.uses[0].residual is expected
+    others = {use.residual for e in equations if e is not first for use in e.uses if use.value == first.uses[0].value}
+    assert others <= {Residual.NO, Residual.SHARED}
+
+
+@pytest.mark.parametrize("fill", [-1e4, -1e9], ids=["fits into float16", "overflows"])
+def test_a_mask_costs_what_it_is_broadcast_from(fill):
+    """A row of a mask is read again, not the mask: then masked logits, even in 16 bits, cost more than their source."""
+
+    def loss(w, x, mask):
+        return across(jnp.exp(jnp.where(mask, x @ w, fill)), w, x)
+
+    program = after("save_or_remat", loss, W, X, np.arange(W.shape[1]) < 3)
+    masked, exponential = (n for e in program.equations if e.name in ("select_n", "exp") for n in e.results)
+    assert {masked, exponential} <= program.residuals.remat
 
 
 def reshaped(x):

@@ -7,7 +7,8 @@ import pytest
 from jax import lax
 from pass_tools import after
 
-from jmp_train._autocast.ir import Op
+from jmp_train._autocast.emit import _round, emit
+from jmp_train._autocast.ir import Op, Residual
 
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(16, 16)).astype(np.float32)
@@ -58,7 +59,7 @@ CASES = {
     "half of a distance": (lambda f: lengths(f) - f @ X.T, 0),
     "no square": (lambda f: lengths(jnp.sin(f)) - f @ X.T, 0),
     "an exponential": (lambda f: jnp.exp(f) * (X @ W @ jnp.exp(f).T).sum(), 1),
-    "a softmax": (lambda f: jax.nn.softmax(f) * (X @ W @ jax.nn.softmax(f).T).sum(), 1),
+    "a softmax": (lambda f: jax.nn.softmax(f) * (X @ W @ jax.nn.softmax(f).T).sum(), 2),  # and its sum, apart
     "a sine": (lambda f: jnp.sin(f) * (X @ W @ jnp.sin(f).T).sum(), 0),
     "an exponential that a dot reads": (lambda f: jnp.exp(f) @ W, 0),
 }
@@ -69,3 +70,42 @@ def test_what_is_rounded_for_every_reader(name):
     fn, count = CASES[name]
     program = after("insert_casts", lambda w, x: fn(x @ w), W, X)
     assert sum(equation.op is Op.ROUND for equation in program.equations) == count
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_no_two_readers_of_a_softmax_share_an_expression(dtype):
+    """What multiplies, what sums, and what is across a dot; in float16 what is saved is rounded by that."""
+
+    def loss(w, x):
+        return jnp.sum(jnp.square(jax.nn.softmax(x @ w) @ w))
+
+    program = after("insert_casts", jax.grad(loss), W, X, policy=f"mixed_{dtype}")
+    producers = {number: e for e in program.equations for number in e.results}
+
+    def expression(number):
+        each = producers.get(number)
+        if each is None or each.name in ("dot_general", "stop_gradient"):
+            return number
+        name = () if each.op is Op.SAVED else (each.name, str(each.params))  # XLA removes barriers
+        return (*name, *map(expression, each.operands))
+
+    exponentials = [e for e in program.equations if e.name == "exp"]
+    assert [e.remat for e in exponentials] == [False, True, True]
+    assert len({expression(e.results[0]) for e in exponentials}) == 3
+    rounds = [
+        eqn for eqn in jax.make_jaxpr(lambda *args: emit(program, args))(W, X).eqns if "mantissa_bits" in eqn.params
+    ]
+    assert [eqn.params["exponent_bits"] for eqn in rounds] == [8, 10] + [9] * (dtype == "bfloat16")
+
+
+@pytest.mark.parametrize("residual", Residual)
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_roundings_of_residuals_are_equal(dtype, residual):
+    """To the nearest number of as many bits, ties to even, in any of the exponents of float32."""
+    bits = np.concatenate([RNG.integers(0, 2**32, 100_000, np.uint32), 0x3F800000 + np.arange(2**16, dtype=np.uint32)])
+    x = np.concatenate([bits.view(np.float32), np.asarray([0.0, -0.0, np.inf, -np.inf, np.nan], np.float32)])
+    dropped = jnp.finfo(jnp.float32).nmant - jnp.finfo(dtype).nmant
+    kept = x.view(np.uint32).astype(np.uint64)
+    kept = (kept + (1 << (dropped - 1)) - 1 + ((kept >> dropped) & 1)) >> dropped << dropped
+    expected = np.where(np.isnan(x), np.nan, kept.astype(np.uint32).view(np.float32))
+    np.testing.assert_array_equal(jax.jit(_round, static_argnums=(1, 2))(x, np.dtype(dtype), residual), expected)

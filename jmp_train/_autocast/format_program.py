@@ -17,7 +17,8 @@ def format_program(program: Program) -> str:
 
     `cast`, `saved` and the others of `Op` are what autocast adds, `remat` marks equations that run again for the
     backward pass, `[highest]` products that are given float32's precision. Before `insert_casts` an operand's dtype
-    stands behind it, `*` marks a residual, and `dead` what does not run where it stands.
+    stands behind it, `*` marks a residual, `**` one that only sums on the near side read, and `dead` what does not run
+    where it stands.
     """
     names: dict[int, str] = {}
 

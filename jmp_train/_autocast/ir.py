@@ -146,6 +146,16 @@ class Access(enum.Enum):
     CARRIED = "carried"  # what a loop's carry starts as, in the dtype that it has: never the copy that a dot reads
 
 
+class Residual(enum.IntEnum):
+    """How an operand is read."""
+
+    NO = 0  # as it is
+    SHARED = 1  # as the saved copy, or rematerialized from such copies: by all readers across a dot
+    APART = 2  # rematerialized for sums on the near side, as an expression that no other reader's is equal to
+
+    __hash__ = int.__hash__  # `Enum`'s own is a function in Python, and `insert_casts` has a table by `Use`
+
+
 class Use(NamedTuple):
     """An operand of an equation.
 
@@ -157,7 +167,7 @@ class Use(NamedTuple):
 
     value: int
     dtype: np.dtype | None = None
-    residual: bool = False
+    residual: Residual = Residual.NO
 
 
 _VALUE, _DTYPE = operator.itemgetter(0), operator.itemgetter(1)

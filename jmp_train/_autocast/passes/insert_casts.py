@@ -22,7 +22,7 @@ import numpy as np
 
 from ..._dtypes import BFLOAT16
 from ..._jaxpr import Node
-from ..ir import Equation, Op, Precision, Program, Residuals, Use, is_float32, is_on_host, with_dtype
+from ..ir import Equation, Op, Precision, Program, Residual, Residuals, Use, is_float32, is_on_host, with_dtype
 from ..primitives import ADDED
 
 
@@ -46,7 +46,7 @@ class _Writer:
         self.producers = program.producers()
         self.has_backward = program.context.planner.has_backward
         self.copies: dict[Use, Use] = {}
-        self.rematerialized: dict[int, int] = {}
+        self.rematerialized: dict[Residual, dict[int, int]] = {Residual.SHARED: {}, Residual.APART: {}}
 
     def written(self) -> Program:
         for equation in self.source.equations:
@@ -104,15 +104,17 @@ class _Writer:
         return self._add(Op.COPY_OF, (plain.value, copy), self._new(copy), at, {})
 
     def _residual(self, use: Use, at: Node | None) -> int:
-        value, dtype, low = use.value, use.dtype, self.source.low
+        (value, dtype, residual), low = use, self.source.low
         if value in self.residuals.remat:
-            again = self._rematerialized(value, at)
+            again = self._rematerialized(value, residual, at)
             return self._cast(value, again, dtype, at) if dtype not in (None, self.avals[again].dtype) else again
         if dtype not in (None, low):
-            copy = self._add(Op.CAST, (self.read(Use(value, low, True), at).value,), self._new(value, dtype), at)
+            saved = self.read(Use(value, low, Residual.SHARED), at).value
+            copy = self._add(Op.CAST, (saved,), self._new(value, dtype), at)
             # XLA for CPUs computes bfloat16 in float32, and drops the rounding of what it keeps behind a barrier:
             # without this the probabilities of a softmax summed to 0.998 or 1.002.
-            return self._round(value, copy, at) if low == BFLOAT16 else copy
+            is_rounded = low == BFLOAT16 or residual is Residual.APART
+            return self._round(value, copy, at, residual=residual) if is_rounded else copy
         # Without a barrier XLA may compute the value again in the kernel of each reader, and store for that what it is
         # computed from: float32, or several arrays.
         copy = self.read(Use(value, dtype), at).value
@@ -130,44 +132,45 @@ class _Writer:
             return result
         return self._round(value, self._add(Op.CAST, (source,), self._new(value, dtype), at), at)
 
-    def _round(self, value: int, copy: int, at: Node | None) -> int:
+    def _round(self, value: int, copy: int, at: Node | None, **params: Any) -> int:
         """A copy of a value, on the compute dtype's grid if it is in float32 and all its readers have to see that."""
         if value not in self.residuals.rounded or not is_float32(self.avals[copy]):
             return copy
-        return self._add(Op.ROUND, (copy,), self._new(copy), at)
+        return self._add(Op.ROUND, (copy,), self._new(copy), at, {"dtype": self.source.low, **params})
 
-    def _rematerialized(self, value: int, at: Node | None) -> int:
+    def _rematerialized(self, value: int, residual: Residual, at: Node | None) -> int:
         # Not by recursion: an unrolled iteration is a chain of hundreds of equations.
-        needed, pending = set(), {value} - self.rematerialized.keys()
+        made = self.rematerialized[residual]
+        needed, pending = set(), {value} - made.keys()
         while pending:
             needed |= pending
             uses = [use for each in pending for use in self.producers[each].uses]
             again = {use.value for use in uses if use.value in self.residuals.remat or self._is_in_full(use)}
-            pending = again - self.rematerialized.keys() - needed
+            pending = again - made.keys() - needed
         for each in sorted(needed):  # values are numbered in the order in which they are computed
             equation = self.producers[each]
-            operands = [self._again(use, at) for use in equation.uses]
-            self.rematerialized[each] = result = self._new(each)
+            operands = [self._again(use, residual, at) for use in equation.uses]
+            made[each] = result = self._new(each)
             again = equation.replace(uses=operands, results=(result,), at=at, remat=True, dead=False)
             self.equations.append(again)
-        return self.rematerialized[value]
+        return made[value]
 
     def _is_in_full(self, use: Use) -> bool:
         """Whether what is rematerialized finds an operand in float32, rather than the low copy that it read."""
         return use.value in self.residuals.in_full and not use.residual
 
-    def _again(self, use: Use, at: Node | None) -> Use:
+    def _again(self, use: Use, residual: Residual, at: Node | None) -> Use:
+        """What an operand of a rematerialized equation is, for those who read the equation as `residual`."""
         if self._is_in_full(use):
-            return Use(self.rematerialized[use.value])
-        residual = use.value in self.residuals.saved or use.value in self.residuals.remat
-        return self.read(use._replace(residual=residual), at)
+            return Use(self.rematerialized[residual][use.value])
+        is_residual = use.value in self.residuals.saved or use.value in self.residuals.remat
+        return self.read(use._replace(residual=residual if is_residual else Residual.NO), at)
 
     def _add(
         self, op: Op, operands: Sequence[int], result: int, at: Node | None, params: dict[str, Any] | None = None
     ) -> int:
         node: Any = at  # none of a program without equations, such as a branch that returns its operand
-        dtype = self.source.low if op is Op.ROUND else self.avals[result].dtype
-        params = {"dtype": dtype} if params is None else params
+        params = {"dtype": self.avals[result].dtype} if params is None else params
         self.equations.append(Equation(node, ADDED, [*map(Use, operands)], (result,), op, params, at=at))
         return result
 
