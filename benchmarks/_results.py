@@ -192,9 +192,9 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def commit() -> str | None:
-    """The commit of this checkout, with `-dirty` if the library or a benchmark differs from it; None outside of git."""
-    git = ["git", "-C", str(HERE.parent)]
+def commit(checkout: pathlib.Path = HERE.parent) -> str | None:
+    """The commit of a checkout, with `-dirty` if the library or a benchmark differs from it; None outside of git."""
+    git = ["git", "-C", str(checkout)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
         changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "jmp_train", "benchmarks/*.py"]).returncode
