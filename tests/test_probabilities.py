@@ -5,6 +5,7 @@ A probability near one that is rounded to 16 bits is one, and the logarithm of w
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from hand_tools import errors
 from jax import lax
@@ -45,7 +46,13 @@ def mixture(h):
     return gate * one + (1 - gate) * other
 
 
+def of_labels(logits, y):
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, jnp.argmax(y, 1)))
+
+
 LOSSES = {
+    "capped logits": lambda h, y: of_labels(30 * jnp.tanh(20 * h / 30), y),
+    "logits over a temperature": lambda h, y: of_labels(h / 0.007, y),
     "the most probable of a bag": lambda h, y: of_either(jnp.max(jax.nn.sigmoid(4 * h), 1), y[:, 0]),
     "a mixture": lambda h, y: of_either(mixture(h), y),
     "straight through": lambda h, y: of_either((q := jax.nn.sigmoid(4 * h)) + lax.stop_gradient(2 * q - 2 * q), y),

@@ -62,6 +62,11 @@ CASES = {
     ),
     "the place of the smallest": (lambda a, b, p, x: (jnp.argmin(u := a * b), u + x), "mul", ["full"]),
     "the place of the largest": (lambda a, b, p, x: (jnp.argmax(u := a * b), u + x), "mul", ["full"]),
+    "the logits of a sum of exponentials": (
+        lambda a, b, p, x: jax.nn.logsumexp(30 * a),
+        "mul reduce_max",
+        ["full"] * 2,
+    ),
     "a softmax's logits": (lambda a, b, p, x: jax.nn.softmax(30 * a), "mul reduce_max stop_gradient", ["full"] * 3),
     "a sum of products": (lambda a, b, p, x: (a * b + 2 * b)[:, ::2] * x[:, ::2], "mul add slice", ["full"] * 6),
     "parts of a product": (lambda a, b, p, x: (a * b)[:, ::2] + x[:, ::2], "mul slice", ["full"] * 3),

@@ -28,7 +28,7 @@ from ..primitives import ADDS, DOTS, ROUNDS, Rule, Trait, having
 
 # A value that is that many times smaller than another one costs next to nothing in float32: an eighth of its bytes.
 _SMALL = 8
-_COMPARES = having(Trait.COMPARES) | {"eq", "ne", "argmax", "argmin"}
+_COMPARES = having(Trait.COMPARES) | {"eq", "ne", "is_finite", "argmax", "argmin"}
 # What hands on numbers as they are, within a kernel: a transfer to other devices is none. XLA updates the operand of a
 # `scatter` or `dynamic_update_slice` in place, so that this is a buffer in memory.
 _UNROUNDED = having(Trait.JOINS | Trait.BOUNDS | Trait.FLIPS | Trait.PICKS | Trait.EXTREMES) | {"stop_gradient"}
