@@ -12,7 +12,9 @@ from battery_tools import compile_for_gpu, figures, module_text
 from flax import linen as nn
 
 from jmp_train import DEFAULT_RULES, autocast, get_policy
+from jmp_train._autocast import planner
 from jmp_train._autocast.passes.save_or_remat import _Decisions
+from jmp_train._autocast.passes.separate_sums import separate_sums
 
 pytestmark = pytest.mark.slow
 
@@ -529,6 +531,21 @@ def padded(scores):
     return scores + jnp.where(np.arange(scores.shape[-1]) < 700, 0.0, -1e9)
 
 
+def capped(scores):
+    return 50 * jnp.tanh(scores / 50)
+
+
+def share_expressions(monkeypatch):
+    passes = [each for each in planner.PLANNING if each is not separate_sums]
+    assert len(passes) == len(planner.PLANNING) - 1
+    monkeypatch.setattr(planner, "PLANNING", passes)
+
+
+def print_ratios(name, separate, shared):
+    print(f"{name}: {separate.bytes / shared.bytes:.3f} {separate.temporary / shared.temporary:.3f}")
+    assert separate.bytes <= shared.bytes and separate.temporary <= shared.temporary
+
+
 @functools.cache
 def attention_figures(mask, policy):
     def loss(weights, x):
@@ -541,9 +558,28 @@ def attention_figures(mask, policy):
     return figures(autocast(jax.grad(loss), policy), weights, jax.ShapeDtypeStruct((1, 1024, 512), jnp.float32))
 
 
-@pytest.mark.parametrize("mask", [causal, linearly_biased, padded])
+@pytest.mark.parametrize("mask", [causal, linearly_biased, padded, capped])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_masks_do_not_have_the_exponentials_of_a_softmax_stored_in_float32(mask, policy):
+def test_masks_do_not_have_the_exponentials_of_a_softmax_stored_in_float32(mask, policy, monkeypatch):
     """Of 8 x 1024 x 1024 numbers: they would be 4 bytes each, of 37 MB of temporary memory, and read three times."""
     masked, plain = attention_figures(mask, policy), attention_figures(None, policy)
     assert masked.bytes <= 1.01 * plain.bytes and masked.temporary <= 1.01 * plain.temporary
+    share_expressions(monkeypatch)
+    print_ratios(f"{mask.__name__} {policy}", masked, attention_figures.__wrapped__(mask, policy))
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_cross_entropy_of_capped_logits_stores_nothing_for_the_cap(policy, monkeypatch):
+    x, weight = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2048, 512), (512, 32768)))
+
+    def found(cap):
+        def loss(weight, x):
+            logits = cap(x @ weight)
+            return 1024 * optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(2048)).mean()
+
+        return figures(autocast(jax.grad(loss), policy), weight, x)
+
+    with_cap, without = found(capped), found(lambda logits: logits)
+    assert with_cap.bytes <= 1.01 * without.bytes and with_cap.temporary <= 1.01 * without.temporary
+    share_expressions(monkeypatch)
+    print_ratios(f"head {policy}", with_cap, found(capped))

@@ -31,7 +31,7 @@ from .._jaxpr import (
     trace,
 )
 from .._sizes import is_static
-from .ir import Equation, Op, Program, Residual
+from .ir import Equation, Op, Program
 
 # Of casts in a body that has no equation, such as a branch that returns its operand: no recorded equation is near.
 _NO_CONTEXTS = contextlib.nullcontext(), contextlib.nullcontext()
@@ -81,7 +81,7 @@ def _run(equation: Equation, operands: list[Any]) -> list[Any]:
     return bind(equation.node.eqn, operands, **equation.params)
 
 
-def _round(value: Any, dtype: np.dtype, residual: Residual = Residual.NO) -> Any:
+def _round(value: Any, dtype: np.dtype, residual: int = 0) -> Any:
     # With float32's exponent: a narrower one would flush float16's subnormal numbers to zero. A wider one changes no
     # number, but makes an expression of its own, which XLA does not find equal to the other readers'.
     return lax.reduce_precision(value, jnp.finfo(FLOAT32).nexp + residual, jnp.finfo(dtype).nmant)

@@ -9,7 +9,7 @@ import textwrap
 
 import numpy as np
 
-from .ir import Program, Use, dtype_of, is_float32, with_dtype
+from .ir import SEPARATE, Program, Use, dtype_of, is_float32, with_dtype
 
 
 def format_program(program: Program) -> str:
@@ -17,8 +17,8 @@ def format_program(program: Program) -> str:
 
     `cast`, `saved` and the others of `Op` are what autocast adds, `remat` marks equations that run again for the
     backward pass, `[highest]` products that are given float32's precision. Before `insert_casts` an operand's dtype
-    stands behind it, `*` marks a residual, `**` one that only sums on the near side read, and `dead` what does not run
-    where it stands.
+    stands behind it, `*` marks a residual, `*2` and so on one that is an expression of its own, and `dead` what does
+    not run where it stands.
     """
     names: dict[int, str] = {}
 
@@ -37,7 +37,8 @@ def format_program(program: Program) -> str:
 
     def operand(use: Use) -> str:
         dtype = f":{use.dtype.name}" if use.dtype is not None else ""
-        return name(use.value) + dtype + "*" * use.residual
+        number = str(use.residual) if use.residual >= SEPARATE else ""
+        return name(use.value) + dtype + "*" * bool(use.residual) + number
 
     read = {number for equation in program.equations for number in equation.operands}
     lines = [f"{{ lambda {' '.join(typed(n) for n in sorted(program.captured & read))} ;"]

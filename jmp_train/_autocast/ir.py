@@ -146,14 +146,9 @@ class Access(enum.Enum):
     CARRIED = "carried"  # what a loop's carry starts as, in the dtype that it has: never the copy that a dot reads
 
 
-class Residual(enum.IntEnum):
-    """How an operand is read."""
-
-    NO = 0  # as it is
-    SHARED = 1  # as the saved copy, or rematerialized from such copies: by all readers across a dot
-    APART = 2  # rematerialized for sums on the near side, as an expression that no other reader's is equal to
-
-    __hash__ = int.__hash__  # `Enum`'s own is a function in Python, and `insert_casts` has a table by `Use`
+# What `Use.residual` says of an operand that is not read as it is.
+SHARED = 1  # it is read as the saved copy or the rematerialized value, as all readers across a dot do
+SEPARATE = 2  # from this number on: it is rematerialized, one expression for each number, and none equal to another
 
 
 class Use(NamedTuple):
@@ -162,12 +157,12 @@ class Use(NamedTuple):
     Attributes:
       value: which value.
       dtype: what it is read in; `None` for the dtype that the value has.
-      residual: whether it is read as the saved copy or the rematerialized value, as it is across a dot.
+      residual: 0 if it is read as it is, else `SHARED` or a number from `SEPARATE` on.
     """
 
     value: int
     dtype: np.dtype | None = None
-    residual: Residual = Residual.NO
+    residual: int = 0
 
 
 _VALUE, _DTYPE = operator.itemgetter(0), operator.itemgetter(1)

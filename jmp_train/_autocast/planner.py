@@ -22,6 +22,7 @@ from .passes.insert_casts import insert_casts
 from .passes.rewrites import REWRITES, Rewrite, rewrite_lowered, rewrite_planned
 from .passes.save_for_sums import save_for_sums
 from .passes.save_or_remat import save_or_remat
+from .passes.separate_sums import separate_sums
 from .passes.shared_roundings import shared_roundings
 from .passes.widen import widen
 from .passes.without_tf32 import without_tf32
@@ -38,6 +39,7 @@ PLANNING: tuple[Pass, ...] = (
     save_for_sums,  # only what readers on the same side of a dot find is still open
     widen,  # undoes narrowing that saves nothing, which all saved copies have to be known for
     rewrite_planned,  # what the primitives of equations are no longer matters to what is above
+    separate_sums,  # what is still rematerialized, by sums as they will run
     shared_roundings,  # which values are still narrow, and read by rematerialized exponentials
     mark_dead,  # what is only rematerialized now
 )

@@ -36,13 +36,13 @@ from ..analysis.updates import GRADIENT, STEP, UPDATE
 from ..analysis.uses import Flags, axes_of
 from ..analysis.wide_product import WideProduct
 from ..ir import (
+    SHARED,
     Access,
     Decided,
     Equation,
     Fact,
     Precision,
     Program,
-    Residual,
     Use,
     dtype_of,
     equation_of,
@@ -192,7 +192,7 @@ class _Walk:
             # Products of 16-bit numbers are exact in float32, so that 16-bit operands lose nothing. They are read as
             # residuals, behind a barrier: a compiler that computes the product in float32 would otherwise drop the
             # rounding of its operands, while the squares that meet the product are of rounded numbers.
-            uses = [Use(number, self.low, Residual.SHARED) for number in node.ins]
+            uses = [Use(number, self.low, SHARED) for number in node.ins]
             return Equation(node, entry, uses, node.outs, params={"preferred_element_type": FLOAT32}), full
         return equation_of(node, entry, recorded_reads(seen)), full
 

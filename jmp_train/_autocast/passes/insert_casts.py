@@ -22,7 +22,7 @@ import numpy as np
 
 from ..._dtypes import BFLOAT16
 from ..._jaxpr import Node
-from ..ir import Equation, Op, Precision, Program, Residual, Residuals, Use, is_float32, is_on_host, with_dtype
+from ..ir import SEPARATE, SHARED, Equation, Op, Precision, Program, Residuals, Use, is_float32, is_on_host, with_dtype
 from ..primitives import ADDED
 
 
@@ -46,7 +46,7 @@ class _Writer:
         self.producers = program.producers()
         self.has_backward = program.context.planner.has_backward
         self.copies: dict[Use, Use] = {}
-        self.rematerialized: dict[Residual, dict[int, int]] = {Residual.SHARED: {}, Residual.APART: {}}
+        self.rematerialized: dict[int, dict[int, int]] = {}  # of each kind of residual
 
     def written(self) -> Program:
         for equation in self.source.equations:
@@ -109,11 +109,11 @@ class _Writer:
             again = self._rematerialized(value, residual, at)
             return self._cast(value, again, dtype, at) if dtype not in (None, self.avals[again].dtype) else again
         if dtype not in (None, low):
-            saved = self.read(Use(value, low, Residual.SHARED), at).value
+            saved = self.read(Use(value, low, SHARED), at).value
             copy = self._add(Op.CAST, (saved,), self._new(value, dtype), at)
             # XLA for CPUs computes bfloat16 in float32, and drops the rounding of what it keeps behind a barrier:
             # without this the probabilities of a softmax summed to 0.998 or 1.002.
-            is_rounded = low == BFLOAT16 or residual is Residual.APART
+            is_rounded = low == BFLOAT16 or residual >= SEPARATE
             return self._round(value, copy, at, residual=residual) if is_rounded else copy
         # Without a barrier XLA may compute the value again in the kernel of each reader, and store for that what it is
         # computed from: float32, or several arrays.
@@ -138,9 +138,9 @@ class _Writer:
             return copy
         return self._add(Op.ROUND, (copy,), self._new(copy), at, {"dtype": self.source.low, **params})
 
-    def _rematerialized(self, value: int, residual: Residual, at: Node | None) -> int:
+    def _rematerialized(self, value: int, residual: int, at: Node | None) -> int:
         # Not by recursion: an unrolled iteration is a chain of hundreds of equations.
-        made = self.rematerialized[residual]
+        made = self.rematerialized.setdefault(residual, {})
         needed, pending = set(), {value} - made.keys()
         while pending:
             needed |= pending
@@ -159,12 +159,12 @@ class _Writer:
         """Whether what is rematerialized finds an operand in float32, rather than the low copy that it read."""
         return use.value in self.residuals.in_full and not use.residual
 
-    def _again(self, use: Use, residual: Residual, at: Node | None) -> Use:
+    def _again(self, use: Use, residual: int, at: Node | None) -> Use:
         """What an operand of a rematerialized equation is, for those who read the equation as `residual`."""
         if self._is_in_full(use):
             return Use(self.rematerialized[residual][use.value])
         is_residual = use.value in self.residuals.saved or use.value in self.residuals.remat
-        return self.read(use._replace(residual=residual if is_residual else Residual.NO), at)
+        return self.read(use._replace(residual=residual if is_residual else 0), at)
 
     def _add(
         self, op: Op, operands: Sequence[int], result: int, at: Node | None, params: dict[str, Any] | None = None

@@ -28,7 +28,7 @@ import dataclasses
 
 from ..._dtypes import FLOAT32
 from ..analysis.activations import activations
-from ..ir import Equation, Precision, Program, Residual, is_sixteen_bit
+from ..ir import SHARED, Equation, Precision, Program, is_sixteen_bit
 from ..primitives import FUSED, Rule
 
 _KEEPS_DTYPE = frozenset({Rule.WIDEST, Rule.FOLLOW, Rule.SHAPE})
@@ -43,7 +43,7 @@ def save_for_sums(program: Program) -> Program:
     for equation in program.equations:
         uses = equation.uses
         if not found.isdisjoint(equation.operands):
-            uses = [use._replace(residual=Residual.SHARED) if use.value in found else use for use in uses]
+            uses = [use._replace(residual=SHARED) if use.value in found else use for use in uses]
         for number in found.intersection(equation.results):
             # It is rounded once, where it is saved: what follows the dtype of its operands is computed in float32. What
             # a region or an edit asks for in 16 bits stays so.

@@ -47,7 +47,7 @@ from ..._sizes import is_less, size_in_bytes
 from ..analysis.joined_dots import joined_dots
 from ..analysis.relus import is_positive, relu_operand
 from ..analysis.residual_costs import ResidualCosts, Sources, fuses, is_expensive
-from ..ir import Access, Equation, Precision, Program, Residual, Residuals, Use, is_on_host
+from ..ir import SHARED, Access, Equation, Precision, Program, Residuals, Use, is_on_host
 from ..primitives import DOTS, SYSTEMS, Rule
 
 _READS_MEMORY = DOTS | SYSTEMS
@@ -62,10 +62,9 @@ def save_or_remat(program: Program) -> Program:
             decisions.add(equation, number)
         uses = equation.uses
         for position, use in enumerate(uses):
-            if use.value not in values or use.residual:
-                continue
-            if residual := decisions.residual_of(equation, use, equation.accesses[position]):
-                uses = [*uses[:position], use._replace(residual=residual), *uses[position + 1 :]]
+            known = use.value in values and not use.residual
+            if known and decisions.is_residual(equation, use, equation.accesses[position]):
+                uses = [*uses[:position], use._replace(residual=SHARED), *uses[position + 1 :]]
         equations.append(equation if uses is equation.uses else equation.replace(uses=uses))
     decisions.rematerialize_masks(equations)  # which asks what all other equations read across a dot
     saved = frozenset(number for number, value in values.items() if value.saved)
@@ -169,25 +168,21 @@ class _Decisions:
             value.saved = not is_on_host(self._program.avals[number])
             self._costs.state(number, in_memory=True)
 
-    def residual_of(self, equation: Equation, use: Use, access: Access) -> Residual:
-        """How an operand is read: as saved or rematerialized across a dot, and by some kernels on the near side."""
+    def is_residual(self, equation: Equation, use: Use, access: Access) -> bool:
+        """Whether an operand is read as saved or rematerialized: across a dot, and by some kernels on the near side."""
         fact, value = self._program.facts[use.value], self.values[use.value]
         if value.fused_relu:
-            return Residual.SHARED
+            return True
         if not (value.saved or value.remat) or (fact.has_low_copy and access is Access.CARRIED):
-            return Residual.NO
+            return False
         # Dots of both sides read the same numbers in the same memory. XLA pads the operands of a dot whose sizes are no
         # multiples of 8; with a barrier between it would do so once for each side: attention over 196 tokens would move
         # 1.2 times the bytes. And a relu of a dot's result, which both dots compute in their own kernels, would be
         # stored for one of them.
         if (fact.has_low_copy or value.dot_reads_relu) and equation.is_narrow_dot:
-            return Residual.NO
+            return False
         shared = fact.has_low_copy or (value.expensive and self._uses.readers[use.value] > 1)
-        if equation.depth <= fact.depth and (not shared or access is Access.FUSED):
-            return Residual.NO
-        # XLA stores an expensive value rather than compute it in the kernels of many readers. With those across a dot,
-        # the sum of a softmax would have its exponentials stored in float32.
-        return Residual.APART if value.remat and equation.depth <= fact.depth else Residual.SHARED
+        return equation.depth > fact.depth or (shared and access is not Access.FUSED)
 
     def _is_shared_with_dot(self, number: int, node: Node) -> bool:
         """Whether a value first rounded here is read by a dot and, across a dot, by another equation.

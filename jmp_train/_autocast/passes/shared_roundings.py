@@ -13,9 +13,9 @@ To an exponential an absolute error is a relative one, so that a softmax and its
 exponential, would no longer belong together. And a squared distance `|a|² - 2 a b` needs the same `a` in both terms.
 These readers round explicitly (`Op.ROUND`), which fuses and costs no memory traffic. If both sides read the saved copy
 instead, both exponentials would be one expression, which XLA would compute once and store in float32. So would those of
-a sum on the near side and of the readers across the dot: where a rematerialized operand of `Residual.APART` is rounded,
-or one of `Residual.SHARED` in bfloat16, it is by another expression. In the body of a scan or `shard_map` all that an
-exponential is computed from is rounded: `body_residuals` may rematerialize that in another body.
+a sum and of the readers across the dot: where a rematerialized operand is rounded, it is by another expression, one for
+each number of `Use.residual`. In the body of a scan or `shard_map` all that an exponential is computed from is rounded:
+`body_residuals` may rematerialize that in another body.
 
 Decides which values these are.
 """

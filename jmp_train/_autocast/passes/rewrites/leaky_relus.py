@@ -23,7 +23,7 @@ from jax import lax
 from ...._dtypes import FLOAT32
 from ...._jaxpr import Node
 from ...analysis.relus import is_norm_of_rows, is_zeros
-from ...ir import Equation, Precision, Program, Residual, Use
+from ...ir import Equation, Precision, Program, Use
 
 
 class _Half(NamedTuple):
@@ -78,7 +78,7 @@ def _are_complements(one: _Half, other: _Half) -> bool:
 def _selection(program: Program, total: Equation, scaled: _Half, slope: int) -> Equation:
     comparison = program.recorded.producers.get(scaled.mask.value)
     of_rows = comparison is not None and any([is_norm_of_rows(each, program.recorded) for each in comparison.ins])
-    mask = scaled.mask if of_rows else scaled.mask._replace(residual=Residual.NO)
+    mask = scaled.mask if of_rows else scaled.mask._replace(residual=0)
     uses = [mask, scaled.selected._replace(dtype=FLOAT32), Use(slope, FLOAT32)]
     return total.replace(uses=uses, rewrite=scale_where_true if scaled.where else scale_where_false)
 
