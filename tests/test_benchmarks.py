@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.integration
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 README = BENCHMARKS.parent / "README.md"
-NAMES = ("traffic", "overhead", "memory", "optimizer_state")
+NAMES = ("traffic", "overhead", "memory", "optimizer_state", "compare")
 KEYS = {
     "benchmark", "command", "date", "measured", "device", "versions", "commit", "seeds", "small", "complete", "tables",
 }  # fmt: skip
@@ -252,6 +253,53 @@ def test_the_results_keep_the_bounds():
 def test_the_results_move_the_bytes_of_flax(model):
     rows = by(checked(RESULTS / "traffic.json")["tables"]["training step"], "model", "how")
     assert rows[model, "ours"]["bytes"] <= 1.05 * rows[model, "Flax float16, DynamicScale"]["bytes"]
+
+
+@pytest.mark.slow
+def test_a_library_compared_with_itself_has_the_same_figures(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "compare.py"), "--before", str(BENCHMARKS.parent), "--rows", "mlp"]
+    command += ["--models", "--dtypes", "float16", "--seeds", "2", "--small", "--out", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    (row,) = checked(tmp_path / "compare-small.json")["tables"]["models"]
+    assert [row[f"{figure}_ratio"] for figure in ("bytes", "temporary", "error")] == [1.0] * 3
+    assert row["calls_ratio"] == pytest.approx(1, abs=2e-3)  # JAX remembers some of the first's trace
+    assert "float16" not in ran.stdout  # nothing rose
+
+
+def test_the_tables_of_a_comparison(load):
+    compare = load("compare")
+    figures = {f"{figure}_{name}": 2.0 for figure in compare.ROSE for name in ("before", "now")}
+    rows = [
+        {"model": "a", "dtype": "float16"}
+        | figures
+        | dict.fromkeys((f"{figure}_ratio" for figure in compare.ROSE), 1.0),
+        {"model": "b", "dtype": "float16"}
+        | figures
+        | dict.fromkeys((f"{figure}_ratio" for figure in compare.ROSE), 0.5),
+    ]
+    rows[0] |= {"bytes_now": 2.5, "bytes_ratio": 1.25, "error_ratio": None}
+    found, *others = compare.summary(rows)
+    assert found == {"figure": "bytes", "programs": 2, "least": 0.5, "median": 0.875, "greatest": 1.25}
+    assert [each["programs"] for each in others] == [2, 1, 2]
+    (rose,) = compare.risen(rows)
+    assert rose == {"figure": "bytes", "model": "a", "dtype": "float16", "before": 2.0, "now": 2.5, "ratio": 1.25}
+    assert compare.ratio(3, 2) == 1.5 and compare.ratio(None, 2) is None and compare.ratio(3, 0) is None
+
+
+def test_a_comparison_needs_another_checkout(load, tmp_path):
+    with pytest.raises(FileNotFoundError, match="`--before` must be a checkout of this project"):
+        load("compare").library_of(tmp_path)
+
+
+def test_the_readme_says_why_figures_rose(load):
+    compare = load("compare")
+    rows = checked(RESULTS / "compare.json")["tables"]["models"]
+    rose = {row["model"] for row in compare.risen(rows) if row["figure"] != "calls"}
+    readme = (BENCHMARKS / "README.md").read_text()
+    reasons = readme[readme.index("## Before and after a change") : readme.index("## Accuracy")]
+    assert rose and not [name for name in rose if not re.search(rf"^- .*`{name}`", reasons, re.M)]
 
 
 @pytest.mark.slow

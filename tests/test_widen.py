@@ -111,6 +111,11 @@ CASES = {
     "read by a dot as well": (lambda a, b, p, x: ((a + b) * x, (a + b) @ p["w"]), "add", ["full", "low"]),
     "read across a dot": (lambda a, b, p, x: (a + b) * (x @ p["w"] @ p["w"]), "add", ["low"]),
     "returned": (lambda a, b, p, x: [u := a + b, u * x], "add", ["low"]),
+    "a bias of a computed weight": (
+        lambda a, b, p, x: (a[:, :8] @ (p["w"] * p["v"])[:8, :8] + p["b"][:8]) * x[:, :8],
+        "add",
+        ["low"],
+    ),
     "with data": (lambda a, b, p, x: (a + x) * x, "add", ["full"]),
 }
 
@@ -171,6 +176,43 @@ def test_what_a_network_adds_to_is_not_rounded(loss, dtype):
     exact = jax.grad(lambda *args: loss(*args, jnp.matmul))(arrays, x, y)
     errors = [relative_error(fn(arrays, x, y), exact) for fn in (hand, cast)]
     assert errors[1] < 2 * errors[0]
+
+
+def attention(params, x, dot, scale):
+    """Of one head, with a bias of each pair of positions, as T5's and Swin Transformer's."""
+    q, k, v = (dot(x, params[name]) for name in "qkv")
+    scores = dot(q, jnp.swapaxes(k, 1, 2))
+    scores = (scores if scale is None else scores * scale) + params["bias"]
+    return jnp.sum(jnp.square(dot(jax.nn.softmax(scores), v)))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("scale", [None, 0.3, 0.125])
+def test_biased_scores_of_an_attention_are_not_rounded(scale, dtype):
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.normal(size=(32, 32)) / 12 for name in "qkv"} | {"bias": 3 * rng.normal(size=(64, 64))}
+    arrays = {name: array.astype(np.float32) for name, array in arrays.items()}
+    x, rounded = rng.normal(size=(4, 64, 32)).astype(np.float32), by_hand(dtype)
+    hand = jax.jit(jax.grad(lambda *args: attention(*args, lambda a, b: rounded(rounded(a) @ rounded(b)), scale)))
+    gradient = jax.grad(lambda *args: attention(*args, jnp.matmul, scale))
+    errors = [
+        relative_error(fn(arrays, x), gradient(arrays, x))
+        for fn in (hand, jax.jit(autocast(gradient, f"mixed_{dtype}")))
+    ]
+    assert errors[1] < 1.2 * errors[0]
+
+
+def test_a_bias_of_the_layers_of_heads_is_added_in_16_bits():
+    """A batch of dots, but of parameters: a layer for each head."""
+
+    def fn(p, x):
+        return (jnp.einsum("hni,hij->hnj", x, p["w"]) + p["b"]) * x
+
+    shapes = {"w": (4, 32, 32), "b": (32,)}
+    params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+    program = after("widen", fn, params, jax.ShapeDtypeStruct((4, 64, 32), np.float32))
+    (total,) = [equation.results[0] for equation in program.equations if equation.name == "add"]
+    assert program.precision(total).value == "low"
 
 
 def test_the_largest_is_found_beyond_float16():

@@ -100,9 +100,15 @@ def _small_heads(program: Program) -> set[int]:
 
 
 def _dots(program: Program, total: Equation) -> list[Node]:
-    """The dots whose results are terms of a sum."""
+    """The dots of layers whose results are terms of a sum."""
     nodes = [program.recorded.producers.get(number) for number in total.operands]
-    return [node for node in nodes if node is not None and node.name in DOTS]
+    return [node for node in nodes if node is not None and node.name in DOTS and not _is_of_activations(program, node)]
+
+
+def _is_of_activations(program: Program, node: Node) -> bool:
+    """Whether a dot multiplies activations with activations, as the scores of an attention are made."""
+    has_batch = node.name == "dot_general" and any(node.params["dimension_numbers"][1])
+    return has_batch and not any([program.facts[number].parameter for number in node.ins])
 
 
 def _is_biased(program: Program, total: Equation) -> bool:
@@ -127,12 +133,14 @@ def _rounded(program: Program, heads: set[int]) -> tuple[set[int], set[int]]:
     """The results in the compute dtype that are rounded in their equation, or hand on such numbers; and stored sums.
 
     Not those that an edit of the table or a region asks for. Sums of values in the compute dtype and of biases are
-    stored, as a residual stream is, unless they join parts beside zeros, are among `heads`, or all terms are computed
-    by the same kernel. What is stored hands nothing on.
+    stored, as a residual stream is, unless they join parts beside zeros, are among `heads`, all terms are computed by
+    the same kernel, or some are the scores of an attention. What is stored hands nothing on.
     """
-    rounded, sums, parts = set(), set(), set()
+    rounded, sums, parts, scores = set(), set(), set(), set()
     for equation in program.equations:
         name, operands = equation.node.name, equation.operands
+        if _is_of_activations(program, equation.node) or (name in ROUNDS and not scores.isdisjoint(operands)):
+            scores.update(equation.results)
         rounds = name in ROUNDS or (
             name in _UNROUNDED and not rounded.isdisjoint(operands) and sums.isdisjoint(operands)
         )
@@ -141,7 +149,7 @@ def _rounded(program: Program, heads: set[int]) -> tuple[set[int], set[int]]:
             if name in ADDS and not any([_widens(program, equation, number) for number in operands]):
                 here = all([number in rounded and number not in sums for number in operands])
                 stored = parts.isdisjoint(operands) and not here and heads.isdisjoint(equation.results)
-                sums.update(equation.results if stored else ())
+                sums.update(equation.results if stored and scores.isdisjoint(operands) else ())
             if name == "pad":
                 parts.update(equation.results)
     return rounded, sums
