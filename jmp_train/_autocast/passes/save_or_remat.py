@@ -132,11 +132,11 @@ class _Decisions:
         is_stored = fact.precision is Precision.FULL and number in self._stored_in_float32
         self._costs.state(number, in_memory=value.biased or dot_reads_it or is_stored)
         if fact.precision is Precision.RECORDED:
-            value.saved = self._is_saved_mask(number, node)
-            if (sources := self._sources_of(equation)) is not None:
-                if value.saved:
+            if self._is_mask(number):
+                value.saved, sources = self._is_saved(node), self._sources_of(equation)
+                if value.saved and sources is not None:
                     self._in_full[number] = sources
-                else:  # the mask of an attention, broadcast to its scores, costs what it is broadcast from
+                elif sources is not None:  # a mask that is broadcast to the scores costs what it is broadcast from
                     self._costs.rematerialize(number, sources)
         elif (sources := self._sources_of(equation)) is not None:
             # XLA merges equal expressions: what is rematerialized from arguments alone, behind no barrier, it would
@@ -224,13 +224,13 @@ class _Decisions:
         low = fact.precision is Precision.LOW and fact.computed
         return size_in_bytes(aval, self._program.low if low else None)
 
-    def _is_saved_mask(self, number: int, node: Node) -> bool:
-        """Whether a value compares numbers that were recorded in float32, or joins such masks.
+    def _is_saved(self, node: Node) -> bool:
+        """Whether a mask compares numbers that were recorded in float32, or joins such masks.
 
         Not if it says where a relu's result is positive: a dot reads that, so that it is in memory.
         """
         compares = [n in self._in_full or self._program.precision(n) is not Precision.RECORDED for n in node.ins]
-        if not (self._is_mask(number) and any(compares)):
+        if not any(compares):
             return False
         relu = self.values.get(node.ins[0])
         return relu is None or not (relu.dot_reads_relu and is_positive(node, self._program.recorded))

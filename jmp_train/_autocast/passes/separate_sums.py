@@ -20,7 +20,7 @@ Decides which uses read which expression. Does not decide what is rematerialized
 from __future__ import annotations
 
 from ..analysis.residual_costs import fuses, is_expensive
-from ..ir import SEPARATE, Equation, Program, Use
+from ..ir import SEPARATE, Program, Use
 from ..primitives import EXPONENTIALS, Trait, having
 
 _EXTREMES = having(Trait.EXTREMES)
@@ -29,20 +29,20 @@ _NEAR = -1  # stands for the kernels of all sums on the near side, where these s
 
 def separate_sums(program: Program) -> Program:
     """The program whose sums read rematerialized values as `SEPARATE` and what follows: a number for each sum."""
-    remat, nested = program.residuals.remat, _nested(program)
+    remat, facts, nested = program.residuals.remat, program.facts, _nested(program)
     kernels = _kernels(program) if nested else [None] * len(program.equations)
     numbers: dict[int, int] = {}  # of expressions, by the sum in whose kernel they are computed
-
-    def separated(i: int, equation: Equation, use: Use) -> Use:
-        kernel = kernels[i] if use.value in nested else None
-        if kernel is None and use.residual and use.value in remat and equation.depth <= program.facts[use.value].depth:
-            kernel = _NEAR
-        return use if kernel is None else use._replace(residual=numbers.setdefault(kernel, SEPARATE + len(numbers)))
-
     equations = [*program.equations]
-    for i, equation in enumerate(equations):
-        uses = [separated(i, equation, use) for use in equation.uses]
-        if uses != equation.uses:
+    for i, equation in enumerate(program.equations):
+        uses = equation.uses
+        for position, (value, dtype, residual) in enumerate(equation.uses):  # runs for every use, and calls nothing
+            kernel = kernels[i] if value in nested else None
+            if kernel is None and residual and value in remat and equation.depth <= facts[value].depth:
+                kernel = _NEAR
+            if kernel is not None:
+                number = numbers.setdefault(kernel, SEPARATE + len(numbers))
+                uses = [*uses[:position], Use(value, dtype, number), *uses[position + 1 :]]
+        if uses is not equation.uses:
             equations[i] = equation.replace(uses=uses)
     return program.replace(equations=equations) if numbers else program
 
@@ -52,6 +52,8 @@ def _nested(program: Program) -> set[int]:
     remat = program.residuals.remat
     expensive: set[int] = set()
     outer: set[int] = set()
+    if EXPONENTIALS.isdisjoint([equation.node.name for equation in program.equations]):
+        return outer
     for equation in program.equations:
         if remat.isdisjoint(equation.results):
             continue
@@ -72,8 +74,8 @@ def _kernels(program: Program) -> list[int | None]:
     """For each equation the sum or maximum in whose kernel alone XLA computes it, if there is one."""
     readers: dict[int, list[int]] = {}
     for i, equation in enumerate(program.equations):
-        for number in equation.operands:
-            readers.setdefault(number, []).append(i)
+        for use in equation.uses:
+            readers.setdefault(use.value, []).append(i)
     kernels: list[int | None] = [None] * len(program.equations)
     for i, equation in reversed([*enumerate(program.equations)]):
         if equation.entry.has_own_kernel or equation.node.name in _EXTREMES:

@@ -139,7 +139,8 @@ def _rounded(program: Program, heads: set[int]) -> tuple[set[int], set[int]]:
     rounded, sums, parts, scores = set(), set(), set(), set()
     for equation in program.equations:
         name, operands = equation.node.name, equation.operands
-        if _is_of_activations(program, equation.node) or (name in ROUNDS and not scores.isdisjoint(operands)):
+        of_scores = name in ROUNDS and not scores.isdisjoint(operands)
+        if of_scores or (name == "dot_general" and _is_of_activations(program, equation.node)):
             scores.update(equation.results)
         rounds = name in ROUNDS or (
             name in _UNROUNDED and not rounded.isdisjoint(operands) and sums.isdisjoint(operands)
