@@ -48,9 +48,10 @@ from ..analysis.joined_dots import joined_dots
 from ..analysis.relus import is_positive, relu_operand
 from ..analysis.residual_costs import ResidualCosts, Sources, fuses, is_expensive
 from ..ir import SHARED, Access, Equation, Precision, Program, Residuals, Use, is_on_host
-from ..primitives import DOTS, SYSTEMS, Rule
+from ..primitives import DOTS, SYSTEMS, Rule, Trait, having
 
 _READS_MEMORY = DOTS | SYSTEMS
+_MOVES = having(Trait.MOVES)
 
 
 def save_or_remat(program: Program) -> Program:
@@ -136,7 +137,8 @@ class _Decisions:
                 value.saved, sources = self._is_saved(node), self._sources_of(equation)
                 if value.saved and sources is not None:
                     self._in_full[number] = sources
-                elif sources is not None:  # a mask that is broadcast to the scores costs what it is broadcast from
+                elif sources is not None and node.name in _MOVES:
+                    # The mask of an attention costs what it is broadcast from.
                     self._costs.rematerialize(number, sources)
         elif (sources := self._sources_of(equation)) is not None:
             # XLA merges equal expressions: what is rematerialized from arguments alone, behind no barrier, it would
