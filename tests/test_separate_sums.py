@@ -99,6 +99,19 @@ def test_every_sum_of_a_softmax_of_capped_logits_is_separate():
     assert products.count(SEPARATE + 2) == 1 and set(products) == {SHARED, SEPARATE + 2}
 
 
+def test_numbers_start_anew_for_each_softmax():
+    """They become bits of an exponent, and a network may have hundreds."""
+
+    def loss(w, x):
+        for _ in range(3):
+            x = jax.nn.softmax(capped(x @ w))
+        return jnp.sum(jnp.square(x @ w))
+
+    program = after("separate_sums", jax.grad(loss), W, X)
+    found = {use.residual for equation in program.equations for use in equation.uses}
+    assert found == {0, SHARED, SEPARATE, SEPARATE + 1, SEPARATE + 2}
+
+
 def test_a_softmax_of_logits_has_three_expressions():
     gradient = jax.grad(softmax_of(lambda logits: logits))
     assert reads(gradient, "reduce_max") == [0]

@@ -24,36 +24,37 @@ from ..ir import SEPARATE, Program, Use
 from ..primitives import EXPONENTIALS, Trait, having
 
 _EXTREMES = having(Trait.EXTREMES)
-_NEAR = -1  # stands for the kernels of all sums on the near side, where these share an expression
 
 
 def separate_sums(program: Program) -> Program:
-    """The program whose sums read rematerialized values as `SEPARATE` and what follows: a number for each sum."""
+    """The program whose sums read rematerialized values as `SEPARATE` and what follows, by sums of the same values."""
     remat, facts, nested = program.residuals.remat, program.facts, _nested(program)
     kernels = _kernels(program) if nested else [None] * len(program.equations)
-    numbers: dict[int, int] = {}  # of expressions, by the sum in whose kernel they are computed
+    numbers: dict[int, dict[int, int]] = {}  # by the exponential, and by the sum in whose kernel it is computed
     equations = [*program.equations]
     for i, equation in enumerate(program.equations):
-        uses = equation.uses
+        uses, kernel = equation.uses, kernels[i]
         for position, (value, dtype, residual) in enumerate(equation.uses):  # runs for every use, and calls nothing
-            kernel = kernels[i] if value in nested else None
-            if kernel is None and residual and value in remat and equation.depth <= facts[value].depth:
-                kernel = _NEAR
-            if kernel is not None:
-                number = numbers.setdefault(kernel, SEPARATE + len(numbers))
+            number = 0
+            if kernel is not None and value in nested:
+                found = numbers.setdefault(nested[value], {})
+                number = found.setdefault(kernel, SEPARATE + len(found))
+            elif residual and value in remat and equation.depth <= facts[value].depth:
+                number = SEPARATE
+            if number:
                 uses = [*uses[:position], Use(value, dtype, number), *uses[position + 1 :]]
         if uses is not equation.uses:
             equations[i] = equation.replace(uses=uses)
-    return program.replace(equations=equations) if numbers else program
+    return program.replace(equations=equations)
 
 
-def _nested(program: Program) -> set[int]:
-    """Rematerialized exponentials of expensive values, and the expensive values that they are computed from."""
+def _nested(program: Program) -> dict[int, int]:
+    """Rematerialized exponentials of expensive values, and the expensive values that each is computed from."""
+    if EXPONENTIALS.isdisjoint([equation.node.name for equation in program.equations]):
+        return {}
     remat = program.residuals.remat
     expensive: set[int] = set()
     outer: set[int] = set()
-    if EXPONENTIALS.isdisjoint([equation.node.name for equation in program.equations]):
-        return outer
     for equation in program.equations:
         if remat.isdisjoint(equation.results):
             continue
@@ -63,10 +64,12 @@ def _nested(program: Program) -> set[int]:
         if inside or is_expensive(equation):
             expensive.update(equation.results)
     read = {use.value for equation in program.equations for use in equation.uses if use.residual}
-    found = outer & read
+    found = {number: number for number in outer & read}
     for equation in reversed(program.equations) if found else ():
-        if not found.isdisjoint(equation.results):
-            found.update(expensive.intersection(equation.operands))
+        (result, *_) = equation.results or (None,)
+        if result in found:
+            for number in expensive.intersection(equation.operands):
+                found.setdefault(number, found[result])
     return found
 
 
