@@ -271,15 +271,9 @@ def test_a_library_compared_with_itself_has_the_same_figures(tmp_path):
 def test_the_tables_of_a_comparison(load):
     compare = load("compare")
     figures = {f"{figure}_{name}": 2.0 for figure in compare.ROSE for name in ("before", "now")}
-    rows = [
-        {"model": "a", "dtype": "float16"}
-        | figures
-        | dict.fromkeys((f"{figure}_ratio" for figure in compare.ROSE), 1.0),
-        {"model": "b", "dtype": "float16"}
-        | figures
-        | dict.fromkeys((f"{figure}_ratio" for figure in compare.ROSE), 0.5),
-    ]
-    rows[0] |= {"bytes_now": 2.5, "bytes_ratio": 1.25, "error_ratio": None}
+    same, half = (dict.fromkeys((f"{figure}_ratio" for figure in compare.ROSE), each) for each in (1.0, 0.5))
+    changed = {"bytes_now": 2.5, "bytes_ratio": 1.25, "error_ratio": None}
+    rows = [{"model": "a", "dtype": "float16"} | figures | same | changed, {"model": "b"} | figures | half]
     found, *others = compare.summary(rows)
     assert found == {"figure": "bytes", "programs": 2, "least": 0.5, "median": 0.875, "greatest": 1.25}
     assert [each["programs"] for each in others] == [2, 1, 2]

@@ -193,8 +193,8 @@ def test_biased_scores_of_an_attention_are_not_rounded(scale, dtype):
     arrays = {name: rng.normal(size=(32, 32)) / 12 for name in "qkv"} | {"bias": 3 * rng.normal(size=(64, 64))}
     arrays = {name: array.astype(np.float32) for name, array in arrays.items()}
     x, rounded = rng.normal(size=(4, 64, 32)).astype(np.float32), by_hand(dtype)
-    hand = jax.jit(jax.grad(lambda *args: attention(*args, lambda a, b: rounded(rounded(a) @ rounded(b)), scale)))
-    gradient = jax.grad(lambda *args: attention(*args, jnp.matmul, scale))
+    hand = jax.jit(jax.grad(lambda p, x: attention(p, x, lambda a, b: rounded(rounded(a) @ rounded(b)), scale)))
+    gradient = jax.grad(lambda p, x: attention(p, x, jnp.matmul, scale))
     errors = [
         relative_error(fn(arrays, x), gradient(arrays, x))
         for fn in (hand, jax.jit(autocast(gradient, f"mixed_{dtype}")))
