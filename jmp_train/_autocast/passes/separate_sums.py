@@ -63,9 +63,11 @@ def _nested(program: Program) -> dict[int, int]:
             outer.update(equation.results)
         if inside or is_expensive(equation):
             expensive.update(equation.results)
+    if not outer:
+        return {}
     read = {use.value for equation in program.equations for use in equation.uses if use.residual}
     found = {number: number for number in outer & read}
-    for equation in reversed(program.equations) if found else ():
+    for equation in reversed(program.equations):
         (result, *_) = equation.results or (None,)
         if result in found:
             for number in expensive.intersection(equation.operands):

@@ -140,7 +140,7 @@ def _rounded(program: Program, heads: set[int]) -> tuple[set[int], set[int]]:
     for equation in program.equations:
         name, operands = equation.node.name, equation.operands
         of_scores = name in ROUNDS and not scores.isdisjoint(operands)
-        if of_scores or (name == "dot_general" and _is_of_activations(program, equation.node)):
+        if of_scores or (name in DOTS and _is_of_activations(program, equation.node)):
             scores.update(equation.results)
         rounds = name in ROUNDS or (
             name in _UNROUNDED and not rounded.isdisjoint(operands) and sums.isdisjoint(operands)
