@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 import jmp_train as jmp
-from jmp_train._autocast.analysis.uses import Flags
+from jmp_train._autocast.analysis.uses import RETURNED
 from jmp_train._autocast.emit import emit
 from jmp_train._autocast.ir import Precision, Program, precision_of
 from jmp_train._autocast.passes.rewrites import REWRITES, Rewrite
@@ -30,7 +30,7 @@ def stages(
     planner = Planner(jmp.get_policy(policy), rules, rewrites)
     planner.analyze(jaxpr, precisions)
     program = None
-    for name, program in planner.stages(jaxpr, precisions, [Flags()] * len(jaxpr.out_avals)):
+    for name, program in planner.stages(jaxpr, precisions, [RETURNED] * len(jaxpr.out_avals)):
         yield name, program
     assert program is not None
     yield from planner.lowering_stages(program.returning_recorded())

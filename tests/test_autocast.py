@@ -169,6 +169,17 @@ def test_a_product_is_narrow_where_huge_literals_only_bound_its_operands(name):
     assert len(read) >= 3 and set(read) == {F16}
 
 
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, jax.vmap, lambda fn: lambda x: jax.lax.map(fn, x)])
+def test_predictions_in_the_units_of_their_data_are_finite(wrap, policy):
+    def predict(x):
+        return 60_000 * (jnp.tanh(x @ W) @ W.T) + 5_000
+
+    rows, expected = X[:, None], predict(X[:, None])
+    assert jnp.max(jnp.abs(expected)) > 66_000
+    np.testing.assert_allclose(autocast(wrap(predict), policy)(rows), expected, atol=60_000 * 2e-2)
+
+
 def test_a_mask_and_a_literal_that_fit_widen_nothing():
     drop = lambda w, x, mask: jnp.where(mask, (x @ w) / 0.9, 0.0) * (mask / 0.9) @ w  # noqa: E731
     operations = explain(drop, "mixed_float16")(W, X, np.arange(8) < 3).operations

@@ -9,7 +9,7 @@ from jax import lax
 from pass_tools import with_batching_rule
 
 import jmp_train as jmp
-from jmp_train._autocast.analysis.uses import Flags, axes_of
+from jmp_train._autocast.analysis.uses import RETURNED, Flags, axes_of
 from jmp_train._autocast.ir import TOP, Precision
 from jmp_train._autocast.planner import Planner
 
@@ -17,10 +17,12 @@ RNG = np.random.default_rng(0)
 X, Y = (RNG.normal(size=(8, 16)).astype(np.float32) for _ in range(2))
 W = RNG.normal(size=(16, 4)).astype(np.float32)
 
+NOTHING = Flags()
 DOT = {"reaches_dot", "to_dot"}
 ONLY_DOTS = DOT | {"only_dots"}
 BEFORE_DOT = {"reaches_dot"}
-WIDE = {"only_wide"}
+RESULT = {"only_results"}
+WIDE = {"only_wide"} | RESULT
 DELICATE = {"delicate"}
 EXPONENT = {"in_exponent"}
 POSITION = {"is_position"}
@@ -99,14 +101,14 @@ CASES = {
     "a sum behind moves": (lambda x, y, w: jnp.sum(x.T[:4], 0), WIDE),
     "a sum of a product": (lambda x, y, w: jnp.sum(x * y), WIDE),
     "a sum of a magnitude": (lambda x, y, w: jnp.sum(jnp.abs(x)), WIDE),
-    "a sum of a function": (lambda x, y, w: jnp.sum(jnp.tanh(x)), set()),
+    "a sum of a function": (lambda x, y, w: jnp.sum(jnp.tanh(x)), RESULT),
     "a largest element": (lambda x, y, w: jnp.max(x), set()),
     "a sum of one part": (lambda x, y, w: (jnp.sum(halves(x)[0]), halves(x)[1]), set()),
     "a square": (lambda x, y, w: x.T @ x, BEFORE_DOT | DELICATE | WIDE),
     "a divisor": (lambda x, y, w: y / x, DELICATE),
     "a dividend": (lambda x, y, w: x / y, set()),
     "a logarithm": (lambda x, y, w: jnp.log(x), DELICATE | WIDE),
-    "a logarithm of moves": (lambda x, y, w: jnp.log(-x.T[:2]), DELICATE),
+    "a logarithm of moves": (lambda x, y, w: jnp.log(-x.T[:2]), DELICATE | RESULT),
     "a logarithm of a product": (lambda x, y, w: jnp.log(x * y), WIDE),
     "a logarithm of a distance": (lambda x, y, w: jnp.log(1 - x), DELICATE | WIDE),
     "a logarithm of a difference": (lambda x, y, w: jnp.log(y - x), WIDE),
@@ -124,9 +126,9 @@ CASES = {
     "a fraction": (lambda x, y, w: x - jnp.floor(x), POSITION),
     "a remainder": (lambda x, y, w: lax.rem(jnp.maximum(x, y), y), POSITION),
     "a divisor of which the remainder is left": (lambda x, y, w: lax.rem(y, x), DELICATE | POSITION),
-    "an angle of a bounded value": (lambda x, y, w: jnp.sin(10 * jnp.tanh(x)), set()),
+    "an angle of a bounded value": (lambda x, y, w: jnp.sin(10 * jnp.tanh(x)), RESULT),
     "an exponential of moves": (lambda x, y, w: jnp.exp(jnp.maximum(x.T, 0)), EXPONENT | WIDE),
-    "an exponential of a function": (lambda x, y, w: jnp.exp(jnp.tanh(x)), set()),
+    "an exponential of a function": (lambda x, y, w: jnp.exp(jnp.tanh(x)), RESULT),
     "an exponential of a quotient": (lambda x, y, w: jnp.exp(x / y), WIDE),
     "an exponential of one part": (lambda x, y, w: (jnp.exp(halves(x)[0]), halves(x)[1]), EXPONENT),
     "an exponential in a branch": (
@@ -136,12 +138,34 @@ CASES = {
 }
 
 
-def found(fn):
-    """What is said of the first argument."""
+# Of `x`: whether all that becomes of it is float32, of a program whose results are.
+RESULTS = {
+    "nothing reads it": (lambda x, y, w: y, False),
+    "returned": (lambda x, y, w: x, True),
+    "moved": (lambda x, y, w: x.T[:2], True),
+    "of two results": (lambda x, y, w: (jnp.sum(x), x * y), True),
+    "a function": (lambda x, y, w: jnp.sort(jnp.tanh(x)), True),
+    "behind a barrier": (lambda x, y, w: lax.optimization_barrier(x), True),
+    "a function after a sum": (lambda x, y, w: jnp.sum(jnp.tanh(x)), True),
+    "an exponential": (lambda x, y, w: jnp.exp(x), True),
+    "a dot": (lambda x, y, w: x @ w, False),
+    "a dot behind a function": (lambda x, y, w: jnp.tanh(x) @ w, False),
+    "a dot and a result": (lambda x, y, w: (x, x @ w), False),
+    "what runs as recorded": (lambda x, y, w: lax.bitcast_convert_type(x, np.int32), False),
+    "a branch": (lambda x, y, w: lax.cond(y[0, 0] > 0, lambda: -x, lambda: x), True),
+    "a dot in a branch": (lambda x, y, w: lax.cond(y[0, 0] > 0, lambda: x @ w, lambda: y[:, :4]), False),
+    "a loop's rows": (lambda x, y, w: lax.map(jnp.tanh, x), True),
+    "a loop's carry": (lambda x, y, w: repeated(lambda c: c[::-1], x, y), False),
+    "a function with a batching rule": (lambda x, y, w: with_batching_rule(jnp.tanh)(x), False),
+}
+
+
+def found(fn, outside=NOTHING):
+    """What is said of the first argument, given what becomes of the results."""
     jaxpr = jax.make_jaxpr(fn)(X, Y, W)
     planner = Planner(jmp.get_policy("mixed_float16"), jmp.DEFAULT_RULES.with_scopes({"wide": "float32"}))
     planner.analyze(jaxpr, [Precision.FULL] * 3)
-    flags = planner.in_flags(jaxpr, TOP, [Flags()] * len(jaxpr.out_avals))[0]
+    flags = planner.in_flags(jaxpr, TOP, [outside] * len(jaxpr.out_avals))[0]
     return {flag for flag in Flags._fields if getattr(flags, flag)}
 
 
@@ -149,6 +173,12 @@ def found(fn):
 def test_what_becomes_of_a_value(name):
     fn, expected = CASES[name]
     assert found(fn) == expected
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_what_only_results_are_computed_from(name):
+    fn, expected = RESULTS[name]
+    assert ("only_results" in found(fn, RETURNED)) == expected
 
 
 @pytest.mark.parametrize("name", "log log1p sqrt rsqrt cbrt digamma lgamma erf_inv asin acos atanh acosh".split())
@@ -186,7 +216,7 @@ def test_which_products_are_the_last_on_their_way(name):
     fn, own, of_parameter = ENDS[name]
     jaxpr = jax.make_jaxpr(fn)(X, Y, W)
     planner = Planner(jmp.get_policy("mixed_float16"), jmp.DEFAULT_RULES)
-    uses = planner.uses(jaxpr, TOP, [Flags()] * len(jaxpr.out_avals))
+    uses = planner.uses(jaxpr, TOP, [NOTHING] * len(jaxpr.out_avals))
     program, _ = planner.recorded(jaxpr, TOP)
     products = [node.outs[0] for node in program.nodes if node.name == "dot_general"]
     assert [uses.ends_at(number, None) for number in products] == own
@@ -199,7 +229,7 @@ def test_what_is_for_one_dot_alone():
 
     jaxpr = jax.make_jaxpr(fn)(X, Y, W)
     planner = Planner(jmp.get_policy("mixed_float16"), jmp.DEFAULT_RULES)
-    uses = planner.uses(jaxpr, TOP, [Flags()] * len(jaxpr.out_avals))
+    uses = planner.uses(jaxpr, TOP, [NOTHING] * len(jaxpr.out_avals))
     program, _ = planner.recorded(jaxpr, TOP)
     (tanh,) = (node.outs[0] for node in program.nodes if node.name == "tanh")
     assert [uses.is_for_one_dot(number) for number in (*program.inputs, tanh)] == [True, False, False, False]

@@ -20,7 +20,7 @@ from .._jaxpr import convert, open_jaxpr, trace
 from .._policy import Policy, get_policy
 from .._static import hide_static, is_argument, note_numbers, reveal_static
 from .._values import as_argnums, check_callable
-from .analysis.uses import Flags
+from .analysis.uses import RETURNED
 from .emit import emit
 from .ir import Precision, Program, precision_of
 from .planner import Planner
@@ -146,7 +146,7 @@ def make_planned(
         known = plans.setdefault(body, {})
         if precisions not in known:
             planner = Planner(policy, rules)
-            known[precisions] = Plan(planner, planner.plan_whole(jaxpr, precisions, [Flags()] * len(body.outvars)))
+            known[precisions] = Plan(planner, planner.plan_whole(jaxpr, precisions, [RETURNED] * len(body.outvars)))
         return known[precisions], jax.tree.structure(shape)
 
     return planned

@@ -28,6 +28,7 @@ _EXACT = having(Trait.JOINS | Trait.BOUNDS | Trait.FLIPS)
 _EXACT_OR_POOLS = _EXACT | having(Trait.POOL)  # a pool's results are elements of its operand
 _AFFINE = ADDS | {"mul"}
 _PERIODIC = having(Trait.PERIODIC)
+_FOLLOWS = (Rule.FOLLOW, Rule.SHAPE, Rule.WIDEST)  # where the dtypes of operands decide that of the result
 
 
 class Flags(NamedTuple):
@@ -39,6 +40,7 @@ class Flags(NamedTuple):
       only_wide: only operations that run in float32 consume it, in this program or around it: then a product, which may
         be infinite in the compute dtype, runs in float32 too. (`passes.widen` is about rounding, and what is near.)
       only_dots: only dots in the compute dtype consume it, directly or moved.
+      only_results: what the whole program returns in float32, and float32 operations, are all that becomes of it.
       delicate: what is finite for it may not be for its copy in the compute dtype: something divides by it, takes its
         logarithm, or bounds it first, or does so to its distance from a constant.
       in_exponent: an exponential is computed from it, or from sums and products of it: the absolute error of its copy
@@ -51,6 +53,7 @@ class Flags(NamedTuple):
     to_dot: bool = False
     only_wide: bool = False
     only_dots: bool = False
+    only_results: bool = False
     delicate: bool = False
     in_exponent: bool = False
     is_position: bool = False
@@ -62,12 +65,13 @@ class Flags(NamedTuple):
 
 
 _UNREAD = Flags()
+RETURNED = Flags(only_results=True)  # what becomes of a whole program's results
 
 
 def merged(flags: Sequence[Flags]) -> Flags:
     """What becomes of several values together."""
-    reaches, to_dot, only_wide, only_dots, *others = zip(*flags, strict=True) if flags else [()] * len(_UNREAD)
-    return Flags(any(reaches), any(to_dot), all(only_wide), all(only_dots), *map(any, others))
+    reaches, to_dot, wide, dots, results, *others = zip(*flags, strict=True) if flags else [()] * len(_UNREAD)
+    return Flags(any(reaches), any(to_dot), all(wide), all(dots), all(results), *map(any, others))
 
 
 class Uses:
@@ -139,13 +143,14 @@ class Uses:
             self.returned.update(node.ins)
         passes = rule is Rule.SHAPE or name in _EXACT
         only_dots = rule is Rule.LOW or (rule is Rule.SHAPE and out.only_dots)
+        only_results = only_wide or (out.only_results and rule in _FOLLOWS)
         # What is bounded from above (`min`) may be infinite in float16, and a divisor zero, as that of a negative power
         # is. What runs as recorded may do both.
         delicate = rule is Rule.RECORDED or (out.delicate and (passes or self._measures_from_constant(node)))
         delicate = delicate or name == "min" or (name == "integer_pow" and node.params["y"] < 0)
         exponent = name in EXPONENTIALS or (out.in_exponent and (passes or name in _AFFINE))
         position = name in _PERIODIC or (out.is_position and (passes or name in _AFFINE or name == "div"))
-        flags = Flags(reaches, to_dot, only_wide, only_dots, delicate, exponent, position)
+        flags = Flags(reaches, to_dot, only_wide, only_dots, only_results, delicate, exponent, position)
         # Of most primitives one operand alone is delicate: the divisor of a quotient.
         one = DELICATE_OPERAND.get(name)
         one = None if one is None else node.ins[one]
@@ -191,7 +196,7 @@ def _of_operands(planner: Planner, node: Node, inside: Place, outs: list[Flags])
         first = planner.in_flags(loop.body, inside, outs)
         pairs = zip(outs[: loop.carry], first[loop.consts :], strict=False)
         # A carry's dtype is that of its first value; what only float32 reads at the end does not widen it.
-        fed_back = [merged(pair)._replace(only_wide=False) for pair in pairs]
+        fed_back = [merged(pair)._replace(only_wide=False, only_results=False) for pair in pairs]
         return [Flags()] * loop.skip + planner.in_flags(loop.body, inside, [*fed_back, *outs[loop.carry :]])
     # Planned behind float32 boundaries: what the programs inside do is not asked, and may be a dot.
     return [Flags(reaches_dot=True)] * len(node.ins)

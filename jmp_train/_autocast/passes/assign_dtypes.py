@@ -56,6 +56,9 @@ from ..primitives import ADDS, CAST_FIRST, DOTS, ROUNDS, Entry, Rule, Trait, hav
 from . import control_flow
 
 _ATTENTION = having(Trait.ATTENTION)
+_LINEAR = ADDS | {"mul"}
+# The constant from which on it does: float16 ends at 65,504, so that a thousand still fits times less.
+_ENLARGES = 64
 _TRANSFERS = having(Trait.TRANSFERS | Trait.PLACES)
 
 
@@ -266,8 +269,20 @@ class _Walk:
             # In float16 a parameter below 3e-8 is zero. `jax.grad(autocast(f))` divides by its square, in the dtype of
             # the quotient: in float16 that is infinite below 2^-8. A literal is in 16 bits only if they hold it.
             wide = wide or self.facts[node.ins[1]].numbers.range is None
+        if flags.only_results and Precision.LOW in seen and self._is_enlarged(node):
+            entry, wide = Entry(entry.rule, "enlarged by a constant and returned in float32"), True
         precision = Precision.FULL if wide or Precision.FULL in seen else narrow
         return self._pairwise(node, entry, seen, precision)
+
+    def _is_enlarged(self, node: Node) -> bool:
+        """Whether a node makes numbers much larger with a constant, as `2000 * y + 5000` does.
+
+        So predictions get the units of their data, in which float16 may be infinite and 16 bits have few decimals.
+        """
+        known = [self.facts[number].numbers.range for number in node.ins]
+        if node.name == "div":
+            return known[1] is not None and _ENLARGES * known[1].smallest <= 1
+        return node.name in _LINEAR and any([values is not None and values.largest >= _ENLARGES for values in known])
 
     def _is_stream(self, node: Node, seen: list[Precision]) -> bool:
         """Whether a node adds narrow values or a bias: the sum is off by little more than they are, and is stored."""

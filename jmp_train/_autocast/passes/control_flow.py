@@ -21,7 +21,7 @@ from ..._jaxpr import Loop, Node, branches_of, loop_of, open_jaxpr, sub_jaxprs, 
 from ..._static import hide_static, reveal_static
 from ..analysis.loop_ends import narrowed_decision, narrowed_stop
 from ..analysis.loops import is_counted, may_be_narrow
-from ..analysis.uses import Flags
+from ..analysis.uses import RETURNED, Flags
 from ..emit import cast, emit, is_array
 from ..ir import (
     Context,
@@ -119,10 +119,10 @@ def _plan_loop(call: _Entered, loop: Loop) -> tuple[Program, list[Precision]]:
         stays = narrow or precision in (Precision.OVERFLOWS, Precision.RECORDED)
         carried.append(precision if stays else Precision.FULL)
     while True:  # a carry can only widen, so this ends
-        # A narrow carry is rounded at the end of each iteration, as for a dot.
-        to_low = [Flags(reaches_dot=each is Precision.LOW, to_dot=each is Precision.LOW) for each in carried]
+        # A narrow carry is rounded at the end of each iteration, as for a dot; others are returned as results are.
+        returned = [Flags(reaches_dot=True, to_dot=True) if each is Precision.LOW else RETURNED for each in carried]
         arguments = [*seen[:consts], *carried, *seen[rows:]]
-        program = call.plan(body, arguments, [*to_low, *call.outs[carry:]], roundable=range(consts, rows))
+        program = call.plan(body, arguments, [*returned, *call.outs[carry:]], roundable=range(consts, rows))
         wider = [joined_precision(pair) for pair in zip(carried, program.result_precisions, strict=False)]
         if wider == carried:
             return program, carried
