@@ -357,6 +357,7 @@ REWRITTEN = {
     "hoist_weight_casts": (recurrent, LAYERS[0], X),
     "narrow_caches": (lookup, LAYERS[0], X),
     "narrow_transfers": (lambda w, x: jnp.tanh(x @ jax.device_put(w, jax.memory.Space.Device)), W, X),
+    "softmax_gradient": (jax.grad(lambda w, x: jnp.sum(jax.nn.softmax(x @ w) @ w.T)), W, X),
     "sliced_dots": (joined_gates, LAYERS[0], X),
     "chained_casts": (jax.grad(residual_stream), LAYERS, X),
     "window_sums": (

@@ -77,7 +77,7 @@ def test_no_two_readers_of_a_softmax_share_an_expression(dtype):
     """What multiplies, what sums, and what is across a dot; in float16 what is saved is rounded by that."""
 
     def loss(w, x):
-        return jnp.sum(jnp.square(jax.nn.softmax(x @ w) @ w))
+        return jnp.sum(jnp.square(jax.nn.softmax(x @ w, axis=0) @ w))  # that over rows is rewritten
 
     program = after("insert_casts", jax.grad(loss), W, X, policy=f"mixed_{dtype}")
     producers = {number: e for e in program.equations for number in e.results}

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from jax import lax
+from jax.experimental import io_callback
 from pass_tools import with_batching_rule
 
 import jmp_train as jmp
@@ -152,6 +153,13 @@ RESULTS = {
     "a dot behind a function": (lambda x, y, w: jnp.tanh(x) @ w, False),
     "a dot and a result": (lambda x, y, w: (x, x @ w), False),
     "what runs as recorded": (lambda x, y, w: lax.bitcast_convert_type(x, np.int32), False),
+    "a dot that nothing reads": (lambda x, y, w: (x @ w, x)[1], True),
+    "a branch that nothing reads": (
+        lambda x, y, w: (lax.cond(y[0, 0] > 0, lambda: x @ w, lambda: y @ w), x)[1],
+        True,
+    ),
+    "a callback": (lambda x, y, w: (io_callback(np.tanh, x, x), x)[1], False),
+    "one of two parts": (lambda x, y, w: halves(x)[0], True),
     "a branch": (lambda x, y, w: lax.cond(y[0, 0] > 0, lambda: -x, lambda: x), True),
     "a dot in a branch": (lambda x, y, w: lax.cond(y[0, 0] > 0, lambda: x @ w, lambda: y[:, :4]), False),
     "a loop's rows": (lambda x, y, w: lax.map(jnp.tanh, x), True),

@@ -80,12 +80,14 @@ class Uses:
     Attributes:
       readers: how many equations read a value.
       returned: the results, and what they are moved from or the sum of.
+      from_constant: of what `1 - x` and its like are made, for results alone.
     """
 
     def __init__(self, program: FlatJaxpr, out_flags: Sequence[Flags]):
         self._flags: list[Flags | None] = [None] * len(program.avals)  # None of what nothing reads
         self._known, self._avals = program.known, program.avals
         self.returned, self.readers = set(program.outputs), [0] * len(program.avals)
+        self.from_constant: set[int] = set()
         for number, flags in zip(program.outputs, out_flags, strict=True):
             self.add(number, flags)
 
@@ -96,6 +98,14 @@ class Uses:
 
     def __getitem__(self, number: int) -> Flags:
         return self._flags[number] or _UNREAD
+
+    def is_dead(self, node: Node) -> bool:
+        """Whether nothing reads what a node computes, as the derivative of a maximum that JAX records and drops.
+
+        Of its operands it says nothing.
+        """
+        read = [number for number in node.outs if self._flags[number] is not None]
+        return bool(node.outs) and not read and not node.eqn.effects
 
     def is_for_one_dot(self, number: int) -> bool:
         return self[number].to_dot and self.readers[number] == 1
@@ -120,8 +130,8 @@ class Uses:
                     self.returned.add(number)
                 self.add(number, self[result])
             return
-        name, rule, outs = node.name, entry.rule, [self._flags[number] or _UNREAD for number in node.outs]
-        out = outs[0] if len(outs) == 1 else merged(outs)
+        read = [flags for number in node.outs if (flags := self._flags[number]) is not None]
+        name, rule, out = node.name, entry.rule, read[0] if len(read) == 1 else merged(read)
         # Of an equation without results, as a callback, `merged` gives only_wide: nothing narrow reads its results.
         reaches, to_dot, only_wide = out.reaches_dot, False, rule is Rule.HIGH
         if rule is Rule.LOW:
@@ -144,6 +154,10 @@ class Uses:
         passes = rule is Rule.SHAPE or name in _EXACT
         only_dots = rule is Rule.LOW or (rule is Rule.SHAPE and out.only_dots)
         only_results = only_wide or (out.only_results and rule in _FOLLOWS)
+        # Of slices and products of such a value the same is true.
+        leads_there = (passes or name in _AFFINE) and not self.from_constant.isdisjoint(node.outs)
+        if leads_there or (out.only_results and name in ADDS and self._measures_from_constant(node)):
+            self.from_constant.update(node.ins)
         # What is bounded from above (`min`) may be infinite in float16, and a divisor zero, as that of a negative power
         # is. What runs as recorded may do both.
         delicate = rule is Rule.RECORDED or (out.delicate and (passes or self._measures_from_constant(node)))
@@ -175,6 +189,8 @@ def find_uses(
     """Runs the backward walk, through the programs inside too, of which the planner knows the uses."""
     uses = Uses(program, out_flags)
     for node, entry in zip(reversed(program.nodes), reversed(entries), strict=True):
+        if uses.is_dead(node):
+            continue
         if entry.rule is Rule.ENTER:
             found = _of_operands(planner, node, place.inside(node), [uses[number] for number in node.outs])
             for number, flags in zip(node.ins, found, strict=True):

@@ -56,9 +56,8 @@ from ..primitives import ADDS, CAST_FIRST, DOTS, ROUNDS, Entry, Rule, Trait, hav
 from . import control_flow
 
 _ATTENTION = having(Trait.ATTENTION)
-_LINEAR = ADDS | {"mul"}
-# The constant from which on it does: float16 ends at 65,504, so that a thousand still fits times less.
-_ENLARGES = 64
+# A constant from which on it is large: three of the 11 or 8 bits of a number of about one are lost where it is added.
+_LARGE = 8
 _TRANSFERS = having(Trait.TRANSFERS | Trait.PLACES)
 
 
@@ -239,6 +238,8 @@ class _Walk:
         # costs no bytes: the scan stacks its 16-bit operand, from which the backward pass computes it again. A gate
         # that a dot reads is stored, and rounded, for that anyway.
         gate = node.name == "logistic" and self.place.is_scan and seen[0] is Precision.LOW and not flags.to_dot
+        # Nothing is left of `1 - sigmoid(x)` where the sigmoid is rounded to one.
+        gate = gate or (seen[0] is Precision.LOW and not self.place.is_scan and node.outs[0] in self.uses.from_constant)
         if node.name in ROUNDS and (gate or flags.delicate or flags.is_position):
             return self._pairwise(node, entry, seen, Precision.FULL)
         first = next(iter(floating), Precision.RECORDED)
@@ -269,20 +270,22 @@ class _Walk:
             # In float16 a parameter below 3e-8 is zero. `jax.grad(autocast(f))` divides by its square, in the dtype of
             # the quotient: in float16 that is infinite below 2^-8. A literal is in 16 bits only if they hold it.
             wide = wide or self.facts[node.ins[1]].numbers.range is None
-        if flags.only_results and Precision.LOW in seen and self._is_enlarged(node):
-            entry, wide = Entry(entry.rule, "enlarged by a constant and returned in float32"), True
+        if flags.only_results and Precision.LOW in seen and self._changes_units(node):
+            entry, wide = Entry(entry.rule, "a constant changes the units of what is returned in float32"), True
         precision = Precision.FULL if wide or Precision.FULL in seen else narrow
         return self._pairwise(node, entry, seen, precision)
 
-    def _is_enlarged(self, node: Node) -> bool:
-        """Whether a node makes numbers much larger with a constant, as `2000 * y + 5000` does.
+    def _changes_units(self, node: Node) -> bool:
+        """Whether a node adds a large constant, or multiplies by a large or small one, as `2000 * y + 5000` does.
 
-        So predictions get the units of their data, in which float16 may be infinite and 16 bits have few decimals.
+        So predictions get the units of their data, in which float16 may be infinite or zero, and 16 bits have few
+        decimals.
         """
-        known = [self.facts[number].numbers.range for number in node.ins]
-        if node.name == "div":
-            return known[1] is not None and _ENLARGES * known[1].smallest <= 1
-        return node.name in _LINEAR and any([values is not None and values.largest >= _ENLARGES for values in known])
+        known = [values for number in node.ins if (values := self.facts[number].numbers.range) is not None]
+        largest = max([values.largest for values in known], default=1.0)
+        if node.name in ADDS:
+            return largest >= _LARGE
+        return node.name in ("mul", "div") and not 1 / _LARGE < largest < _LARGE
 
     def _is_stream(self, node: Node, seen: list[Precision]) -> bool:
         """Whether a node adds narrow values or a bias: the sum is off by little more than they are, and is stored."""

@@ -29,7 +29,7 @@ import dataclasses
 from ..._dtypes import FLOAT32
 from ..analysis.activations import activations
 from ..ir import SHARED, Equation, Precision, Program, is_sixteen_bit
-from ..primitives import FUSED, Rule
+from ..primitives import EXPONENTIALS, FUSED, Rule
 
 _KEEPS_DTYPE = frozenset({Rule.WIDEST, Rule.FOLLOW, Rule.SHAPE})
 
@@ -68,6 +68,8 @@ def _shared_with_sums(program: Program) -> set[int]:
             continue
         if not program.place.is_backward(equation.node):
             forward.add(number)
+        elif name in EXPONENTIALS:
+            continue  # of a softmax that is computed again
         elif is_read_by_sum and (name == "mul" or not (narrow[number] or name == "select_n")):
             cotangents.add(number)
     if forward:

@@ -16,6 +16,7 @@ from .one_hot_scatter import one_hot_scatter
 from .relu_mask import relu_mask
 from .rewrite import Rewrite as Rewrite
 from .sliced_dots import sliced_dots
+from .softmax_gradient import softmax_gradient
 from .sums_of_one import entry_of_sum, sums_of_one
 from .two_step_sums import two_step_sums
 from .wide_biases import wide_biases
@@ -30,6 +31,7 @@ REWRITES = (
     Rewrite("max_pools", entry={_POOL: entry_of_scatter}, of_equation={_POOL: max_pools}, of_planned=pools_in_float32),
     Rewrite("one_hot_scatter", of_equation={"scatter-add": one_hot_scatter}),
     Rewrite("dot_as_sums", of_equation={"dot_general": dot_as_sums}),
+    Rewrite("softmax_gradient", of_planned=softmax_gradient),
     Rewrite("fold_transposes", of_planned=fold_transposes),
     Rewrite("hoist_weight_casts", of_lowered=hoist_weight_casts),
     Rewrite("narrow_caches", of_lowered=narrow_caches),
