@@ -23,15 +23,12 @@ FIGURES = ("bytes", "kernels", "copies", "temporary")
 
 BOOKKEEPING = "which leaf overflowed is kept for `overflow_report`: a few kernels in all, none a leaf"
 FLOAT32_GRADIENTS = "weights' gradients leave their products in float32 (`reduce_dtype`); with float16 it is less"
-SOFTMAX = "autocast computes the softmax again in the backward pass; XLA makes one kernel only of one that is kept"
 OVER_STEPS = "a weight's gradient is summed over the steps in float32, by hand in float16"
 WHY = {
     ("mlp optimizer", "kernels"): BOOKKEEPING,
     ("mlp", "kernels"): BOOKKEEPING,
     ("cnn", "kernels"): BOOKKEEPING,
     ("mlp", "bytes"): FLOAT32_GRADIENTS,
-    ("transformer", "bytes"): SOFTMAX,
-    ("transformer", "kernels"): SOFTMAX,
     ("transformer", "copies"): "one layer norm's scale, 6 kB, which is updated in place while it is still to be read",
     ("lstm", "bytes"): OVER_STEPS,
 }

@@ -95,7 +95,7 @@ CASES = {
     "a sum after a loop": (lambda x, y, w: jnp.sum(repeated(lambda c: c[::-1], x, y)), set()),
     "a sum in a loop": (lambda x, y, w: lax.scan(lambda c, row: (c + jnp.sum(row), None), 0.0, x)[0], WIDE),
     "a function with a batching rule": (lambda x, y, w: with_batching_rule(jnp.tanh)(x), BEFORE_DOT),
-    "the predicate of a branch": (lambda x, y, w: lax.cond(x[0, 0] > 0, lambda: y @ w, lambda: w[:8]), set()),
+    "the predicate of a branch": (lambda x, y, w: lax.cond(x[0, 0] > 0, lambda: y @ w, lambda: w[:8]), RESULT),
     "a dot in a branch": (lambda x, y, w: lax.cond(y[0, 0] > 0, lambda: x @ w, lambda: jnp.tanh(y @ w)), DOT),
     "a sum": (lambda x, y, w: jnp.sum(x), WIDE),
     "two sums": (lambda x, y, w: jnp.sum(x) + jnp.sum(x, 0), WIDE),
@@ -153,6 +153,9 @@ RESULTS = {
     "a dot behind a function": (lambda x, y, w: jnp.tanh(x) @ w, False),
     "a dot and a result": (lambda x, y, w: (x, x @ w), False),
     "what runs as recorded": (lambda x, y, w: lax.bitcast_convert_type(x, np.int32), False),
+    "a comparison": (lambda x, y, w: jnp.any(x > y), True),
+    "a test for NaN": (lambda x, y, w: jnp.any(x != x), True),
+    "a test for finite numbers": (lambda x, y, w: jnp.where(jnp.all(lax.is_finite(x)), y, 0), True),
     "a dot that nothing reads": (lambda x, y, w: (x @ w, x)[1], True),
     "a branch that nothing reads": (
         lambda x, y, w: (lax.cond(y[0, 0] > 0, lambda: x @ w, lambda: y @ w), x)[1],

@@ -28,6 +28,7 @@ _EXACT = having(Trait.JOINS | Trait.BOUNDS | Trait.FLIPS)
 _EXACT_OR_POOLS = _EXACT | having(Trait.POOL)  # a pool's results are elements of its operand
 _AFFINE = ADDS | {"mul"}
 _PERIODIC = having(Trait.PERIODIC)
+_COMPARES = having(Trait.COMPARES) | {"eq", "ne", "is_finite"}  # in float32 if an operand is: keeps none in 16 bits
 _FOLLOWS = (Rule.FOLLOW, Rule.SHAPE, Rule.WIDEST)  # where the dtypes of operands decide that of the result
 
 
@@ -40,7 +41,8 @@ class Flags(NamedTuple):
       only_wide: only operations that run in float32 consume it, in this program or around it: then a product, which may
         be infinite in the compute dtype, runs in float32 too. (`passes.widen` is about rounding, and what is near.)
       only_dots: only dots in the compute dtype consume it, directly or moved.
-      only_results: what the whole program returns in float32, and float32 operations, are all that becomes of it.
+      only_results: what the whole program returns in float32, float32 operations and comparisons are all that becomes of
+        it.
       delicate: what is finite for it may not be for its copy in the compute dtype: something divides by it, takes its
         logarithm, or bounds it first, or does so to its distance from a constant.
       in_exponent: an exponential is computed from it, or from sums and products of it: the absolute error of its copy
@@ -153,7 +155,7 @@ class Uses:
             self.returned.update(node.ins)
         passes = rule is Rule.SHAPE or name in _EXACT
         only_dots = rule is Rule.LOW or (rule is Rule.SHAPE and out.only_dots)
-        only_results = only_wide or (out.only_results and rule in _FOLLOWS)
+        only_results = only_wide or name in _COMPARES or (out.only_results and rule in _FOLLOWS)
         # Of slices and products of such a value the same is true.
         leads_there = (passes or name in _AFFINE) and not self.from_constant.isdisjoint(node.outs)
         if leads_there or (out.only_results and name in ADDS and self._measures_from_constant(node)):
