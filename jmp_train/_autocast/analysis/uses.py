@@ -41,7 +41,7 @@ class Flags(NamedTuple):
       only_wide: only operations that run in float32 consume it, in this program or around it: then a product, which may
         be infinite in the compute dtype, runs in float32 too. (`passes.widen` is about rounding, and what is near.)
       only_dots: only dots in the compute dtype consume it, directly or moved.
-      only_results: what the whole program returns in float32, float32 operations and comparisons are all that becomes of
+      only_results: only what the whole program returns in float32, float32 operations and comparisons are computed from
         it.
       delicate: what is finite for it may not be for its copy in the compute dtype: something divides by it, takes its
         logarithm, or bounds it first, or does so to its distance from a constant.
