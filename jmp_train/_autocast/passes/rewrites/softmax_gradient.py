@@ -125,19 +125,27 @@ class _Softmaxes:
             (operand, *others) = [n for n in equation.operands if n not in self._program.constants] or (number, number)
             before, after = (self._program.avals[n].shape for n in (operand, number))
             if equation.node.name == name and before[-1:] != (1,):
-                return (operand, between) if equation.node.params["axes"] == (len(before) - 1,) else (None, [])
+                rows, found = _axes(before[:-1]), _axes(self._program.avals[between[0]].shape)
+                at_rows = equation.node.params["axes"] == (len(before) - 1,) and found[: len(rows)] == rows
+                return (operand, between) if at_rows else (None, [])
             if others or not (equation.node.name in through or _keeps_rows(equation.node, before, after)):
                 break
             number = operand
         return None, []
 
 
+def _axes(shape: tuple[Any, ...]) -> list[int]:
+    """Those of more than one number."""
+    return [axis for axis, size in enumerate(shape) if size != 1]
+
+
 def _keeps_rows(node: Node, before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
-    """Whether a node adds or drops a last axis of one number, or repeats each row's number along it."""
+    """Whether a node adds or drops axes of one number, or repeats numbers along a last axis."""
     if node.name == "broadcast_in_dim":
-        return tuple(node.params["broadcast_dimensions"]) == (*range(len(before)),)
-    is_dropped = (*after, 1) == before or (*before, 1) == after or before == after
-    return is_dropped and node.name in ("reshape", "squeeze", "reduce_sum")
+        kept = [node.params["broadcast_dimensions"][axis] for axis in _axes(before)]
+        return kept == _axes(after)[: len(kept)]
+    kept = [[shape[axis] for axis in _axes(shape)] for shape in (before, after)]
+    return kept[0] == kept[1] and node.name in ("reshape", "squeeze", "reduce_sum")
 
 
 def _both_ways(equation: Equation) -> tuple[tuple[int, int], tuple[int, int]]:
