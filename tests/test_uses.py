@@ -155,6 +155,7 @@ RESULTS = {
     "what runs as recorded": (lambda x, y, w: lax.bitcast_convert_type(x, np.int32), False),
     "a comparison": (lambda x, y, w: jnp.any(x > y), True),
     "a test for NaN": (lambda x, y, w: jnp.any(x != x), True),
+    "an index of the largest": (lambda x, y, w: w[jnp.argmax(x[0]) % 4], True),
     "a test for finite numbers": (lambda x, y, w: jnp.where(jnp.all(lax.is_finite(x)), y, 0), True),
     "a dot that nothing reads": (lambda x, y, w: (x @ w, x)[1], True),
     "a branch that nothing reads": (

@@ -283,3 +283,4 @@ EXPENSIVE = having(Trait.EXPENSIVE)
 FUSED = having(Trait.FUSES | Trait.EXPENSIVE)
 SYSTEMS = having(Trait.SYSTEM)
 EXPONENTIALS = having(Trait.EXPONENTIAL)
+COMPARISONS = having(Trait.COMPARES) | {"eq", "ne", "is_finite", "argmax", "argmin"}  # keep no value in 16 bits

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._jaxpr import BARRIER, FlatJaxpr, Node, branches_of, loop_of
 from ..ir import Place
-from ..primitives import ADDS, DELICATE_OPERAND, DOTS, EXPONENTIALS, Entry, Rule, Trait, having
+from ..primitives import ADDS, COMPARISONS, DELICATE_OPERAND, DOTS, EXPONENTIALS, Entry, Rule, Trait, having
 from .wide_product import WideProduct
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ _EXACT = having(Trait.JOINS | Trait.BOUNDS | Trait.FLIPS)
 _EXACT_OR_POOLS = _EXACT | having(Trait.POOL)  # a pool's results are elements of its operand
 _AFFINE = ADDS | {"mul"}
 _PERIODIC = having(Trait.PERIODIC)
-_COMPARES = having(Trait.COMPARES) | {"eq", "ne", "is_finite"}  # in float32 if an operand is: keeps none in 16 bits
 _FOLLOWS = (Rule.FOLLOW, Rule.SHAPE, Rule.WIDEST)  # where the dtypes of operands decide that of the result
 
 
@@ -155,7 +154,7 @@ class Uses:
             self.returned.update(node.ins)
         passes = rule is Rule.SHAPE or name in _EXACT
         only_dots = rule is Rule.LOW or (rule is Rule.SHAPE and out.only_dots)
-        only_results = only_wide or name in _COMPARES or (out.only_results and rule in _FOLLOWS)
+        only_results = only_wide or name in COMPARISONS or (out.only_results and rule in _FOLLOWS)
         # Of slices and products of such a value the same is true.
         leads_there = (passes or name in _AFFINE) and not self.from_constant.isdisjoint(node.outs)
         if leads_there or (out.only_results and name in ADDS and self._measures_from_constant(node)):

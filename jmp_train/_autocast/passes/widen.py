@@ -24,11 +24,10 @@ from ..._dtypes import FLOAT32
 from ..._jaxpr import Node
 from ..._sizes import assumed_size
 from ..ir import Equation, Precision, Program
-from ..primitives import ADDS, DOTS, ROUNDS, Rule, Trait, having
+from ..primitives import ADDS, COMPARISONS, DOTS, ROUNDS, Rule, Trait, having
 
 # A value that is that many times smaller than another one costs next to nothing in float32: an eighth of its bytes.
 _SMALL = 8
-_COMPARES = having(Trait.COMPARES) | {"eq", "ne", "is_finite", "argmax", "argmin"}
 # What hands on numbers as they are, within a kernel: a transfer to other devices is none. XLA updates the operand of a
 # `scatter` or `dynamic_update_slice` in place, so that this is a buffer in memory.
 _UNROUNDED = having(Trait.JOINS | Trait.BOUNDS | Trait.FLIPS | Trait.PICKS | Trait.EXTREMES) | {"stop_gradient"}
@@ -45,7 +44,7 @@ def widen(program: Program) -> Program:
         facts[number] = dataclasses.replace(facts[number], precision=Precision.FULL)
     equations = [*program.equations]
     for i, equation in enumerate(equations):
-        compares = equation.node.name in _COMPARES and not wide.isdisjoint(equation.operands)
+        compares = equation.node.name in COMPARISONS and not wide.isdisjoint(equation.operands)
         if compares or not wide.isdisjoint(equation.results):
             uses = [use._replace(dtype=FLOAT32) if use.dtype == program.low else use for use in equation.uses]
             equations[i] = equation.replace(uses=uses)
@@ -78,7 +77,7 @@ def _wide(program: Program) -> set[int]:
             widens = not stacked and not (_is_biased(program, equation) and _has_large_dot(program, equation))
         if widens:
             wide.update(equation.results)
-        depth, reads_any = equation.depth, widens or equation.node.name in _COMPARES
+        depth, reads_any = equation.depth, widens or equation.node.name in COMPARISONS
         narrow_readers.update(
             [
                 number
