@@ -166,10 +166,14 @@ def check(step, spec, params, examples):
     for batch in examples:
         # One program of both: calling either is a program of its own.
         both = jax.jit(lambda *args: (exported.call(*args), step(*args)))(params, batch)
+        arrays = [np.abs(np.asarray(leaf)) for leaf in jax.tree.leaves(both[1]) if leaf.ndim]  # not the loss
+        largest = max((array.max() for array in arrays), default=0.0)
         for got, want in zip(*map(jax.tree.leaves, both), strict=True):
             assert got.dtype == want.dtype and got.shape == want.shape
-            # The same program but for the order of sums, and what XLA makes of constant sizes.
-            np.testing.assert_allclose(got, want, rtol=0.02, atol=0.02 * np.max(np.abs(np.asarray(want))))
+            # The same program but for the order of sums, and what XLA makes of constant sizes. The gradient of a key's
+            # bias, which changes no softmax, is nothing but roundings.
+            atol = max(0.02 * np.max(np.abs(np.asarray(want))), 1e-3 * largest)
+            np.testing.assert_allclose(got, want, rtol=0.02, atol=atol)
 
 
 # Most fail where they are exported, if at all. The others are called, which compiles both programs.
