@@ -100,14 +100,6 @@ class Uses:
     def __getitem__(self, number: int) -> Flags:
         return self._flags[number] or _UNREAD
 
-    def is_dead(self, node: Node) -> bool:
-        """Whether nothing reads what a node computes, as the derivative of a maximum that JAX records and drops.
-
-        Of its operands it says nothing.
-        """
-        read = [number for number in node.outs if self._flags[number] is not None]
-        return bool(node.outs) and not read and not node.eqn.effects
-
     def is_for_one_dot(self, number: int) -> bool:
         return self[number].to_dot and self.readers[number] == 1
 
@@ -190,7 +182,11 @@ def find_uses(
     """Runs the backward walk, through the programs inside too, of which the planner knows the uses."""
     uses = Uses(program, out_flags)
     for node, entry in zip(reversed(program.nodes), reversed(entries), strict=True):
-        if uses.is_dead(node):
+        # What nothing reads says nothing of its operands, as the derivative of a maximum that JAX records and drops.
+        read = 0
+        for number in node.outs:  # a loop, since it runs for every equation
+            read += uses.readers[number]
+        if node.outs and not read and not node.eqn.effects:
             continue
         if entry.rule is Rule.ENTER:
             found = _of_operands(planner, node, place.inside(node), [uses[number] for number in node.outs])
