@@ -32,6 +32,10 @@ def largest_of_others(scores, axis, keepdims: bool):
     return jnp.max(2 * scores, axis, keepdims=keepdims)
 
 
+def larger_of_two(scores, axis, keepdims: bool):
+    return jnp.maximum(*(jnp.max(each, axis, keepdims=keepdims) for each in (scores, -scores)))
+
+
 def sum_of_others(exponentials, axis, keepdims: bool):
     return jnp.sum(2 * exponentials, axis, keepdims=keepdims)
 
@@ -56,12 +60,14 @@ CASES = {
     "written out": (lambda s, w: by_hand(s), 1),
     "twice": (lambda s, w: jax.nn.softmax(s) - jax.nn.softmax(2 * s), 2),
     "over columns": (lambda s, w: jax.nn.softmax(s, axis=0), 0),
+    "over columns of one": (lambda s, w: jax.nn.softmax(s[:1], axis=0) + jnp.zeros((8, 1)), 0),
     "over two axes": (lambda s, w: jax.nn.softmax(s, axis=(0, 1)), 0),
     "where a mask is true": (lambda s, w: jax.nn.softmax(s, where=MASK), 0),
     "without the largest": (lambda s, w: jnp.exp(s) / jnp.sum(jnp.exp(s), -1, keepdims=True), 0),
     "with the smallest": (lambda s, w: by_hand(s, largest=jnp.min), 0),
     "with the largest of other scores": (lambda s, w: by_hand(s, largest=largest_of_others), 0),
     "over the sum of others": (lambda s, w: by_hand(s, total=sum_of_others), 0),
+    "minus the larger of two": (lambda s, w: by_hand(s, largest=larger_of_two), 0),
     "minus the largest of all": (lambda s, w: by_hand(s, largest=lambda s, axis, keepdims: jnp.max(s)), 0),
     "over a product": (lambda s, w: by_hand(s, total=jnp.prod), 0),
     "over the largest": (lambda s, w: by_hand(s, total=jnp.max), 0),
@@ -113,6 +119,17 @@ WRITTEN = {
     "in 16 bits": (lambda g, e, t, o: in_16_bits(add_any(g / t, rows(-summed(g * t**-2 * e))), e), 0),
     "a quotient alone": (lambda g, e, t, o: g / t * e, 0),
 }  # fmt: skip
+
+
+def test_of_one_row_columns_are_no_rows():
+    def fn(w, x):
+        scores = x[:1] @ w
+        e = jnp.exp(scores - jnp.max(scores, 0, keepdims=True))
+        t = summed(e, 0)
+        g = e / t @ w
+        return add_any(g / t, -summed(g * t**-2 * e, 0)) * e
+
+    assert not gradients(after("rewrite_planned", fn, W, X))
 
 
 # The same of square arrays, where columns could be taken for rows.

@@ -186,7 +186,7 @@ def find_uses(
         read = 0
         for number in node.outs:  # a loop, since it runs for every equation
             read += uses.readers[number]
-        if node.outs and not read and not node.eqn.effects:
+        if not read and not node.eqn.effects:
             continue
         if entry.rule is Rule.ENTER:
             found = _of_operands(planner, node, place.inside(node), [uses[number] for number in node.outs])
