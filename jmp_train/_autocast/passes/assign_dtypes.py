@@ -239,8 +239,8 @@ class _Walk:
         # that a dot reads is stored, and rounded, for that anyway.
         gate = node.name == "logistic" and self.place.is_scan and seen[0] is Precision.LOW and not flags.to_dot
         # Nothing is left of `1 - sigmoid(x)` where the sigmoid is rounded to one.
-        gate = gate or (seen[0] is Precision.LOW and not self.place.is_scan and node.outs[0] in self.uses.from_constant)
-        if node.name in ROUNDS and (gate or flags.delicate or flags.is_position):
+        cancels = node.outs[0] in self.uses.from_constant and seen[0] is Precision.LOW and not self.place.is_scan
+        if node.name in ROUNDS and (gate or cancels or flags.delicate or flags.is_position):
             return self._pairwise(node, entry, seen, Precision.FULL)
         first = next(iter(floating), Precision.RECORDED)
         sources = seen if len(node.outs) == len(node.ins) else [first] * len(node.outs)
