@@ -49,6 +49,7 @@ from .provenance import (
     provenance_after_loop,
 )
 from .recurrences import carry_kinds
+from .unrolled import find_unrolled
 from .updates import STEP, UPDATE, Updates
 from .wide_product import Cause, WideProduct, wide_product
 
@@ -71,6 +72,7 @@ class Products:
         # visited until its carries are known, and what an earlier visit found is replaced.
         self._found: dict[tuple, list[tuple[list[Entry], int, Node, Entry]]] = {}
         self._updates = Updates()
+        self._visits: dict[tuple, _Visit] = {}  # the last one of each program, by its site; those around come first
         self.registry = Registry()
         self.is_rule = False  # of a derivative, planned without the program that it belongs to
 
@@ -86,6 +88,12 @@ class Products:
                 entries[position] = entry
                 if isinstance(entry, WideProduct):
                     self.planner.wide.add(id(node.eqn))
+        steps = dict[int, list[bool]]()
+        for site, visit in self._visits.items():
+            found = find_unrolled(visit.values, visit.entries, visit.place, steps.get(site[-2]) if site else None)
+            self.planner.states |= found.states
+            self.planner.starts |= found.starts
+            steps |= found.steps
 
     def visit(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, facts: Sequence[Known], site: tuple) -> list[Known]:
         """Looks at every product of a program; returns what is known of its results.
@@ -97,7 +105,7 @@ class Products:
           site: the nodes that lead to it.
         """
         program, entries = self.planner.recorded(jaxpr, place)
-        visit = _Visit(self, Values(program, facts), place, site)
+        visit = self._visits[site] = _Visit(self, Values(program, facts), place, site, entries)
         found = self._found[site] = []
         for position, (node, entry) in enumerate(zip(program.nodes, entries, strict=True)):
             if entry.rule is Rule.ENTER:
@@ -129,11 +137,12 @@ class _Visit:
       values: what is known of this one's values.
       place: where it stands.
       site: the nodes that lead to it.
+      entries: of its nodes, as the rules give them.
     """
 
-    def __init__(self, products: Products, values: Values, place: Place, site: tuple):
+    def __init__(self, products: Products, values: Values, place: Place, site: tuple, entries: Sequence[Entry]):
         self._products, self._planner = products, products.planner
-        self.values, self._place, self._site = values, place, site
+        self.values, self.place, self.entries, self._site = values, place, entries, site
         self._causes = ProductCauses(values, self._planner.policy.compute_dtype, place.body_of in LOOPS)
 
     def enter(self, node: Node) -> None:
@@ -160,7 +169,7 @@ class _Visit:
         body, consts, carry, *_ = loop
         given = facts[consts + carry :]  # the rows of a scan; none of a `while`
         are_solutions = [fact.provenance is Provenance.SOLUTION for fact in given]
-        kinds = carry_kinds(self._planner.inlined(loop.body, self._place.inside(node)), loop, are_solutions)
+        kinds = carry_kinds(self._planner.inlined(loop.body, self.place.inside(node)), loop, are_solutions)
         estimates = any(is_estimate for _, is_estimate in kinds)
         rows = [self._row(fact, estimates, node) for fact in given]
         carried = [
@@ -187,7 +196,7 @@ class _Visit:
         # What is one value outside has one token. A carry has none, and gets one that no other value has: two carries
         # are two values, whatever their provenance.
         facts = [fact if fact.token else fact._replace(token=("argument", i)) for i, fact in enumerate(facts)]
-        return self._products.visit(body, self._place.inside(node), facts, (*self._site, id(node), which))
+        return self._products.visit(body, self.place.inside(node), facts, (*self._site, id(node), which))
 
     def product(self, node: Node, position: int) -> WideProduct | None:
         """The entry of a product that has to run in float32; `None` for a layer's."""
@@ -200,7 +209,7 @@ class _Visit:
         registry.forget(where)  # of an earlier visit, with other facts
         # In the bodies of a backward pass, and in derivative rules, `place` says so, and name stacks do not. What a
         # rule computes anew, to derive it, is recorded under "jvp(", and is no derivative.
-        backward = is_backward(node) or (self._place.is_backward(node) and not in_jvp(node))
+        backward = is_backward(node) or (self.place.is_backward(node) and not in_jvp(node))
         may_derive = not registry.is_empty and (backward or in_jvp(node))  # a tangent is a derivative, too
         other = None
         if may_derive:
@@ -247,4 +256,4 @@ class _Visit:
 
     def line(self, node: Node) -> tuple:
         """Equal for an operation and its derivatives, and for others of one line."""
-        return source_line(node), self._place.scope_of(node)
+        return source_line(node), self.place.scope_of(node)

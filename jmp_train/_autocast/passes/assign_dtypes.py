@@ -85,6 +85,7 @@ class _Walk:
         self.accesses = Accesses(self.recorded, self.place, context.uses.returned)
         self.equations: list[Equation] = []
         self.forward_depth, self.saves_low = 0, context.saves_low
+        self.states, self.starts = context.planner.states, context.planner.starts
         self.reduce_dtype = context.planner.policy.reduce_dtype
         self.facts: list[Any] = [None] * len(self.avals)
         for number, precision in zip(program.inputs, context.precisions, strict=True):
@@ -166,7 +167,7 @@ class _Walk:
         flags = self.uses[number]
         # The comparison spares most values the call: nothing is known of their numbers.
         exceeds = fact.numbers != UNKNOWN_NUMBERS and fact.numbers.exceed(self.low)
-        fact.sensitive = flags.sensitive or exceeds
+        fact.sensitive = flags.sensitive or exceeds or bool(self.states and id(equation.node) in self.states)
         if fact.precision is Precision.FULL and fact.computed and self.saves_low:
             fact.has_low_copy = flags.to_dot and not fact.sensitive
         values = fact.numbers.range
@@ -272,8 +273,19 @@ class _Walk:
             wide = wide or self.facts[node.ins[1]].numbers.range is None
         if flags.only_results and Precision.LOW in seen and self._changes_units(node):
             entry, wide = Entry(entry.rule, "a constant changes the units of what is returned in float32"), True
+        if (self.states and id(node) in self.states) or (self.starts and self._starts(node)):
+            entry, wide = Entry(entry.rule, "a state or running sum of an unrolled loop, float32 as it starts"), True
         precision = Precision.FULL if wide or Precision.FULL in seen else narrow
         return self._pairwise(node, entry, seen, precision)
+
+    def _starts(self, node: Node) -> bool:
+        """Whether a node computes what the state of an unrolled loop, or a running sum, may start with.
+
+        A product with a constant array of other numbers than zeros is none: it is masked or scaled, most often.
+        """
+        if id(node) not in self.starts:
+            return False
+        return node.name in ADDS or any([self.facts[number].numbers.range == Range() for number in node.ins])
 
     def _changes_units(self, node: Node) -> bool:
         """Whether a node adds a large constant, or multiplies by a large or small one, as `2000 * y + 5000` does.

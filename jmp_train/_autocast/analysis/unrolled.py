@@ -1,0 +1,153 @@
+"""Which values are states of a loop that a program writes out, step by step, as a Python loop does.
+
+    a = tanh (dot_general x w)       x: float32 data
+    s = add x (mul 0.1 a)            a state: `w` multiplies it again, and no product has rounded it since
+    b = tanh (dot_general s w)
+    t = add s (mul 0.1 b)            a state
+
+So are the samples of a diffusion model, the state of an ODE and the window of a forecast. A `scan` would carry them in
+float32, as they start. Each layer of a residual network has weights of its own, and what comes from a product, as the
+stream behind a first layer does, is in 16 bits in loops, too.
+
+A state may also start from an array that the program makes, as `jnp.zeros(shape)`, and so may a running sum or average.
+JAX's promotion makes float32 of such an array and a 16-bit one, as it does not of a literal.
+
+Decides which values these are, their cotangents among them. Does not decide what becomes of the carries of a loop; see
+`loops.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..._jaxpr import Node
+from ..ir import Place
+from ..primitives import COMPARISONS, DATA_OPERANDS, PLAIN_DOTS, Entry, Rule, Trait, having
+from .provenance import UNROUNDED_PROVENANCES, Provenance, Values
+
+_STARTS = frozenset({"add", "sub", "mul"})
+_JOINS = having(Trait.ACCUMULATES | Trait.JOINS)
+_KEEPS = having(Trait.ELEMENTWISE | Trait.MOVES | Trait.PICKS | Trait.JOINS | Trait.ACCUMULATES) | {"custom_jvp_call"}
+_BOOL = np.dtype(np.bool_)
+
+
+class Unrolled(NamedTuple):
+    """What is known of the loops that a program writes out, as ids of its nodes.
+
+    Attributes:
+      states: those that compute states.
+      starts: those of the forward pass that add an array filled with a constant, or multiply by one.
+      steps: those whose bodies belong to a step of a loop, as that of a rematerialized call may; of each operand
+        whether no product has rounded it.
+    """
+
+    states: set[int]
+    starts: set[int]
+    steps: dict[int, list[bool]]
+
+
+def find_unrolled(
+    values: Values, entries: Sequence[Entry], place: Place, given: Sequence[bool] | None = None
+) -> Unrolled:
+    """Finds the states of a program.
+
+    Args:
+      values: what is known of the program's values, all its nodes added.
+      entries: of its nodes.
+      place: where it stands.
+      given: of the body of a step, the last of these for its arguments. Whatever it multiplies by, every step does.
+    """
+    program, provenances, constant = values.program, values.provenances, values.constants.is_constant
+    own = _own_factors(values, entries, place, given is not None)
+    filled = [constant[n] and provenance is Provenance.SCALAR for n, provenance in enumerate(provenances)]
+    unrounded = [provenance in UNROUNDED_PROVENANCES for provenance in provenances]
+    # Of each value, as bits, what the products before it multiplied by; of one that is computed element by element from
+    # a sum which starts unrounded, what those before that sum did; what multiplied such a value once more; and, at the
+    # end, what did so for another of these sums.
+    before, summed, again = ([0] * len(provenances) for _ in range(3))
+    starts, refining = set[int](), 0
+    if given is not None:
+        refining = -1
+        for number, is_state in zip(reversed(program.inputs), reversed(given), strict=False):
+            unrounded[number] = is_state
+            before[number] = summed[number] = -1 if is_state else 0
+    for node, factors in zip(program.nodes, own, strict=True):  # of every equation: for most no function is called
+        name, first, second, third = node.name, 0, 0, 0
+        wide = meets_constant = False
+        for number in node.ins[DATA_OPERANDS[name]] if name in DATA_OPERANDS else node.ins:
+            first |= before[number]
+            second |= summed[number]
+            third |= again[number]
+            wide = wide or unrounded[number]
+            meets_constant = meets_constant or filled[number]
+        if factors is not None:
+            repeated = 0 if place.is_backward(node) else factors & second
+            first, third = first | factors, third | repeated
+            returns_sum = unrounded[node.outs[0]]  # of a body
+            refining |= repeated if returns_sum else 0
+            second = first if returns_sum else 0
+        elif name in COMPARISONS:  # what it decides, as the next token, is no state
+            first = second = third = 0
+        elif name in _KEEPS:
+            if meets_constant and name in _STARTS and _starts(values, node, place):
+                starts.add(id(node))
+                wide = True
+            if name == "convert_element_type" and program.avals[node.ins[0]].dtype == _BOOL:
+                wide = False  # zeros and ones, which take the dtype of what they meet
+            elif wide and name in _JOINS:
+                if second & third and not place.is_backward(node):
+                    refining |= second & third
+                second = first
+        else:
+            second = 0
+        for number in node.outs:
+            before[number], summed[number], again[number] = first, second, third
+            if name in _KEEPS:
+                unrounded[number] = wide
+    states, steps = set[int](), dict[int, list[bool]]()
+    for node, factors in zip(program.nodes, own, strict=True) if refining else ():
+        is_state = any([unrounded[number] and summed[number] & refining for number in node.outs])
+        if is_state:
+            # What the first state starts as is a state, too, and what its cotangents start as.
+            producers = [program.producers.get(number) for number in node.ins if unrounded[number] or filled[number]]
+            states.update(map(id, [node, *filter(None, producers)]))
+        if is_state or (factors is not None and factors & refining):
+            steps[id(node)] = [unrounded[number] for number in node.ins]
+    return Unrolled(states, starts, steps)
+
+
+def _starts(values: Values, node: Node, place: Place) -> bool:
+    """Whether a node adds an array filled with a constant, or multiplies by one, that a state may start with.
+
+    It is as large as the result, but for axes that `jax.vmap` added: the zeros that an RMSNorm subtracts for a mean are
+    one for each row. Derivatives are full of other zeros.
+    """
+    constant, avals, result = values.constants.is_constant, values.program.avals, node.outs[0]
+    if constant[result] or place.is_backward(node):
+        return False
+    shapes = [avals[number].shape for number in node.ins if constant[number]]
+    return any([shape != () and shape[-1] == avals[result].shape[-1] for shape in shapes])
+
+
+def _own_factors(values: Values, entries: Sequence[Entry], place: Place, is_step: bool) -> list[int | None]:
+    """What each node multiplies by that others do too, as bits of a number; `None` where it multiplies nothing.
+
+    A node with a body may multiply by whatever it is given. A backward pass multiplies by each weight of its forward
+    pass once more, and that is no further step.
+    """
+    pairs = zip(values.program.nodes, entries, strict=True)
+    products = [
+        node if node.name not in _KEEPS and (node.name in PLAIN_DOTS or entry.rule is Rule.ENTER) else None
+        for node, entry in pairs
+    ]
+    found = [None if node is None else {values.producers.source(number) for number in node.ins} for node in products]
+    counts = Counter[object]()
+    for node, factors in zip(products, found, strict=True):
+        if node is not None and factors is not None and (is_step or not place.is_backward(node)):
+            counts.update(factors)
+    bits = {factor: 1 << i for i, factor in enumerate(counts) if is_step or counts[factor] > 1}
+    return [None if factors is None else sum(bits.get(each, 0) for each in factors) for factors in found]
