@@ -206,7 +206,9 @@ def _why_wide(program: Program, equation: Equation) -> str:
     if wide:
         return f"float32, for {_origin(program, wide[0])}"
     if Precision.LOW in precisions:
-        return "float32, for only float32 operations read it"
+        # What was decided for this equation alone has another entry than the table's.
+        decided = equation.entry.reason != TABLE.get(equation.node.name, equation.entry).reason
+        return equation.entry.reason if decided else "float32, for only float32 operations read it"
     return "float32, until a narrow value meets it"
 
 

@@ -272,9 +272,9 @@ class _Walk:
             # the quotient: in float16 that is infinite below 2^-8. A literal is in 16 bits only if they hold it.
             wide = wide or self.facts[node.ins[1]].numbers.range is None
         if flags.only_results and Precision.LOW in seen and self._changes_units(node):
-            entry, wide = Entry(entry.rule, "a constant changes the units of what is returned in float32"), True
+            entry, wide = Entry(entry.rule, "float32, since a constant changes the units of what is returned"), True
         if (self.states and id(node) in self.states) or (self.starts and self._starts(node)):
-            entry, wide = Entry(entry.rule, "a state or running sum of an unrolled loop, float32 as it starts"), True
+            entry, wide = Entry(entry.rule, "float32, as the state or running sum of an unrolled loop starts"), True
         precision = Precision.FULL if wide or Precision.FULL in seen else narrow
         return self._pairwise(node, entry, seen, precision)
 
