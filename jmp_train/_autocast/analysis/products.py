@@ -9,8 +9,8 @@ A product that is no layer of a network (`product_causes.py`), or for which some
 float32 forward and backward (`derivatives.py`).
 
 Decides which products these are and why, before dtypes are assigned, those inside loops, branches and calls included;
-and, since only here the whole program is in view, which sums update parameters (`updates.py`). Does not decide anything
-about other equations; see `passes`.
+and, since only here the whole program is in view, which sums update parameters (`updates.py`) and which values are
+states of loops that it writes out (`unrolled.py`). Does not decide anything about other equations; see `passes`.
 """
 
 from __future__ import annotations

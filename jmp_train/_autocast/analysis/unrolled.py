@@ -61,63 +61,83 @@ def find_unrolled(
       place: where it stands.
       given: of the body of a step, the last of these for its arguments. Whatever it multiplies by, every step does.
     """
-    program, provenances, constant = values.program, values.provenances, values.constants.is_constant
-    own = _own_factors(values, entries, place, given is not None)
-    filled = [constant[n] and provenance is Provenance.SCALAR for n, provenance in enumerate(provenances)]
-    unrounded = [provenance in UNROUNDED_PROVENANCES for provenance in provenances]
-    # Of each value, as bits, what the products before it multiplied by; of one that is computed element by element from
-    # a sum which starts unrounded, what those before that sum did; what multiplied such a value once more; and, at the
-    # end, what did so for another of these sums.
-    before, summed, again = ([0] * len(provenances) for _ in range(3))
-    starts, refining = set[int](), 0
+    walk = _Walk(values, entries, place, given is not None)
     if given is not None:
-        refining = -1
-        for number, is_state in zip(reversed(program.inputs), reversed(given), strict=False):
-            unrounded[number] = is_state
-            before[number] = summed[number] = -1 if is_state else 0
-    for node, factors in zip(program.nodes, own, strict=True):  # of every equation: for most no function is called
-        name, first, second, third = node.name, 0, 0, 0
-        wide = meets_constant = False
-        for number in node.ins[DATA_OPERANDS[name]] if name in DATA_OPERANDS else node.ins:
-            first |= before[number]
-            second |= summed[number]
-            third |= again[number]
-            wide = wide or unrounded[number]
-            meets_constant = meets_constant or filled[number]
-        if factors is not None:
-            repeated = 0 if place.is_backward(node) else factors & second
-            first, third = first | factors, third | repeated
-            returns_sum = unrounded[node.outs[0]]  # of a body
-            refining |= repeated if returns_sum else 0
-            second = first if returns_sum else 0
-        elif name in COMPARISONS:  # what it decides, as the next token, is no state
-            first = second = third = 0
-        elif name in _KEEPS:
-            if meets_constant and name in _STARTS and _starts(values, node, place):
-                starts.add(id(node))
-                wide = True
-            if name == "convert_element_type" and program.avals[node.ins[0]].dtype == _BOOL:
-                wide = False  # zeros and ones, which take the dtype of what they meet
-            elif wide and name in _JOINS:
-                if second & third and not place.is_backward(node):
-                    refining |= second & third
-                second = first
-        else:
-            second = 0
-        for number in node.outs:
-            before[number], summed[number], again[number] = first, second, third
-            if name in _KEEPS:
-                unrounded[number] = wide
-    states, steps = set[int](), dict[int, list[bool]]()
-    for node, factors in zip(program.nodes, own, strict=True) if refining else ():
-        is_state = any([unrounded[number] and summed[number] & refining for number in node.outs])
-        if is_state:
-            # What the first state starts as is a state, too, and what its cotangents start as.
-            producers = [program.producers.get(number) for number in node.ins if unrounded[number] or filled[number]]
-            states.update(map(id, [node, *filter(None, producers)]))
-        if is_state or (factors is not None and factors & refining):
-            steps[id(node)] = [unrounded[number] for number in node.ins]
-    return Unrolled(states, starts, steps)
+        walk.start(given)
+    walk.visit_all()
+    return walk.found()
+
+
+class _Walk:
+    """A forward walk over one program.
+
+    Sets of factors, as bits of a number: of each value what the products before it multiplied by (`multiplied`); of one
+    that is computed element by element from a sum which starts unrounded, what those before the sum did (`in_sum`); and
+    what multiplied such a value once more (`repeated`). At the end `refining` has what did so for another such sum.
+    """
+
+    def __init__(self, values: Values, entries: Sequence[Entry], place: Place, is_step: bool):
+        self.values, self.program, self.place = values, values.program, place
+        self.factors = _factors(values, entries, place, is_step)
+        constant, provenances = values.constants.is_constant, values.provenances
+        self.filled = [constant[n] and provenance is Provenance.SCALAR for n, provenance in enumerate(provenances)]
+        self.unrounded = [provenance in UNROUNDED_PROVENANCES for provenance in provenances]
+        self.multiplied, self.in_sum, self.repeated = ([0] * len(provenances) for _ in range(3))
+        self.starts, self.refining = set[int](), -1 if is_step else 0
+
+    def start(self, given: Sequence[bool]) -> None:
+        """Takes those arguments that no product has rounded for the state."""
+        for number, is_state in zip(reversed(self.program.inputs), reversed(given), strict=False):
+            self.unrounded[number] = is_state
+            self.multiplied[number] = self.in_sum[number] = -1 if is_state else 0
+
+    def visit_all(self) -> None:
+        unrounded = self.unrounded
+        for node, factors in zip(self.program.nodes, self.factors, strict=True):  # for most no function is called
+            name, multiplied, in_sum, repeated = node.name, 0, 0, 0
+            wide = meets_constant = False
+            for number in node.ins[DATA_OPERANDS[name]] if name in DATA_OPERANDS else node.ins:
+                multiplied |= self.multiplied[number]
+                in_sum |= self.in_sum[number]
+                repeated |= self.repeated[number]
+                wide = wide or unrounded[number]
+                meets_constant = meets_constant or self.filled[number]
+            if factors is not None:
+                again = 0 if self.place.is_backward(node) else factors & in_sum
+                multiplied, repeated, in_sum = multiplied | factors, repeated | again, 0
+                if unrounded[node.outs[0]]:  # of a body, in which the sum is
+                    self.refining |= again
+                    in_sum = multiplied
+            elif name in COMPARISONS:  # what it decides, as the next token, is no state
+                multiplied = in_sum = repeated = 0
+            elif name not in _KEEPS:
+                in_sum = 0
+            else:
+                if meets_constant and name in _STARTS and _starts(self.values, node, self.place):
+                    self.starts.add(id(node))
+                    wide = True
+                if name == "convert_element_type" and self.program.avals[node.ins[0]].dtype == _BOOL:
+                    wide = False  # zeros and ones, which take the dtype of what they meet
+                elif wide and name in _JOINS:
+                    if in_sum & repeated and not self.place.is_backward(node):
+                        self.refining |= in_sum & repeated
+                    in_sum = multiplied
+                for number in node.outs:
+                    unrounded[number] = wide
+            for number in node.outs:
+                self.multiplied[number], self.in_sum[number], self.repeated[number] = multiplied, in_sum, repeated
+
+    def found(self) -> Unrolled:
+        states, steps, unrounded = set[int](), dict[int, list[bool]](), self.unrounded
+        for node, factors in zip(self.program.nodes, self.factors, strict=True) if self.refining else ():
+            is_state = any([unrounded[number] and self.in_sum[number] & self.refining for number in node.outs])
+            if is_state:
+                # What the first state starts as is a state, too, and what its cotangents start as.
+                starts = [number for number in node.ins if unrounded[number] or self.filled[number]]
+                states.update(map(id, [node, *filter(None, map(self.program.producers.get, starts))]))
+            if is_state or (factors is not None and factors & self.refining):
+                steps[id(node)] = [unrounded[number] for number in node.ins]
+        return Unrolled(states, self.starts, steps)
 
 
 def _starts(values: Values, node: Node, place: Place) -> bool:
@@ -133,7 +153,7 @@ def _starts(values: Values, node: Node, place: Place) -> bool:
     return any([shape != () and shape[-1] == avals[result].shape[-1] for shape in shapes])
 
 
-def _own_factors(values: Values, entries: Sequence[Entry], place: Place, is_step: bool) -> list[int | None]:
+def _factors(values: Values, entries: Sequence[Entry], place: Place, is_step: bool) -> list[int | None]:
     """What each node multiplies by that others do too, as bits of a number; `None` where it multiplies nothing.
 
     A node with a body may multiply by whatever it is given. A backward pass multiplies by each weight of its forward
