@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from battery_tools import leaves, relative_error
+from battery_tools import figures, leaves, relative_error
 from jax import lax
 from pass_tools import after
 
@@ -381,3 +381,22 @@ def test_explain_says_why():
     report = jmp.explain(lambda w, x: (jnp.zeros((ROWS, 64)) + x @ w[0]) @ w[1], "mixed_float16")(W, X)
     (reason,) = (operation.reason for operation in report.operations if operation.primitive == "add")
     assert "unrolled loop" in reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solve", [functools.partial(euler, steps=8), runge_kutta], ids=["euler", "runge-kutta"])
+def test_a_solver_of_a_network_moves_hardly_more_bytes_than_by_hand(solve):
+    def by_hand(w, x):
+        for each in w[:-1]:
+            x = jnp.tanh(x.astype(jnp.float16) @ each.astype(jnp.float16))
+        return x @ w[-1].astype(jnp.float16)
+
+    def moved(net, transform=lambda fn: fn):
+        gradient = transform(jax.grad(lambda w, x, y: jnp.mean((solve(net, w, x) - y) ** 2)))
+        x = jax.ShapeDtypeStruct((32768, 1024), jnp.float32)
+        shapes = [(1024, 4096), (4096, 1024)]
+        return figures(gradient, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes], x, x)
+
+    ours, hand = moved(network, lambda fn: autocast(fn, "mixed_float16")), moved(by_hand)
+    print(f"{ours.bytes / 1e6:,.0f} MB, by hand {hand.bytes / 1e6:,.0f} MB")
+    assert ours.bytes <= 1.05 * hand.bytes
