@@ -22,7 +22,7 @@ N, ROWS = 16, 32
 
 
 def weights(*sizes):
-    return [RNG.normal(size=pair).astype(np.float32) / np.sqrt(pair[0]) for pair in itertools.pairwise(sizes)]
+    return [(RNG.normal(size=pair) / np.sqrt(pair[0])).astype(np.float32) for pair in itertools.pairwise(sizes)]
 
 
 W, V = weights(N, 64, N), weights(N, 64, N)
@@ -282,6 +282,27 @@ def test_a_state_may_be_computed_from_element_by_element():
     assert states.count("tanh") == 1  # the second, of a state
 
 
+def test_a_state_may_be_joined_with_what_a_product_computed():
+    def window(w, x):
+        for _ in range(3):
+            x = jnp.concatenate([x[:, 1:], network(w, x)[:, :1]], 1)
+        return x
+
+    states, _ = found(window, W, X)
+    assert states.count("concatenate") == 3
+
+
+def test_a_part_of_a_state_that_starts_from_zeros_is_one():
+    def shifted(w, x):
+        z = jnp.zeros_like(x)
+        for _ in range(3):
+            z = z + network(w, x + jnp.concatenate([z[:, 1:], x[:, :1]], 1))
+        return z
+
+    states, _ = found(shifted, W, X)
+    assert states.count("slice") >= 2
+
+
 def test_each_factor_of_a_loop_is_told_from_others():
     """The first layer that two networks have in common refines nothing."""
     both = lambda w, x: step([w[0], V[1]], x + jnp.sin(x)) - step([w[0], w[1]], x)  # noqa: E731
@@ -310,6 +331,10 @@ def generate(w, tokens):
     return tokens
 
 
+def loss(out):
+    return jnp.mean((out - jnp.resize(Y, out.shape)) ** 2)
+
+
 WITHOUT_STATES = {
     "layers with weights of their own": (lambda w, x: step(V, step(w, x)), X),
     "one step": (step, X),
@@ -322,9 +347,16 @@ WITHOUT_STATES = {
     "masks": (lambda w, x, mask: tied(w, x, lambda w, h: h + network(w, h) * mask), X, Y > 0),
     "selections": (lambda w, x, mask: tied(w, x, lambda w, h: jnp.where(mask, h, 0) + network(w, h)), X, Y > 0),
     "tokens": (generate, TOKENS),
-    "solutions": (lambda w, x: jnp.linalg.solve(jnp.eye(N) + (x @ w[0][:, :N])[:N], x.T).T @ w[0], X),
+    "solutions": (lambda w, x: step(w, jnp.linalg.solve(jnp.eye(N) + (x @ w[0][:, :N])[:N], x.T).T), X),
+    "one network of a sum and of data": (lambda w, x: jnp.sin(x) + network(w, step(w, x)), X),
     "a gradient": (jax.grad(lambda w, x: jnp.mean((step(w, x) - x) ** 2)), X),
-    "a gradient of the first weight": (jax.grad(lambda w, x: jnp.mean((step(V, step(w, x)) @ w[0]) ** 2)), X),
+    "a gradient of the first weight": (jax.grad(lambda w, x: loss(step(V, step(w, x)) @ w[0])), X),
+    "a gradient of checkpointed layers": (
+        jax.grad(lambda w, x: loss(jax.checkpoint(step)(V, jax.checkpoint(step)(w, x)) @ w[0])),
+        X,
+    ),
+    "a gradient of layers behind a first one": (jax.grad(lambda w, x: loss(tied(w, x, step))), X),
+    "a network in one layer": (lambda w, x: network(W, (h := step(w, x)) + network(V, network(V, h))), X),
     "a loop": (lambda w, x: lax.fori_loop(0, 3, lambda _, x: step(w, x), x), X),
 }
 

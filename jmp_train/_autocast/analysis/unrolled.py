@@ -26,7 +26,7 @@ import numpy as np
 
 from ..._jaxpr import Node
 from ..ir import Place
-from ..primitives import COMPARISONS, DATA_OPERANDS, PLAIN_DOTS, Entry, Rule, Trait, having
+from ..primitives import DATA_OPERANDS, PLAIN_DOTS, Entry, Rule, Trait, having
 from .provenance import UNROUNDED_PROVENANCES, Provenance, Values
 
 _STARTS = frozenset({"add", "sub", "mul"})
@@ -108,8 +108,6 @@ class _Walk:
                 if unrounded[node.outs[0]]:  # of a body, in which the sum is
                     self.refining |= again
                     in_sum = multiplied
-            elif name in COMPARISONS:  # what it decides, as the next token, is no state
-                multiplied = in_sum = repeated = 0
             elif name not in _KEEPS:
                 in_sum = 0
             else:
@@ -130,7 +128,7 @@ class _Walk:
     def found(self) -> Unrolled:
         states, steps, unrounded = set[int](), dict[int, list[bool]](), self.unrounded
         for node, factors in zip(self.program.nodes, self.factors, strict=True) if self.refining else ():
-            is_state = any([unrounded[number] and self.in_sum[number] & self.refining for number in node.outs])
+            is_state = any([self.in_sum[number] & self.refining for number in node.outs])
             if is_state:
                 # What the first state starts as is a state, too, and what its cotangents start as.
                 starts = [number for number in node.ins if unrounded[number] or self.filled[number]]
