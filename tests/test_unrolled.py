@@ -335,6 +335,16 @@ def loss(out):
     return jnp.mean((out - jnp.resize(Y, out.shape)) ** 2)
 
 
+def last_layer_of_first_weight(layer):
+    """A loss of a residual stream, and of a product of it with its first weight."""
+
+    def total(w, x):
+        out = layer(V, layer(w, x))
+        return loss(out) + loss(out @ w[0])
+
+    return total
+
+
 WITHOUT_STATES = {
     "layers with weights of their own": (lambda w, x: step(V, step(w, x)), X),
     "one step": (step, X),
@@ -347,14 +357,12 @@ WITHOUT_STATES = {
     "masks": (lambda w, x, mask: tied(w, x, lambda w, h: h + network(w, h) * mask), X, Y > 0),
     "selections": (lambda w, x, mask: tied(w, x, lambda w, h: jnp.where(mask, h, 0) + network(w, h)), X, Y > 0),
     "tokens": (generate, TOKENS),
-    "solutions": (lambda w, x: step(w, jnp.linalg.solve(jnp.eye(N) + (x @ w[0][:, :N])[:N], x.T).T), X),
+    "solutions": (lambda w, x: step(w, jnp.linalg.solve(jnp.eye(N) + network(w, x)[:N], x.T).T), X),
     "one network of a sum and of data": (lambda w, x: jnp.sin(x) + network(w, step(w, x)), X),
     "a gradient": (jax.grad(lambda w, x: jnp.mean((step(w, x) - x) ** 2)), X),
     "a gradient of the first weight": (jax.grad(lambda w, x: loss(step(V, step(w, x)) @ w[0])), X),
-    "a gradient of checkpointed layers": (
-        jax.grad(lambda w, x: loss(jax.checkpoint(step)(V, jax.checkpoint(step)(w, x)) @ w[0])),
-        X,
-    ),
+    "a gradient of the input, too": (jax.grad(last_layer_of_first_weight(step), (0, 1)), X),
+    "of checkpointed layers": (jax.grad(last_layer_of_first_weight(jax.checkpoint(step)), (0, 1)), X),
     "a gradient of layers behind a first one": (jax.grad(lambda w, x: loss(tied(w, x, step))), X),
     "a network in one layer": (lambda w, x: network(W, (h := step(w, x)) + network(V, network(V, h))), X),
     "a loop": (lambda w, x: lax.fori_loop(0, 3, lambda _, x: step(w, x), x), X),
@@ -396,6 +404,7 @@ def test_a_sum_that_starts_from_an_array_is_float32_and_a_product_with_one_other
 
     shape = (ROWS, 64)
     assert results(lambda h: h + jnp.zeros(shape)) == {FLOAT32}
+    assert results(lambda h: h + jnp.ones(shape)) == {FLOAT32}
     assert results(lambda h: h * jnp.zeros(shape)) == {FLOAT32}
     assert FLOAT32 not in results(lambda h: h * jnp.ones(shape))
     assert FLOAT32 not in results(lambda h: h + 1.0)
@@ -407,6 +416,19 @@ def test_a_state_is_read_by_products_in_16_bits_and_by_sums_as_it_is():
     dots = [equation for equation in program.equations if equation.name == "dot_general"]
     assert all({program.avals[number].dtype for number in e.operands} == {np.dtype(np.float32)} for e in sums)
     assert all({program.avals[number].dtype for number in e.operands} == {np.dtype(np.float16)} for e in dots)
+
+
+def test_the_activations_of_a_network_are_no_states():
+    """Its residual stream starts behind a layer, and is given to a rematerialized call."""
+
+    def refined(w, x):
+        for _ in range(3):
+            h = x @ w[0]
+            x = x + jax.checkpoint(lambda v, h: h + jnp.tanh(h @ v))(w[1] @ w[0], h) @ w[1]
+        return x
+
+    operations = jmp.explain(refined, "mixed_float16")(W, X).operations
+    assert [op.dtype for op in operations if op.primitive == "add"] == ["float16", "float32"] * 3
 
 
 def test_explain_says_why():

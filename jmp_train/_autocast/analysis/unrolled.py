@@ -27,7 +27,7 @@ import numpy as np
 from ..._jaxpr import Node
 from ..ir import Place
 from ..primitives import DATA_OPERANDS, PLAIN_DOTS, Entry, Rule, Trait, having
-from .provenance import UNROUNDED_PROVENANCES, Provenance, Values
+from .provenance import UNROUNDED_PROVENANCES, Values
 
 _STARTS = frozenset({"add", "sub", "mul"})
 _JOINS = having(Trait.ACCUMULATES | Trait.JOINS)
@@ -40,9 +40,9 @@ class Unrolled(NamedTuple):
 
     Attributes:
       states: those that compute states.
-      starts: those of the forward pass that add an array filled with a constant, or multiply by one.
-      steps: those whose bodies belong to a step of a loop, as that of a rematerialized call may; of each operand
-        whether no product has rounded it.
+      starts: those that add an array of constants, or multiply by one.
+      steps: those that compute states and may do so with a body, as a rematerialized call does; of each operand whether
+        no product has rounded it.
     """
 
     states: set[int]
@@ -59,9 +59,9 @@ def find_unrolled(
       values: what is known of the program's values, all its nodes added.
       entries: of its nodes.
       place: where it stands.
-      given: of the body of a step, the last of these for its arguments. Whatever it multiplies by, every step does.
+      given: of the body of a step, the last of these for its arguments.
     """
-    walk = _Walk(values, entries, place, given is not None)
+    walk = _Walk(values, entries, place)
     if given is not None:
         walk.start(given)
     walk.visit_all()
@@ -76,17 +76,16 @@ class _Walk:
     what multiplied such a value once more (`repeated`). At the end `refining` has what did so for another such sum.
     """
 
-    def __init__(self, values: Values, entries: Sequence[Entry], place: Place, is_step: bool):
-        self.values, self.program, self.place = values, values.program, place
-        self.factors = _factors(values, entries, place, is_step)
-        constant, provenances = values.constants.is_constant, values.provenances
-        self.filled = [constant[n] and provenance is Provenance.SCALAR for n, provenance in enumerate(provenances)]
-        self.unrounded = [provenance in UNROUNDED_PROVENANCES for provenance in provenances]
-        self.multiplied, self.in_sum, self.repeated = ([0] * len(provenances) for _ in range(3))
-        self.starts, self.refining = set[int](), -1 if is_step else 0
+    def __init__(self, values: Values, entries: Sequence[Entry], place: Place):
+        self.program, self.place, self.constant = values.program, place, values.constants.is_constant
+        self.factors = _factors(values, entries, place)
+        self.unrounded = [provenance in UNROUNDED_PROVENANCES for provenance in values.provenances]
+        self.multiplied, self.in_sum, self.repeated = ([0] * len(self.unrounded) for _ in range(3))
+        self.starts, self.refining = set[int](), 0
 
     def start(self, given: Sequence[bool]) -> None:
-        """Takes those arguments that no product has rounded for the state."""
+        """Takes those arguments that no product has rounded for the state, which every product refines."""
+        self.refining = -1
         for number, is_state in zip(reversed(self.program.inputs), reversed(given), strict=False):
             self.unrounded[number] = is_state
             self.multiplied[number] = self.in_sum[number] = -1 if is_state else 0
@@ -101,7 +100,7 @@ class _Walk:
                 in_sum |= self.in_sum[number]
                 repeated |= self.repeated[number]
                 wide = wide or unrounded[number]
-                meets_constant = meets_constant or self.filled[number]
+                meets_constant = meets_constant or self.constant[number]
             if factors is not None:
                 again = 0 if self.place.is_backward(node) else factors & in_sum
                 multiplied, repeated, in_sum = multiplied | factors, repeated | again, 0
@@ -111,7 +110,7 @@ class _Walk:
             elif name not in _KEEPS:
                 in_sum = 0
             else:
-                if meets_constant and name in _STARTS and _starts(self.values, node, self.place):
+                if meets_constant and name in _STARTS and self._starts(node):
                     self.starts.add(id(node))
                     wide = True
                 if name == "convert_element_type" and self.program.avals[node.ins[0]].dtype == _BOOL:
@@ -127,35 +126,30 @@ class _Walk:
 
     def found(self) -> Unrolled:
         states, steps, unrounded = set[int](), dict[int, list[bool]](), self.unrounded
-        for node, factors in zip(self.program.nodes, self.factors, strict=True) if self.refining else ():
-            is_state = any([self.in_sum[number] & self.refining for number in node.outs])
-            if is_state:
+        for node in self.program.nodes if self.refining else ():
+            if any([self.in_sum[number] & self.refining for number in node.outs]):
                 # What the first state starts as is a state, too, and what its cotangents start as.
-                starts = [number for number in node.ins if unrounded[number] or self.filled[number]]
+                starts = [number for number in node.ins if unrounded[number] or self.constant[number]]
                 states.update(map(id, [node, *filter(None, map(self.program.producers.get, starts))]))
-            if is_state or (factors is not None and factors & self.refining):
                 steps[id(node)] = [unrounded[number] for number in node.ins]
         return Unrolled(states, self.starts, steps)
 
+    def _starts(self, node: Node) -> bool:
+        """Whether a node adds an array of constants, or multiplies by one, with which a state may start.
 
-def _starts(values: Values, node: Node, place: Place) -> bool:
-    """Whether a node adds an array filled with a constant, or multiplies by one, that a state may start with.
-
-    It is as large as the result, but for axes that `jax.vmap` added: the zeros that an RMSNorm subtracts for a mean are
-    one for each row. Derivatives are full of other zeros.
-    """
-    constant, avals, result = values.constants.is_constant, values.program.avals, node.outs[0]
-    if constant[result] or place.is_backward(node):
-        return False
-    shapes = [avals[number].shape for number in node.ins if constant[number]]
-    return any([shape != () and shape[-1] == avals[result].shape[-1] for shape in shapes])
+        It is as large as the result, but for axes that `jax.vmap` added: the zeros that an RMSNorm subtracts for a mean
+        are one for each row.
+        """
+        (result,), avals = node.outs, self.program.avals
+        shapes = [avals[number].shape for number in node.ins if self.constant[number] and avals[number].shape != ()]
+        return not self.constant[result] and any([shape[-1] == avals[result].shape[-1] for shape in shapes])
 
 
-def _factors(values: Values, entries: Sequence[Entry], place: Place, is_step: bool) -> list[int | None]:
-    """What each node multiplies by that others do too, as bits of a number; `None` where it multiplies nothing.
+def _factors(values: Values, entries: Sequence[Entry], place: Place) -> list[int | None]:
+    """What each node multiplies by, as bits of a number; `None` where it multiplies nothing.
 
-    A node with a body may multiply by whatever it is given. A backward pass multiplies by each weight of its forward
-    pass once more, and that is no further step.
+    A node with a body may multiply by whatever it is given. What one product of a forward pass alone multiplies by has
+    no bit: it refines nothing.
     """
     pairs = zip(values.program.nodes, entries, strict=True)
     products = [
@@ -165,7 +159,7 @@ def _factors(values: Values, entries: Sequence[Entry], place: Place, is_step: bo
     found = [None if node is None else {values.producers.source(number) for number in node.ins} for node in products]
     counts = Counter[object]()
     for node, factors in zip(products, found, strict=True):
-        if node is not None and factors is not None and (is_step or not place.is_backward(node)):
+        if node is not None and factors is not None and not place.is_backward(node):
             counts.update(factors)
-    bits = {factor: 1 << i for i, factor in enumerate(counts) if is_step or counts[factor] > 1}
+    bits = {factor: 1 << i for i, factor in enumerate(counts) if counts[factor] > 1}
     return [None if factors is None else sum(bits.get(each, 0) for each in factors) for factors in found]

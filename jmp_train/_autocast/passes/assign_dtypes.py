@@ -273,7 +273,7 @@ class _Walk:
             wide = wide or self.facts[node.ins[1]].numbers.range is None
         if flags.only_results and Precision.LOW in seen and self._changes_units(node):
             entry, wide = Entry(entry.rule, "float32, since a constant changes the units of what is returned"), True
-        if (self.states and id(node) in self.states) or (self.starts and self._starts(node)):
+        if self.starts and self._starts(node):
             entry, wide = Entry(entry.rule, "float32, as the state or running sum of an unrolled loop starts"), True
         precision = Precision.FULL if wide or Precision.FULL in seen else narrow
         return self._pairwise(node, entry, seen, precision)
