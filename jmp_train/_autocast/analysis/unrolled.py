@@ -102,11 +102,14 @@ class _Walk:
                 wide = wide or unrounded[number]
                 meets_constant = meets_constant or self.constant[number]
             if factors is not None:
-                again = 0 if self.place.is_backward(node) else factors & in_sum
-                multiplied, repeated, in_sum = multiplied | factors, repeated | again, 0
-                if unrounded[node.outs[0]]:  # of a body, in which the sum is
-                    self.refining |= again
-                    in_sum = multiplied
+                again, computes_sum = factors & in_sum, False
+                if again and self.place.is_backward(node):
+                    again = 0
+                for number in node.outs:
+                    computes_sum = computes_sum or unrounded[number]  # in a body
+                self.refining |= again if computes_sum else 0
+                in_sum = multiplied = multiplied | factors
+                repeated |= again
             elif name not in _KEEPS:
                 in_sum = 0
             else:
@@ -122,7 +125,8 @@ class _Walk:
                 for number in node.outs:
                     unrounded[number] = wide
             for number in node.outs:
-                self.multiplied[number], self.in_sum[number], self.repeated[number] = multiplied, in_sum, repeated
+                self.multiplied[number], self.repeated[number] = multiplied, repeated
+                self.in_sum[number] = in_sum if unrounded[number] else 0
 
     def found(self) -> Unrolled:
         states, steps, unrounded = set[int](), dict[int, list[bool]](), self.unrounded
