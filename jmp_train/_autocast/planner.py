@@ -65,7 +65,7 @@ class Planner:
         self.has_backward = False  # whether a backward pass is in the whole program, loops' and calls' bodies left out
         # By the ids of equations and jaxprs, which `_recorded` keeps alive, so that no other object gets the same.
         self.wide: set[int] = set()  # dots that do not run in 16 bits
-        # The nodes that compute states of unrolled loops, and those that sums start with; of programs in `_recorded`.
+        # By the ids of nodes: what computes states of unrolled loops, and what sums start with; see `unrolled.py`.
         self.states, self.starts = set[int](), set[int]()
         self._recorded: dict[tuple[int, Place], tuple[Any, FlatJaxpr, list[Entry]]] = {}
         self._inlined: dict[int, FlatJaxpr] = {}  # where it stands decides rules, not equations
