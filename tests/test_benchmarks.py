@@ -22,7 +22,7 @@ pytestmark = pytest.mark.integration
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 README = BENCHMARKS.parent / "README.md"
-NAMES = ("traffic", "overhead", "memory", "optimizer_state", "compare")
+NAMES = ("traffic", "overhead", "compile_time", "memory", "optimizer_state", "compare")
 KEYS = {
     "benchmark", "command", "date", "measured", "device", "versions", "commit", "seeds", "small", "complete", "tables",
 }  # fmt: skip
@@ -169,6 +169,15 @@ def test_overhead(tmp_path):
     assert {row["how"] for row in tables["step time"]} >= {"with_loss_scale", "jmp", "mpx", "Flax DynamicScale"}
     assert all(row["autocast_seconds"] > 0 for row in tables["growing models"])
     assert all(row["calls_ratio"] <= 2 for row in tables["tracing models"])
+
+
+@pytest.mark.slow
+def test_compile_time(tmp_path):
+    rows = by(small_run("compile_time", tmp_path)["compile time"], "how")
+    assert all(row["seconds"] > 0 for row in rows.values())
+    # What XLA is given, which is exact, is what its time depends on.
+    for dtype in ("float16", "bfloat16"):
+        assert rows[f"ours, {dtype}",]["instructions"] <= 1.15 * rows[f"Flax {dtype}",]["instructions"]
 
 
 @pytest.mark.slow
