@@ -29,8 +29,9 @@ from ..ir import Place
 from ..primitives import DATA_OPERANDS, PLAIN_DOTS, Entry, Rule, Trait, having
 from .provenance import UNROUNDED_PROVENANCES, Values
 
-_STARTS = frozenset({"add", "sub", "mul"})
-_JOINS = having(Trait.ACCUMULATES | Trait.JOINS)
+_STARTS = frozenset({"add", "sub", "mul"})  # what JAX's promotion makes float32 of an array of constants
+_JOINS = having(Trait.ACCUMULATES | Trait.JOINS)  # a state with what refines it
+# What is made of a state is one, element by element. An activation function is mostly a `custom_jvp`.
 _KEEPS = having(Trait.ELEMENTWISE | Trait.MOVES | Trait.PICKS | Trait.JOINS | Trait.ACCUMULATES) | {"custom_jvp_call"}
 _BOOL = np.dtype(np.bool_)
 
@@ -91,6 +92,7 @@ class _Walk:
             self.multiplied[number] = self.in_sum[number] = -1 if is_state else 0
 
     def visit_all(self) -> None:
+        """Notes what each value is, in the order of the equations."""
         unrounded = self.unrounded
         for node, factors in zip(self.program.nodes, self.factors, strict=True):  # for most no function is called
             name, multiplied, in_sum, repeated = node.name, 0, 0, 0
@@ -129,6 +131,7 @@ class _Walk:
                 self.in_sum[number] = in_sum if unrounded[number] else 0
 
     def found(self) -> Unrolled:
+        """The states among the values, once it is known what multiplies them."""
         states, steps, unrounded = set[int](), dict[int, list[bool]](), self.unrounded
         for node in self.program.nodes if self.refining else ():
             if any([self.in_sum[number] & self.refining for number in node.outs]):
