@@ -84,6 +84,13 @@ class Stepper:
         self.losses[1:] = [float(loss)]
 
 
+def compile_seconds(lowered: jax.stages.Lowered) -> float:
+    """Processor seconds from a lowered program to the executable."""
+    start = time.process_time()
+    lowered.compile()
+    return time.process_time() - start
+
+
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
     """Arguments, results and temporary memory of one call, what is donated counted once."""
     memory: Any = compiled.memory_analysis()

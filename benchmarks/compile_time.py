@@ -9,7 +9,6 @@ the lowered program to the executable, the best of three. On GPUs XLA does other
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from _results import Results, arguments, show
+from _timing import compile_seconds
 
 from jmp_train import autocast
 
@@ -86,24 +86,13 @@ WAYS: dict[str, Callable[[int], Callable[..., Any]]] = {
 }
 
 
-def compile_seconds(make: Callable[[], Callable[..., Any]], args: tuple[Any, ...], repeats: int) -> tuple[float, int]:
-    """The best of several compilations, each of a new function, and how many instructions XLA is given."""
-    seconds, instructions = [], 0
-    for _ in range(repeats):
-        lowered = jax.jit(make()).lower(*args)
-        instructions = lowered.as_text().count(" = ")
-        start = time.process_time()
-        lowered.compile()
-        seconds.append(time.process_time() - start)
-    return min(seconds), instructions
-
-
 def compile_times(results: Results, layers: int, repeats: int) -> None:
     tokens = jax.ShapeDtypeStruct((2, TOKENS), jnp.int32)
     params = jax.eval_shape(Llama(layers).init, jax.random.key(0), tokens)
     plain = None
     for how, make in WAYS.items():
-        seconds, instructions = compile_seconds(lambda make=make: make(layers), (params, tokens), repeats)
+        programs = [jax.jit(make(layers)).lower(params, tokens) for _ in range(repeats)]  # each new to JAX
+        instructions, seconds = programs[0].as_text().count(" = "), min(map(compile_seconds, programs))
         plain = plain or seconds
         row = {"layers": layers, "how": how, "instructions": instructions, "seconds": seconds}
         results.add("compile time", row | {"ratio": seconds / plain})

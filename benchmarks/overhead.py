@@ -37,6 +37,7 @@ from _peers import (
     selected,
 )
 from _results import Results, arguments, show
+from _timing import compile_seconds
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 
@@ -147,14 +148,6 @@ def trace_seconds(make: Callable[[], Callable[..., Any]], args: tuple[Any, ...],
     return min(seconds), size
 
 
-def compile_seconds(fn: Callable[..., Any], *args: Any) -> float:
-    """Processor seconds from the lowered program to the executable."""
-    lowered = jax.jit(fn).lower(*args)
-    start = time.process_time()
-    lowered.compile()
-    return time.process_time() - start
-
-
 def growth(results: Results, kind: str, counts: list[int], compiled_up_to: int) -> None:
     """Tracing and compiling, plain and under autocast, of models of growing size."""
     for count in counts:
@@ -165,7 +158,9 @@ def growth(results: Results, kind: str, counts: list[int], compiled_up_to: int) 
             seconds, size = trace_seconds(make, args, repeats=5 if count <= 1000 else 1)
             row["equations"] = row["equations"] or size  # of the plain gradient
             row |= {f"{name}_seconds": seconds, f"{name}_microseconds_each": 1e6 * seconds / row["equations"]}
-            row[f"{name}_compile_seconds"] = compile_seconds(make(), *args) if count <= compiled_up_to else None
+            row[f"{name}_compile_seconds"] = (
+                compile_seconds(jax.jit(make()).lower(*args)) if count <= compiled_up_to else None
+            )
         results.add("growing models", row | {"ratio": row["autocast_seconds"] / row["plain_seconds"]})
 
 
