@@ -268,6 +268,25 @@ def test_shardings_that_are_part_of_types(axes):
 # What cannot be entered
 
 
+def mean_loss(w, x):
+    return lax.pmean(jnp.sum(x @ w), "data")
+
+
+@pytest.mark.parametrize(
+    "fn, shape",
+    [
+        (sharded(LINE, (P(), P("data")), P())(mean_loss), (16, 8)),
+        (jax.pmap(mean_loss, axis_name="data", in_axes=(None, 0)), (8, 2, 8)),
+    ],
+    ids=["shard_map", "pmap"],
+)
+def test_bad_data_is_named_on_the_device_that_has_it(fn, shape):
+    x = np.where(np.arange(16)[:, None] == 11, np.nan, X).astype(np.float32).reshape(shape)
+    report = find_overflow(fn)(W, x)
+    assert (report.verdict, report.primitive, report.device) == (Verdict.INPUT, "dot_general", (("data", 5),))
+    assert report.operands[0].nans == 8 and report.text == 'return lax.pmean(jnp.sum(x @ w), "data")'
+
+
 def test_a_shard_map_that_cannot_be_entered():
     groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
 

@@ -14,6 +14,7 @@ runs as recorded, as one equation. A value is dropped after its last use.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -329,10 +330,10 @@ def traced_call(caller: str, fn: Callable[..., Any], args: tuple, kwargs: dict) 
         if isinstance(leaf, Tracer):
             raise TypeError(f"the argument '{path}' is traced: {caller} needs numbers; call it outside jit, on arrays.")
 
-    def program(hidden: Any) -> Any:
-        args, kwargs = reveal_static(hidden)
-        return hide_static(fn(*args, **kwargs))
+    @functools.wraps(fn)
+    def program(*args: Any, **kwargs: Any) -> Any:
+        return hide_static(fn(*reveal_static(args), **reveal_static(kwargs)))
 
-    jaxpr, shape = trace(program, hidden)
+    jaxpr, shape = trace(program, *hidden[0], **hidden[1])
     arrays = [jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf for leaf in leaves]
     return Call(Interpreter(jaxpr), list(map(Value, arrays)), in_paths, leaf_paths(shape))

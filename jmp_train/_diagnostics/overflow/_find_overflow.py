@@ -8,6 +8,7 @@ nor which line is the user's (`_source_lines.py`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -59,8 +60,10 @@ class Found:
     Attributes:
       operations: how many operations ran.
       not_entered: primitives that hold programs but ran as one operation.
-      primitive: the name of the one to blame, `None` (as all that follows is, or empty) if nothing was to blame.
-      file, line, function, text: the user's own line that recorded it.
+      primitive: the name of the one to blame, `None` if nothing was. Then all that follows is `None` or empty, but for
+        `reached` and the line of a NaN or infinity of these results that is written in the program.
+      written: `"NaN"` or `"infinity"` in that case.
+      file, line, function, text: the user's own line that recorded it, or that writes such a number.
       through: what stands between that line and the operation: the library's own `file:line (function)`, or a rule.
       scope: its `jax.named_scope` path.
       backward: whether it belongs to a backward pass, or computes a derivative that only the backward pass reads.
@@ -71,12 +74,13 @@ class Found:
       why, cure: the reason for it, and the line to paste.
       loss_scale: the loss scale of the call, if it had one above 1.
       fitting_loss_scale: the largest power of two under which the call is finite, for `Verdict.LOWER_SCALE`.
-      reached: paths of the results that became non-finite; if nothing was to blame, of those that hold NaN.
+      reached: paths of the results that became non-finite; if nothing was to blame, of those.
     """
 
     operations: int
     not_entered: tuple[str, ...] = ()
     primitive: str | None = None
+    written: str | None = None
     file: str | None = None
     line: int | None = None
     function: str | None = None
@@ -111,7 +115,9 @@ class Found:
         if not self:
             lines = [f"No operation of {self.operations} is to blame for an infinity or NaN."]
             if self.reached:
-                lines.append(f"The NaN of {', '.join(self.reached)} is written in the program, as jnp.nan.")
+                at = f", at {self.file}:{self.line} ({self.function})" if self.file else ""
+                lines.append(f"The {self.written} of {', '.join(self.reached)} is written in the program{at}.")
+                lines += [f"          {self.text}"] if self.text else []
             return "\n".join([*lines, *not_entered])
         infs, nans = sum(x.infs for x in self.results), sum(x.nans for x in self.results)
         lines = [
@@ -154,7 +160,7 @@ def find_overflow(fn: Callable[..., Any]) -> Callable[..., Found]:
     `jmp_train.value_and_grad` returned, or the whole training step. Of all operations whose finite operands gave an
     infinity or NaN, it names the first that reached a result (or, in a step that skips, the check of the gradients).
     What is masked away is not to blame, nor is an infinity that was written into the program or given to it, unless it
-    turned into NaN.
+    turned into NaN. If nothing else is, the report tells the line that wrote it.
 
     Operations run one by one, without a compiler's freedom to keep intermediate 16-bit results in 32 bits: thousands
     take seconds, most of it to compile each kind once. Inside `shard_map` and `pmap` they run for one device after
@@ -183,57 +189,61 @@ def find_overflow(fn: Callable[..., Any]) -> Callable[..., Found]:
     def find(*args: Any, **kwargs: Any) -> Found:
         call = traced_call("find_overflow", fn, args, kwargs)
         call = call._replace(args=[Value(x, argument_tag(i, x)) for i, (x, _) in enumerate(call.args)])
-        tracker, blamed, nan_results = _run(call)
-        if blamed is None:
-            not_entered = tuple(call.interpreter.not_entered())
-            return Found(operations=tracker.ran, not_entered=not_entered, reached=nan_results)
-        return _report(call, tracker, blamed)
+        tracker, blamed, written = _run(call)
+        return _innocent(call, tracker, written) if blamed is None else _report(call, tracker, blamed)
 
     return find
 
 
 class _Blamed(NamedTuple):
-    """The number of the equation to blame, the arguments to blame instead, and the results that were reached."""
+    """The number of the equation to blame, what of `TaintTracker.given` to blame instead, and the results reached."""
 
     number: int
-    arguments: frozenset[int]
+    given: frozenset[int]
     reached: tuple[str, ...]
 
 
-def _run(call: Call, scale: float | None = None) -> tuple[TaintTracker, _Blamed | None, tuple[str, ...]]:
-    """Runs the call, with another loss scale if one is given; what is to blame, and the paths of results with NaN."""
-    tracker = TaintTracker(scale)
+class _Written(NamedTuple):
+    """The results that hold `what` the program writes itself, and the first equation that reads it, if any does."""
+
+    what: str
+    paths: tuple[str, ...]
+    number: int | None
+
+
+def _run(call: Call, scale: float | None = None) -> tuple[TaintTracker, _Blamed | None, _Written | None]:
+    """Runs the call, with another loss scale if one is given; what is to blame, and what the program writes itself."""
+    tracker = TaintTracker([value.array for value in call.args], scale)
     results = call.interpreter.run(call.args, tracker)
     program = call.interpreter.program
     tainted: list[tuple[str, Taint]] = []
     kept: list[tuple[str, Taint]] = []
-    nan_results = []
+    nans, infinities = list[tuple[str, Taint]](), list[tuple[str, Taint]]()
     for path, number, value in zip(call.out_paths, program.outputs, results, strict=True):
         if value.tag is None or not value.tag.nonfinite or number in program.inputs:
             continue
-        arguments = [call.args[i].array for i in value.tag.taint.arguments]
-        if not any(np.array_equal(value.array, array) for array in arguments):
-            into = kept if any(_keeps_nonfinite(value.array, array) for array in arguments) else tainted
-            into.append((path or "the result", value.tag.taint))
-        if np.any(np.isnan(value.array)):
-            nan_results.append(path or "the result")
+        found, given = (path or "the result", value.tag.taint), [tracker.given[i] for i in value.tag.taint.given]
+        if not any(np.array_equal(value.array, array) for array in given):
+            (kept if any(_keeps_nonfinite(value.array, array) for array in given) else tainted).append(found)
+        if not given:
+            (nans if np.any(np.isnan(value.array)) else infinities).append(found)
     # A step that skips returns finite values only: the non-finite gradients end in the loss scale's check. What stays
     # where an argument had it comes last: it may be a state's, as an infinity is the lowest loss so far at first.
     checks = [("the check of the gradients", taint) for _, taint in tracker.checks]
     blamed = next(filter(None, (_blame(call, tracker, found) for found in (tainted, checks, kept))), None)
-    return tracker, blamed, tuple(nan_results)
+    written = [("NaN", nans), ("infinity", infinities)]
+    return tracker, blamed, next((_written(what, found) for what, found in written if found), None)
 
 
 def _blame(call: Call, tracker: TaintTracker, tainted: Sequence[tuple[str, Taint]]) -> _Blamed | None:
-    """What is to blame for the taints of some results, by path; arguments before equations."""
-    total = UNTAINTED
-    for _, taint in tainted:
-        total = total.union(taint)
-    arguments = frozenset(i for i in total.arguments if not _is_mask(call.args[i].array))
-    if arguments:
-        first_uses = [tracker.first_uses[i] for i in arguments]
-        number = min(total.nan_origins, default=min(first_uses))
-        return _Blamed(number, arguments, _reached(tainted, "arguments", arguments))
+    """What is to blame for the taints of some results, by path; arguments and captured arrays before equations."""
+    total = functools.reduce(Taint.union, (taint for _, taint in tainted), UNTAINTED)
+    given = frozenset(i for i in total.given if not _is_mask(tracker.given[i]))
+    if given:
+        # What only moves it is named where nothing else reads it.
+        readers = total.readers or {tracker.first_uses[i] for i in given}
+        number = min(total.nan_origins, default=min(readers))
+        return _Blamed(number, given, _reached(tainted, "given", given))
     if total.origins:
         # JAX computes the derivative of a line just before the line itself, whose own failure says more. That of a
         # backward pass, which reads the derivative, does not.
@@ -243,8 +253,13 @@ def _blame(call: Call, tracker: TaintTracker, tainted: Sequence[tuple[str, Taint
         return _Blamed(first, frozenset(), _reached(tainted, "origins", {first}))
     if total.nan_origins:
         first = min(total.nan_origins)
-        return _Blamed(first, total.arguments, _reached(tainted, "nan_origins", {first}))
+        return _Blamed(first, total.given, _reached(tainted, "nan_origins", {first}))
     return None
+
+
+def _written(what: str, found: Sequence[tuple[str, Taint]]) -> _Written:
+    numbers = [number for _, taint in found for number in taint.writers]
+    return _Written(what, tuple(path for path, _ in found), min(numbers, default=None))
 
 
 def _keeps_nonfinite(result: Any, argument: Any) -> bool:
@@ -266,21 +281,36 @@ def _reached(tainted: Sequence[tuple[str, Taint]], field: str, blamed: Iterable[
     return tuple(dict.fromkeys(path for path, taint in tainted if not getattr(taint, field).isdisjoint(blamed)))
 
 
+def _innocent(call: Call, tracker: TaintTracker, written: _Written | None) -> Found:
+    """The report where nothing is to blame, with the line of an infinity or NaN that the program writes itself."""
+    found = Found(tracker.ran, tuple(call.interpreter.not_entered()))
+    if written is None:
+        return found
+    at = None if written.number is None else capture(call.interpreter, call.args, written.number)
+    found = dataclasses.replace(found, written=written.what, reached=written.paths)
+    return found if at is None else dataclasses.replace(found, **_line_of(at))
+
+
 def _report(call: Call, tracker: TaintTracker, blamed: _Blamed) -> Found:
     scale, number = tracker.loss_scale, blamed.number
     found = capture(call.interpreter, call.args, number)
     assert found is not None, "a program runs the same operations twice"
     fitting = None
-    if blamed.arguments:
-        paths = ", ".join(f"'{call.in_paths[i]}'" for i in sorted(blamed.arguments))
-        verdict, why = Verdict.INPUT, f"The argument {paths} holds infinities or NaN."
-        cure = "Look at the data; for a mask, use a finite number such as -1e9 where whole rows are masked."
+    if blamed.given:
+        names = [_name_of(call, tracker, i) for i in sorted(blamed.given)]
+        verdict, why = Verdict.INPUT, f"{' and '.join(names)} {'hold' if names[1:] else 'holds'} infinities or NaN."
+        why = why[0].upper() + why[1:]
+        cure = (
+            "Look at the data; a parameter or a state got them in an earlier call, on which find_overflow tells more. "
+            "For a mask, use a finite number such as -1e9 where whole rows are masked."
+        )
     elif scale > 1 and (fitting := _largest_finite_scale(call, scale)) is not None:
         verdict, why = (
             Verdict.LOWER_SCALE,
             f"Only the loss scale of {scale:.10g} makes it: at {fitting:.10g} all is finite.",
         )
-        cure = f"Use a loss scale of {fitting:.10g} or less; DynamicLossScale finds it by itself, skipping steps."
+        cure = f"Use a loss scale of {fitting:.10g} or less; DynamicLossScale finds it by itself, skipping steps, "
+        cure += "unless its min_loss_scale is larger."
     else:
         by_user = tracker.origins[number].narrowed_by_user
         verdict, why, cure = diagnose(call.interpreter, call.args, number, found, by_user, tracker.scopes)
@@ -302,6 +332,14 @@ def _report(call: Call, tracker: TaintTracker, blamed: _Blamed) -> Found:
     )
 
 
+def _name_of(call: Call, tracker: TaintTracker, position: int) -> str:
+    """How an argument or captured array, by its position in `TaintTracker.given`, is named."""
+    if position < len(call.in_paths):
+        return f"the argument '{call.in_paths[position]}'"
+    array = tracker.given[position]
+    return f"an array {array.dtype.name}{list(array.shape)} that the function captures"
+
+
 def _too_narrow(call: Call, blamed: _Blamed) -> str | None:
     """The first of the results reached that its own 16 bits cannot hold, were everything before it in float32."""
     wide = Interpreter(call.interpreter.jaxpr, wide=True).run(call.args, Watcher())
@@ -318,7 +356,7 @@ def _largest_finite_scale(call: Call, scale: float) -> float | None:
 
     def fails(scale: float) -> bool:
         _, blamed, _ = _run(call, scale)
-        return blamed is not None and not blamed.arguments
+        return blamed is not None and not blamed.given
 
     if fails(1.0):
         return None
@@ -334,14 +372,9 @@ def _largest_finite_scale(call: Call, scale: float) -> float | None:
 
 def _describe(found: Captured, **others: Any) -> Found:
     """The report on an equation as it ran."""
-    own = user_line(found.site)
     return Found(
         primitive=found.site.primitive,
-        file=own.file if own else None,
-        line=own.number if own else None,
-        function=own.function if own else None,
-        text=own.text if own else "",
-        through=between_user_and_jax(found.site),
+        **_line_of(found),
         scope=found.site.scope,
         backward=found.site.backward or found.site.derivative,
         loops=found.site.loops,
@@ -350,6 +383,13 @@ def _describe(found: Captured, **others: Any) -> Found:
         results=_ranges(found.results),
         **others,
     )
+
+
+def _line_of(found: Captured) -> dict[str, Any]:
+    """The fields of `Found` that say where an equation was recorded."""
+    own = user_line(found.site)
+    fields = {"file": own.file, "line": own.number, "function": own.function, "text": own.text} if own else {}
+    return {**fields, "through": between_user_and_jax(found.site)}
 
 
 def _ranges(arrays: Sequence[Any]) -> tuple[ArrayRange, ...]:

@@ -1,12 +1,13 @@
 """Where an equation comes from: the line that the user wrote, and the library line between it and JAX.
 
-Decides which frame of a traceback is the user's own: the innermost one outside JAX, this package, the libraries that
-models are written with, and Python's own. Does not decide whether a cast was asked for; see `jmp_train/_tracebacks.py`.
+Decides which frame of a traceback is the user's own: the innermost one outside JAX, this package, installed libraries
+and Python's own. Does not decide whether a cast was asked for; see `jmp_train/_tracebacks.py`.
 Best effort: JAX cuts tracebacks where `jit` begins, and its frames have other names in other versions.
 """
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import os
 import sys
@@ -23,10 +24,13 @@ from ..interpreter import Site
 _AUTOCAST = autocast.__code__.co_filename
 _PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")) + os.sep
 _REGION = of_hidden.__code__.co_filename  # what stands between a region's function and its caller
+_DIAGNOSTICS = os.path.join(_PACKAGE, "_diagnostics") + os.sep
 _PYTHON = os.path.dirname(os.__file__) + os.sep
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _JAX = os.path.dirname(jax.__file__)
 # The functions of JAX that users call; its other files are machinery around them.
 _NUMERICS = tuple(os.path.join(_JAX, "_src", folder) + os.sep for folder in ("numpy", "nn", "ops", "scipy", "lax"))
+# Where all code is installed, the user's is what is in none of these.
 _LIBRARIES = ("chex", "equinox", "flax", "haiku", "jaxlib", "optax")
 
 
@@ -44,11 +48,15 @@ class Line(NamedTuple):
 
 def user_line(site: Site) -> Line | None:
     """The innermost line of the user's own code that recorded an equation; `None` if the tracebacks have none."""
+    installed = None
     for node in (site.node, *site.around):
         for function, file, number in frames_of(node):
             if not (is_jax(file) or file.startswith(_PACKAGE) or _is_library(file)):
-                return Line(file, number, function, linecache.getline(file, number).strip())
-    return None
+                line = Line(file, number, function, linecache.getline(file, number).strip())
+                if not any(folder in file for folder in _INSTALLED):
+                    return line
+                installed = installed or line
+    return installed
 
 
 def between_user_and_jax(site: Site) -> str | None:
@@ -59,7 +67,7 @@ def between_user_and_jax(site: Site) -> str | None:
     if any(name.endswith("process_custom_vjp_call") for name in names) and "_flatten_fwd" not in names:
         return "the backward rule of the custom_vjp called there; JAX keeps no line of it"
     for function, file, number in frames:
-        if not is_jax(file) and file != _REGION:
+        if not is_jax(file) and file != _REGION and not file.startswith(_DIAGNOSTICS):
             return None if own and (file, number) == own[:2] else f"{file}:{number} ({function})"
     return None
 
@@ -79,6 +87,23 @@ def is_in_region(site: Site) -> bool:
     """Whether the equation is inside a function marked as a precision region, and not in autocast inside of that."""
     files = (file for node in (site.node, *site.around) for _, file, _ in frames_of(node))
     return next((file for file in files if file in (_REGION, _AUTOCAST)), None) == _REGION
+
+
+def is_cast_for_low_precision(site: Site) -> bool:
+    """Whether the equation is inside of a `low_precision(fn, dtype=...)`, which casts operands and results."""
+    nodes = (site.node, *site.around)
+    return any(is_library_function(node, os.path.join("_autocast", "rules.py"), "low_precision") for node in nodes)
+
+
+def flax_module(site: Site) -> str:
+    """The path of the Flax module that the equation is in, as its scope has it; empty outside of Flax."""
+    (*_, flax) = ("", *getattr(sys.modules.get("flax"), "__path__", ()))
+    nodes = (site.node, *site.around)
+    if not flax or not any(file.startswith(flax + os.sep) for node in nodes for _, file, _ in frames_of(node)):
+        return ""
+    # A method's scope is its module's name and its own, `jnp.einsum` has its subscripts for one.
+    names = [name.partition(".")[0] for name in site.scope.split("/")]
+    return "/".join(itertools.takewhile(str.isidentifier, names))
 
 
 def is_finite_check(node: Node) -> bool:

@@ -5,15 +5,17 @@ Decides which equations a non-finite value originates in. Does not decide why on
 
 Every non-finite value carries a taint. An equation is an *origin* if it gave a non-finite value from finite operands,
 and a *NaN origin* if it gave NaN from infinities that are meant to be there: constants written in the program (the
--inf of a mask) and arguments. A finite value carries none, so that what was masked away is forgotten. For selections
-and elementwise primitives taint spreads element by element, so that a branch that `jnp.where` did not select leaves
-none; for all others every non-finite operand taints a non-finite result. What an equation leaves in a `jax.Ref` is a
-result of it.
+-inf of a mask), arguments and captured arrays. A finite value carries none, so that what was masked away is forgotten.
+For selections and elementwise primitives taint spreads element by element, so that a branch that `jnp.where` did not
+select leaves none; for all others every non-finite operand taints a non-finite result. A boolean carries the taint of
+what was tested: where it selects a NaN that is written in the program, as `jnp.median` does for data with NaN, that NaN
+comes from the data. What an equation leaves in a `jax.Ref` is a result of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ from ._source_lines import is_finite_check, is_library_function
 
 _MOST = 8  # the first origins of a value are enough: the one to blame is the first of them
 _ELEMENTWISE = having(Trait.ELEMENTWISE)
+_MOVES = having(Trait.MOVES | Trait.PICKS | Trait.TRANSFERS) | {"convert_element_type"}
 
 
 class Taint(NamedTuple):
@@ -36,12 +39,17 @@ class Taint(NamedTuple):
 
     Attributes:
       origins, nan_origins: numbers of equations in the order they ran, from 1.
-      arguments: positions of arguments that brought non-finite values.
+      given: the arguments and captured arrays that brought non-finite values, by their positions in
+        `TaintTracker.given`.
+      readers: the equations that read such a value, but for those that move or cast it.
+      writers: the same of an infinity or NaN that is written in the program.
     """
 
     origins: frozenset[int] = frozenset()
     nan_origins: frozenset[int] = frozenset()
-    arguments: frozenset[int] = frozenset()
+    given: frozenset[int] = frozenset()
+    readers: frozenset[int] = frozenset()
+    writers: frozenset[int] = frozenset()
 
     def union(self, other: Taint) -> Taint:
         return Taint(*(_earliest(a | b) for a, b in zip(self, other, strict=True)))
@@ -51,7 +59,10 @@ UNTAINTED = Taint()
 
 
 class Tag(NamedTuple):
-    """Of a value: whether it is non-finite, its taint, and whether its 16 bits were asked for by the user."""
+    """Of a value: whether it is non-finite, its taint, and whether its 16 bits were asked for by the user.
+
+    Of a boolean the taint is that of the values that were tested.
+    """
 
     nonfinite: bool
     taint: Taint
@@ -72,15 +83,17 @@ class TaintTracker(Watcher):
     """Follows non-finite values through a run.
 
     Attributes:
+      given: the arguments; and the captured arrays that hold infinities or NaN, as they are met.
       ran: how many equations have run; an equation's number is this when it ran, from 1.
       origins: the origins and NaN origins, by number.
       checks: of values whose finiteness the program itself asked for: the answer, and the taint.
-      first_uses: by position, the first equation that used a non-finite argument.
+      first_uses: by position in `given`, the first equation that used it.
       scopes: the scopes of all equations.
       loss_scale: the largest loss scale of this package that multiplied anything; 1 without.
       replace_scale: the loss scale to run with instead; `None` for the program's own.
     """
 
+    given: list[Any] = dataclasses.field(default_factory=list)
     replace_scale: float | None = None
     ran: int = 0
     origins: dict[int, Origin] = dataclasses.field(default_factory=dict)
@@ -90,6 +103,7 @@ class TaintTracker(Watcher):
     loss_scale: float = 1.0
     _is_scaling: dict[int, bool] = dataclasses.field(default_factory=dict)
     _stored: dict[jax.Ref, Tag] = dataclasses.field(default_factory=dict)  # of what each holds
+    _captured: dict[int, int] = dataclasses.field(default_factory=dict)  # by the id of an array, its place in `given`
 
     def before(self, site: Site, inputs: list[Value]) -> list[Value]:
         if not self._multiplies_by_scale(site):
@@ -117,7 +131,7 @@ class TaintTracker(Watcher):
         nonfinite = list(map(has_nonfinite, outputs))
         narrow = [is_narrow_dtype(getattr(output, "dtype", None)) for output in outputs]
         by_user = any(tag.narrowed_by_user for tag in tags) or self._user_narrows(site, inputs, any(narrow))
-        for position in (position for tag in tags for position in tag.taint.arguments):
+        for position in (position for tag in tags for position in tag.taint.given):
             self.first_uses.setdefault(position, self.ran)
         if is_finite_check(site.node):
             self.checks.append((outputs[0], tags[0].taint))
@@ -126,16 +140,31 @@ class TaintTracker(Watcher):
         taint = self._taint_of(site, inputs, tags, outputs) if any(nonfinite) else UNTAINTED
         if self.ran in taint.origins | taint.nan_origins:
             self.origins[self.ran] = Origin(by_user, site.derivative, site.backward)
-        pairs = zip(nonfinite, narrow, strict=True)
-        found = [Tag(bad, taint if bad else UNTAINTED, by_user and low) for bad, low in pairs]
+        tested = _union(tags) if any(map(_is_boolean, outputs)) else UNTAINTED
+        found = [
+            Tag(bad, taint if bad else tested if _is_boolean(output) else UNTAINTED, by_user and low)
+            for output, bad, low in zip(outputs, nonfinite, narrow, strict=True)
+        ]
         refs = [value.array for value in inputs if isinstance(value.array, jax.Ref)]
         self._stored.update(zip(refs, found[len(found) - len(refs) :], strict=True))
         return found[: len(found) - len(refs)]
 
     def _tag_of(self, value: Value) -> Tag:
-        if isinstance(value.array, jax.Ref) and value.array in self._stored:
-            return self._stored[value.array]
-        return value.tag or Tag(has_nonfinite(value.array), UNTAINTED, False)
+        array: Any = value.array
+        if isinstance(array, jax.Ref) and array in self._stored:
+            return self._stored[array]
+        if value.tag is not None and not value.tag.nonfinite:
+            return value.tag
+        if not has_nonfinite(array):  # a row of an array, or one device's part, may be finite where the whole is not
+            return Tag(False, UNTAINTED, value.tag is not None and value.tag.narrowed_by_user)
+        if value.tag is not None:
+            return value.tag
+        if not array.ndim:  # a number that is written in the program
+            return Tag(True, UNTAINTED, False)
+        if id(array) not in self._captured:
+            self._captured[id(array)] = len(self.given)
+            self.given.append(array)
+        return Tag(True, Taint(given=frozenset({self._captured[id(array)]})), False)
 
     def _user_narrows(self, site: Site, inputs: Sequence[Value], narrow: bool) -> bool:
         """Whether 16 bits begin here because the program says so, rather than autocast."""
@@ -145,10 +174,9 @@ class TaintTracker(Watcher):
         return site.primitive != "convert_element_type" or is_asked_for(site.node)
 
     def join(self, pieces: Sequence[Value]) -> Tag:
-        taint, by_user = UNTAINTED, False
-        for tag in (piece.tag for piece in pieces if piece.tag is not None):
-            taint, by_user = taint.union(tag.taint), by_user or tag.narrowed_by_user
-        return Tag(any(has_nonfinite(piece.array) for piece in pieces), taint, by_user)
+        tags = [piece.tag for piece in pieces if piece.tag is not None]
+        by_user = any(tag.narrowed_by_user for tag in tags)
+        return Tag(any(has_nonfinite(piece.array) for piece in pieces), _union(tags), by_user)
 
     def _taint_of(self, site: Site, inputs: Sequence[Value], tags: Sequence[Tag], outputs: Sequence[Any]) -> Taint:
         """The taint of a non-finite result."""
@@ -158,17 +186,29 @@ class TaintTracker(Watcher):
         is_origin, is_nan_origin = not any(causes), makes_nan(arrays, causes, outputs)
         if site.primitive in _ELEMENTWISE and any(causes):
             causes, is_origin, is_nan_origin = _by_element(arrays, causes, outputs[0])
-        taint = UNTAINTED
-        for tag, is_cause in zip(tags, causes, strict=True):
-            taint = taint.union(tag.taint) if is_cause else taint
+        taint = _union([tag for tag, is_cause in zip(tags, causes, strict=True) if is_cause])
+        if site.primitive == "select_n" and not (taint.origins or taint.nan_origins or taint.given):
+            taint = taint.union(tags[0].taint)  # the program writes a NaN, for what was tested
         this, none = frozenset({self.ran}), frozenset[int]()
-        return taint.union(Taint(this if is_origin else none, this if is_nan_origin else none))
+        reads = any(causes) and site.primitive not in _MOVES
+        return taint.union(
+            Taint(
+                origins=this if is_origin else none,
+                nan_origins=this if is_nan_origin else none,
+                readers=this if reads and taint.given else none,
+                writers=this if reads and not taint.given else none,
+            )
+        )
+
+
+def _union(tags: Sequence[Tag]) -> Taint:
+    return functools.reduce(Taint.union, (tag.taint for tag in tags), UNTAINTED)
 
 
 def argument_tag(position: int, array: Any) -> Tag:
     """The tag of an argument: its 16 bits, if it has them, are the user's."""
     bad = has_nonfinite(array)
-    return Tag(bad, Taint(arguments=frozenset({position})) if bad else UNTAINTED, is_narrow_dtype(array.dtype))
+    return Tag(bad, Taint(given=frozenset({position})) if bad else UNTAINTED, is_narrow_dtype(array.dtype))
 
 
 def contents_of_refs(values: Sequence[Value]) -> list[jax.Array]:
@@ -194,6 +234,10 @@ def makes_nan(arrays: Sequence[Any], causes: Sequence[bool], outputs: Sequence[A
 
 def _nonfinite(array: Any) -> np.ndarray:
     return ~np.isfinite(np.asarray(array)) if is_inexact(array) else np.zeros(np.shape(array), bool)
+
+
+def _is_boolean(array: Any) -> bool:
+    return getattr(array, "dtype", None) == np.bool_
 
 
 def _has_nan(array: Any) -> bool:

@@ -17,11 +17,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._dtypes import FLOAT32, facts
+from ..._dtypes import FLOAT16, FLOAT32, facts
 from ..._paths import glob_matches
 from ..._tracebacks import is_asked_for
 from ..interpreter import Interpreter, Site, Value, Watcher, is_narrow_dtype, wide_params
-from ._source_lines import is_in_autocast, is_in_region, user_line
+from ._source_lines import (
+    between_user_and_jax,
+    flax_module,
+    is_cast_for_low_precision,
+    is_in_autocast,
+    is_in_region,
+    user_line,
+)
 from ._taint import contents_of_refs, has_nonfinite, is_inexact, makes_nan
 
 _OUTSIDE_JAX = frozenset({"pure_callback", "io_callback", "ffi_call"})
@@ -37,7 +44,7 @@ class Verdict(enum.StrEnum):
     MODEL = "model"
     """Non-finite in float32 too: log(0), division by zero, the derivative of a root at 0."""
     INPUT = "input"
-    """An argument held it."""
+    """An argument or a captured array held it."""
     UNKNOWN = "unknown"
     """It was made inside an operation that cannot be looked into, or that cannot run in float32."""
 
@@ -113,6 +120,11 @@ def diagnose(
     if wide_run is not None and _is_same(wide_run.site, found.site) and not any(map(has_nonfinite, wide_run.results)):
         why = "Its operands were rounded in 16 bits before, to zero or too far; in float32 throughout it is finite."
         return Verdict.KEEP_FLOAT32, why, _cure_in_float32(found.site, narrowed_by_user, scopes)
+    if narrow == FLOAT16 and _infinities_meet(found):
+        # What was given, or overflowed, is to blame itself: these are written in the program. A constant that float16
+        # does not hold, such as the -1e9 of a mask, is infinite as soon as JAX records it.
+        why = "Infinities meet here, and float16 numbers beyond 65504 are infinite, as the -1e9 of a mask is."
+        return Verdict.KEEP_FLOAT32, why, "Mask with jnp.finfo(jnp.float16).min, or in float32."
     if narrow is not None and wide is None:
         why = f"{found.site.primitive} was written for {narrow.name} and cannot be run in float32, to compare."
         return Verdict.UNKNOWN, why, "Compute it in float32, or make its operands smaller."
@@ -163,10 +175,20 @@ def _cure_in_float32(site: Site, narrowed_by_user: bool, scopes: Iterable[str]) 
             f"{where} is inside a function marked low_precision, for which no rules hold: take the mark off it, or "
             f"wrap the function of this line: jmp.full_precision(fn)."
         )
+    if is_cast_for_low_precision(site):
+        return (
+            f"{where} is inside a function that low_precision(fn, dtype=...) hands 16-bit operands: leave that out, or "
+            f'give it dtype="bfloat16", whose range is that of float32.'
+        )
     if narrowed_by_user or in_autocast is False:
         if site.primitive == "convert_element_type" and is_asked_for(site.node):
-            return "Leave out this cast, or divide the value by a constant before it."
-        module = f", or give the Flax module `{site.scope}` dtype=jnp.float32" if site.scope else ""
+            if between_user_and_jax(site) is None:
+                return "Leave out this cast, or divide the value by a constant before it."
+            return (
+                "A library casts this to the dtype of something stored, as updated parameters are: store that in "
+                "float32 or bfloat16, or make the value smaller, by a smaller learning rate say."
+            )
+        module = f", or give the Flax module `{name}` dtype=jnp.float32" if (name := flax_module(site)) else ""
         return f"The program itself computes this in 16 bits: widen the operands with .astype(jnp.float32){module}."
     around, pattern = "", glob.escape(site.scope)
     if not _has_glob(site.scope) or any(scope != site.scope and glob_matches(pattern, scope) for scope in scopes):
