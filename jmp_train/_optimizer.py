@@ -57,8 +57,8 @@ def with_loss_scale(
     Args:
       inner: any optax transformation; `value`, `grad`, `value_fn` and other extra arguments reach it as they are. In
         gradients that are not finite it sees zeros for the offending elements, so that loops inside it end. Beside
-        16-bit parameters it sees float32 gradients, which `novograd`, `galore` and `mechanize` refuse; inside of
-        `with_master_weights` they see float32 parameters, too.
+        16-bit parameters it sees float32 gradients, which `novograd`, `galore`, `mechanize` and `apply_if_finite` (of
+        `adam`, say) refuse; inside of `with_master_weights` they see float32 parameters, too.
       loss_scale: where to start, or `None` for `DynamicLossScale()`.
       axis_name: the axis, or axes, of an enclosing `shard_map`, `pmap` or `vmap` over which gradients may differ. If
         one device overflows all skip, and all scales and counts stay equal. Not needed under `jit` over a sharded mesh.
