@@ -408,6 +408,21 @@ def test_a_product_with_complex_numbers_reads_what_was_recorded(fn):
         assert_two_programs_agree(*with_and_without(each, "mixed_float16", w, z))
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jnp.where(x > 1, jnp.fft.fft(x), 1j),
+        lambda x: jnp.roots(x, strip_zeros=False),
+        lambda x: jnp.take(x + 1j, jnp.array([0, 9]), mode="fill", fill_value=2j),
+    ],
+    ids=["where", "roots", "take"],
+)
+def test_complex_literals_have_no_range(fn):
+    x = np.linspace(1, 2, 4, dtype=np.float32)
+    for each in (fn, jax.grad(lambda x: jnp.sum(jnp.abs(fn(x))))):
+        assert_two_programs_agree(*with_and_without(each, "mixed_float16", x))
+
+
 def test_the_conjugate_of_real_numbers_is_complex():
     """`jnp.conj` leaves real numbers alone; `lax.conj` takes no 16-bit ones."""
     w, x = np.eye(16, dtype=np.float32), np.ones((4, 16), np.float32)

@@ -60,10 +60,16 @@ def _becomes_one(number: float, dtype: np.dtype) -> bool:
 
 
 def range_of(value: Any) -> Range | None:
-    """The range of one known number, `None` of arrays; zeros, infinities and NaN are the same in every format."""
+    """The range of one known number; zeros, infinities and NaN are the same in every format.
+
+    `None` of arrays, and of complex numbers, which have no 16-bit form.
+    """
     if isinstance(value, Tracer) or np.size(value) != 1:
         return None
-    magnitude = abs(float(np.asarray(value).reshape(())))
+    number = np.asarray(value)
+    if number.dtype.kind == "c":
+        return None
+    magnitude = abs(float(number.reshape(())))
     return Range(magnitude, magnitude) if magnitude and math.isfinite(magnitude) else Range()
 
 
