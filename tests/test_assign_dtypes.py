@@ -386,8 +386,10 @@ def test_how_operands_get_to_their_equation():
     def summed(h):
         return h @ W, jnp.sum(h)
 
-    assert accesses(lambda w, x: layers(w, jnp.exp(x @ w)), "scan") == [[Access.NARROW, Access.STORED]]
     assert accesses(lambda w, x: average(w, jnp.exp(x @ w)), "scan") == [[Access.CARRIED, Access.STORED]]
+    for fn, start in ((layers, "float16"), (average, "float32")):
+        program = after("assign_dtypes", lambda w, x, fn=fn: fn(w, jnp.exp(x @ w)), W, X)
+        assert [each.reads[0] for each in program.equations if each.node.name == "scan"] == [start]
     assert accesses(lambda w, x: summed(jnp.exp(x @ w)), "reduce_sum") == [[Access.STORED]]
     assert accesses(lambda w, x: jnp.exp(x @ w), "exp") == [[Access.FUSED]]
 

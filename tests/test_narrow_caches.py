@@ -13,7 +13,6 @@ from pass_tools import after, run
 
 from jmp_train import autocast
 from jmp_train._autocast.passes.rewrites import REWRITES
-from jmp_train._autocast.passes.rewrites.rewrite import loop_counts
 
 RNG = np.random.default_rng(0)
 BATCH, LENGTH, WIDTH, LAYERS, STEPS = 4, 16, 32, 2, 4
@@ -227,7 +226,7 @@ NARROW = [name for name, (*_, dtype) in CACHES.items() if dtype == "float16"]
 def test_which_caches_are_carried_in_16_bits(name):
     fn, w, position, dtype = CACHES[name]
     program = after("rewrite_lowered", fn, w, X)
-    (loop,) = (equation for equation in program.equations if loop_counts(equation))
+    (loop,) = (equation for equation in program.equations if equation.loop_counts)
     assert program.avals[loop.results[position]].dtype == dtype
 
 
@@ -263,8 +262,8 @@ def test_autocast_twice_is_autocast_once(name):
 
 def test_a_loop_around_casts_the_weights_of_one_with_a_cache():
     program = after("rewrite_lowered", of_a_loop_inside, STACK, X)
-    (outer,) = (equation for equation in program.equations if loop_counts(equation))
-    (inner,) = (equation for equation in outer.bodies[0].equations if loop_counts(equation))
+    (outer,) = (equation for equation in program.equations if equation.loop_counts)
+    (inner,) = (equation for equation in outer.bodies[0].equations if equation.loop_counts)
     assert inner.wide is not None and len(inner.uses) > len(inner.wide.uses)
 
 

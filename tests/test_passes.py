@@ -227,7 +227,7 @@ def test_shared_roundings_rounds_what_a_rematerialized_exponential_reads():
     exponentials = [e for e in program.equations if e.name == "exp"]
     assert [e.remat for e in exponentials] == [False, True]
     near, of_sum = (producers[e.operands[0]] for e in exponentials)
-    assert near.name == of_sum.name == "round"
+    assert near.name == of_sum.name == "rounded"
     saved = producers[producers[of_sum.operands[0]].operands[0]]
     assert saved.name == "saved" and saved.operands == producers[near.operands[0]].operands
 
@@ -243,7 +243,7 @@ def test_shared_roundings_rounds_what_is_squared_beside_a_product(scale):
     program = after("insert_casts", fn, W, X)
     producers = {number: e for e in program.equations for number in e.results}
     squares = [e for e in program.equations if e.name in ("integer_pow", "square")]
-    assert [producers[e.operands[0]].name for e in squares] == ["round", "round"]
+    assert [producers[e.operands[0]].name for e in squares] == ["rounded", "rounded"]
 
 
 def test_shared_roundings_rounds_no_operand_of_an_outer_product():
@@ -251,7 +251,7 @@ def test_shared_roundings_rounds_no_operand_of_an_outer_product():
         h = x @ w
         return jnp.einsum("bi,bj->bij", h, jnp.sin(h)) + h[:, :, None] * x[:, None, :4]
 
-    assert "round" not in [e.name for e in after("insert_casts", fn, W, X).equations]
+    assert "rounded" not in [e.name for e in after("insert_casts", fn, W, X).equations]
 
 
 def test_mark_dead_leaves_out_what_is_only_rematerialized():
@@ -283,7 +283,7 @@ def test_body_residuals_stacks_a_dot_in_16_bits_rather_than_an_exponential_in_32
     program = after("body_residuals", jax.grad(stack_of_layers), LAYERS, X)
     assert stacked(program) == ["f16[3,2,8]", "f16[3,2,8]"]
     backward = [e for e in program.equations if e.name == "scan"][-1]
-    assert [e.name for e in backward.bodies[0].equations if e.remat] == ["cast", "round", "exp"]
+    assert [e.name for e in backward.bodies[0].equations if e.remat] == ["cast", "rounded", "exp"]
 
 
 def test_body_residuals_hands_on_one_number_a_row_of_a_shard_map():
@@ -424,7 +424,7 @@ def test_what_meets_a_wide_bias_is_rounded_in_every_kernel():
     producers = program.producers()
     (total,) = (e for e in program.equations if e.name == "add")
     rounded = producers[total.operands[0]]
-    assert [rounded.name, producers[rounded.operands[0]].name] == ["round", "cast"]
+    assert [rounded.name, producers[rounded.operands[0]].name] == ["rounded", "cast"]
     assert rounded.params["dtype"] == program.low
 
 

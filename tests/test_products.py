@@ -16,9 +16,10 @@ from test_autocast import equations
 
 from jmp_train import DEFAULT_RULES, autocast, explain, full_precision, get_policy, low_precision
 from jmp_train._autocast.analysis.derivatives import are_mapped
+from jmp_train._autocast.analysis.uses import RETURNED
 from jmp_train._autocast.analysis.wide_product import Cause, WideProduct
 from jmp_train._autocast.autocast import make_planned, matmul_precision
-from jmp_train._autocast.ir import TOP, Precision
+from jmp_train._autocast.ir import Precision
 from jmp_train._autocast.planner import Planner
 from jmp_train._explain._operations import operations_of
 
@@ -737,11 +738,11 @@ def test_the_state_of_a_linear_system_stays_in_float32():
 def as_sums(fn, *args):
     """Of the wide products, forward and backward, whether they are written as multiplications and additions."""
     jaxpr = jax.make_jaxpr(fn)(*args)
+    precisions = [Precision.WEAK] + [Precision.FULL] * (len(args) - 1)
     planner = Planner(get_policy("mixed_float16"), DEFAULT_RULES)
-    planner.analyze(jaxpr, [Precision.WEAK] + [Precision.FULL] * (len(args) - 1))
-    entries = planner.recorded(jaxpr, TOP)[1]
-    wide = [entry for entry in entries if isinstance(entry, WideProduct)]
-    return tuple([each.as_sums for each in wide if each.of_derivative is derived] for derived in (False, True))
+    program = planner.plan_whole(jaxpr, precisions, [RETURNED] * len(jaxpr.out_avals))
+    wide = [(each.entry, each.rewrite) for each in program.equations if isinstance(each.entry, WideProduct)]
+    return tuple([bool(by) for entry, by in wide if entry.of_derivative is derived] for derived in (False, True))
 
 
 def test_short_products_are_written_as_sums_and_so_are_their_derivatives_if_they_are_short_or_one_long_sum():

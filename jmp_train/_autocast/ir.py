@@ -18,9 +18,9 @@ import jax
 import numpy as np
 
 from .._dtypes import BFLOAT16, FLOAT16, FLOAT32
-from .._jaxpr import FlatJaxpr, Node, is_backward, is_recomputed, scope_of
+from .._jaxpr import FlatJaxpr, Node, is_backward, is_recomputed, loop_of, scope_of
 from .analysis.ranges import UNKNOWN_NUMBERS, Numbers
-from .primitives import DOTS, Entry, Rule
+from .primitives import ADDED, DOTS, Entry, Rule
 
 if TYPE_CHECKING:
     from .analysis.uses import Flags, Uses
@@ -37,13 +37,15 @@ class Precision(enum.Enum):
     RECORDED = "recorded"  # was not recorded in float32: its dtype never changes
 
 
+_BY_RANGE = (Precision.WEAK, Precision.LOW, Precision.FULL, Precision.OVERFLOWS, Precision.RECORDED)
+
+
 def joined_precision(precisions: Sequence[Precision]) -> Precision:
     """What a value is that may be any one of several, such as the result of a branch.
 
     It has one dtype. Float32 holds what any of the others may be, and what is weak narrows to a value in 16 bits.
     """
-    order = (Precision.RECORDED, Precision.OVERFLOWS, Precision.FULL, Precision.LOW)
-    return next((precision for precision in order if precision in precisions), Precision.WEAK)
+    return max(precisions, key=_BY_RANGE.index)
 
 
 def dtype_of(precision: Precision, low: np.dtype) -> np.dtype | None:
@@ -142,7 +144,6 @@ class Access(enum.Enum):
 
     FUSED = "fused"  # XLA computes it in the kernel that reads it
     STORED = "stored"  # from memory: it reads the copy in the compute dtype, if a dot reads that anyway
-    NARROW = "narrow"  # what a loop's carry starts as, from memory; in the compute dtype even if no dot reads it
     CARRIED = "carried"  # what a loop's carry starts as, in the dtype that it has: never the copy that a dot reads
 
 
@@ -174,7 +175,7 @@ class Op(enum.Enum):
     RECORDED = "recorded"  # what was recorded, perhaps with other parameters and bodies, or computed in another way
     CAST = "cast"  # a conversion that autocast adds
     SAVED = "saved"  # behind an optimization barrier: XLA stores the operand once, and all later readers read that
-    ROUND = "round"  # keeps float32 numbers on the compute dtype's grid, where XLA might drop a cast and its inverse
+    ROUND = "rounded"  # keeps float32 numbers on the compute dtype's grid, where XLA might drop a cast and its inverse
     CHAINED = "chained"  # a cast of the first operand, which is NaN where the second is; see `rewrites.chained_casts`
     COPY_OF = "copy_of"  # the second operand, with the derivative of a cast of the first, which is equal to it
 
@@ -263,6 +264,17 @@ class Equation(_Copied):
         return self.is_narrow_dot or any(inner.has_narrow_dot for body in self.bodies for inner in body.equations)
 
     @property
+    def loop_counts(self) -> tuple[int, int] | None:
+        """How many constants and carries a loop's body is given; `None` for what is no loop, or runs as recorded."""
+        loop = loop_of(self.node.eqn) if self.bodies else None
+        return loop and (self.counts or (loop.consts, loop.carry))
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """The operands that its body, or each branch, is given: the last ones."""
+        return self.operands[len(self.uses) - len(self.bodies[0].inputs) :]
+
+    @property
     def operands(self) -> tuple[int, ...]:
         return tuple(map(_VALUE, self.uses))
 
@@ -274,6 +286,11 @@ class Equation(_Copied):
 def equation_of(node: Node, entry: Entry, reads: Sequence[np.dtype | None], **fields: Any) -> Equation:
     """The equation of a recorded node that reads its operands in some dtypes."""
     return Equation(node, entry, list(map(Use, node.ins, reads)), node.outs, **fields)
+
+
+def added(op: Op, node: Any, operands: Iterable[int], result: int, **params: Any) -> Equation:
+    """What autocast adds for a recorded node; there is none in a branch that returns its operand."""
+    return Equation(node, ADDED, list(map(Use, operands)), (result,), op, params)
 
 
 Decided = tuple[Equation, list[Precision]]  # an equation, and what its results are

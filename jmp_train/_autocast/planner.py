@@ -96,6 +96,9 @@ class Planner:
         Before any of it is planned.
         """
         Products(self).find(jaxpr, precisions, place)
+        for _, program, entries in self._recorded.values():
+            pairs = zip(program.nodes, entries, strict=True)
+            self.wide.update(id(node.eqn) for node, entry in pairs if node.name in DOTS and entry.rule is not Rule.LOW)
         recorded, _ = self.recorded(jaxpr, place)
         # From the end, where a backward pass is if there is one: then the first node that is asked answers.
         self.has_backward = any(map(place.is_backward, reversed(recorded.nodes)))
@@ -113,7 +116,12 @@ class Planner:
         place: Place = TOP,
         roundable: Sequence[int] = (),
     ) -> Iterator[tuple[str, Program]]:
-        """The program after each planning pass, by the name of the pass; its arguments are explained in `Context`."""
+        """The program after each planning pass, by the name of the pass.
+
+        Args:
+          jaxpr, place: the program, and where it stands.
+          precisions, out_flags, roundable: as in `Context`.
+        """
         recorded, entries = self.recorded(jaxpr, place)
         uses = self.uses(jaxpr, place, out_flags)
         context = Context(self, entries, uses, precisions, out_flags, roundable)
@@ -154,9 +162,6 @@ class Planner:
                 program = rewrite.of_recorded(program) if rewrite.of_recorded else program
             entries = entries_of(program, self.rules, place, self.rewrites)
             self._recorded[key] = (jaxpr, program, entries)
-            # What a region, a scope, an edit or a dtype keeps wide; `Products.find` adds what is no layer.
-            pairs = zip(program.nodes, entries, strict=True)
-            self.wide.update(id(node.eqn) for node, entry in pairs if node.name in DOTS and entry.rule is not Rule.LOW)
         return self._recorded[key][1:]
 
     def inlined(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place) -> FlatJaxpr:

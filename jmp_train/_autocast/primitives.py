@@ -264,6 +264,14 @@ CAST_FIRST = Entry(Rule.SHAPE, "only dots read what arrives, so it is cast befor
 UNKNOWN = Entry(Rule.RECORDED, "not in the table: a primitive of another library, or of a newer JAX")
 
 
+# Calls, loops and branches, and what runs as recorded though JAX shows the programs inside, which are the user's. (A
+# Pallas kernel and a scatter's function have a jaxpr, too, but of another language, or of JAX's own.)
+WITH_PROGRAMS = frozenset(name for name, entry in TABLE.items() if entry.rule is Rule.ENTER) | {
+    "custom_linear_solve",
+    "xla_metadata_call",
+}
+
+
 def having(traits: Trait) -> frozenset[str]:
     """The primitives that have any of the traits.
 

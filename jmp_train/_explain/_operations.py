@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._autocast.ir import Equation, Place, Precision, Program, dtype_of, is_float32
-from .._autocast.primitives import TABLE, Rule
+from .._autocast.primitives import TABLE, WITH_PROGRAMS, Rule
 from .._dtypes import FLOAT32
 from .._flops import PRODUCTS, product_flops
 from .._jaxpr import ClosedJaxpr, FlatJaxpr, Jaxpr, Node, flatten, source_line, sub_jaxprs
@@ -23,10 +23,6 @@ from .._sizes import is_static
 
 REQUESTED = ("full_precision region", "with_scopes: float32")
 """Reasons for which an operation runs as recorded because the user said so."""
-
-# Besides the primitives that are entered, what has equations of the user's inside. A Pallas kernel or a scatter's
-# combining function has a jaxpr too, but of another language, or of JAX's own.
-_OPENED = frozenset({"custom_linear_solve"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,8 +87,7 @@ def visits(jaxpr: ClosedJaxpr | Jaxpr, place: Place, times: int = 1) -> Iterator
 
 def bodies_of(node: Node) -> list[ClosedJaxpr | Jaxpr]:
     """The programs inside a node that are written in the language of the one around it."""
-    opened = node.name in _OPENED or (node.name in TABLE and TABLE[node.name].rule is Rule.ENTER)
-    return list(sub_jaxprs(node.params)) if opened else []
+    return list(sub_jaxprs(node.params)) if node.name in WITH_PROGRAMS else []
 
 
 def repeats(node: Node) -> int:

@@ -85,7 +85,7 @@ class Accesses:
             return [Access.STORED if node.name == "remat2" else Access.FUSED] * len(node.ins)
         consts, carry = scan_counts(node.eqn)
         accesses = [Access.STORED] * len(node.ins)  # a loop is no kernel: it reads memory
-        accesses[consts : consts + carry] = self._carried(node, facts, node.ins[consts : consts + carry])
+        accesses[consts : consts + carry] = [Access.CARRIED] * carry
         return accesses
 
     @functools.cached_property
@@ -186,14 +186,16 @@ class Accesses:
     def _size(self, number: int) -> int:
         return assumed_size(self._program.avals[number])
 
-    def _carried(self, node: Node, facts: Sequence[Fact], carry: Sequence[int]) -> list[Access]:
-        candidates = [number for number in carry if self._can_start_narrow(facts[number])]
+    def may_start_narrow(self, node: Node, facts: Sequence[Fact]) -> set[int]:
+        """The operands of a scan, by position, that are carries which may start in the compute dtype."""
+        consts, carry = scan_counts(node.eqn)
+        candidates = {i for i in range(consts, consts + carry) if self._can_start_narrow(facts[node.ins[i]])}
         if candidates and self._place.inside(node).backward:
             shapes = self._narrow_shapes(node, facts)
             # A carry of any other shape is the gradient of weights that the loop reads in every iteration. That is a
             # running sum, and has to be float32.
-            candidates = [number for number in candidates if self._program.avals[number].shape in shapes]
-        return [Access.NARROW if number in candidates else Access.CARRIED for number in carry]
+            candidates = {i for i in candidates if self._program.avals[node.ins[i]].shape in shapes}
+        return candidates
 
     @staticmethod
     def _can_start_narrow(fact: Fact) -> bool:

@@ -123,7 +123,7 @@ class Consumers:
         found: dict[int, frozenset[int]] = {}
         for number, sums in self._sums_of_squares.items():
             for dot in self._products_in(number):
-                sizes = DotSizes.of(self._program, dot) if dot.name == "dot_general" else None
+                sizes = DotSizes.of(self._program, dot)
                 positions = [] if sizes is None else [i for i in (0, 1) if self._is_squared(dot.ins[i], sizes, i, sums)]
                 found[dot.outs[0]] = found.get(dot.outs[0], frozenset()).union(positions)
         return found

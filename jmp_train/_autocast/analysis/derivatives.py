@@ -13,6 +13,7 @@ not decide why a product does; see `products.py`.
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -42,44 +43,32 @@ class Registry:
 
     def __init__(self):
         self._by_key: dict[Any, dict[tuple, Forward]] = {}  # by primitive, line and scope; then by place
-        self._keys: dict[tuple, Any] = {}  # of each place, the key under which it was added
         self.systems: set[tuple] = set()  # the lines and scopes of linear systems, whose derivatives are products
-        self._layers: dict[tuple, list[Sequence[Any]]] = {}  # by line and scope
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self._keys or self.systems)
+        # The values of the narrow products of the forward pass so far, by line and scope.
+        self.layers = collections.defaultdict[tuple, list[Sequence[Any]]](list)
 
     def add(self, where: tuple, key: Any, product: Forward) -> None:
-        self._keys[where] = key
         self._by_key.setdefault(key, {})[where] = product
 
-    def add_layer(self, line: tuple, avals: Sequence[Any]) -> None:
-        """Notes a narrow product of the forward pass, recorded at a line and scope."""
-        self._layers.setdefault(line, []).append(avals)
-
-    def layers_at(self, line: tuple) -> Sequence[Sequence[Any]]:
-        """The values of the narrow products of the forward pass so far that are recorded at a line and scope."""
-        return self._layers.get(line, ())
-
-    def forget(self, where: tuple) -> None:
-        """Takes out the product at a place, if one was added there."""
-        if where in self._keys:
-            del self._by_key[self._keys.pop(where)][where]
+    def forget(self, where: tuple, key: Any) -> None:
+        """Takes out the product with this key at a place, if one was added there."""
+        self._by_key.get(key, {}).pop(where, None)
 
     def forward_of(
         self, key: tuple, site: tuple, sources: set[Any], avals: Sequence[Any], backward: bool
     ) -> Forward | None:
         """The product that one with this key derives: in the same program, only if they share an operand."""
-        products = self._by_key.get(key, {}).values()
+        if not self._by_key.get(key):  # as of most products
+            return None
         # In one program a derivative shares an operand with its product. Two products of one line that share none, as
         # of a lambda that is called twice, are no derivatives of each other. Across the boundary of a loop or call,
         # values have other numbers, and nothing is known of what they share.
+        products = self._by_key[key].values()
         products = [p for p in products if p.site != site or not sources.isdisjoint(p.sources)]
         derived = [p for p in products if _are_of_same_sizes(avals, p.avals)]
         if not derived and backward:  # only what is transposed is mapped over cotangents
             derived = [p for p in products if are_mapped(avals, p.avals)]
-            if derived and any(_are_of_same_sizes(avals, each) for each in self.layers_at(key[1:])):
+            if derived and any(_are_of_same_sizes(avals, each) for each in self.layers[key[1:]]):
                 return None  # of a layer on the same line
         if not derived:
             return None

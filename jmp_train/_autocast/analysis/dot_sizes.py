@@ -37,7 +37,12 @@ class DotSizes(NamedTuple):
 
     @staticmethod
     def of(program: FlatJaxpr, node: Node) -> DotSizes | None:
-        """The sizes of a node, a symbolic dimension taken for a large one; `None` where one is zero."""
+        """The sizes of a node, a symbolic dimension taken for a large one.
+
+        `None` where one is zero, and of any other primitive.
+        """
+        if node.name != "dot_general":
+            return None
         (contracted, _), (batch, _) = node.params["dimension_numbers"]
         left, right, result = [assumed_shape(program.avals[number]) for number in (*node.ins, *node.outs)]
         one, other = math.prod(left), math.prod(right)
@@ -54,7 +59,7 @@ def leaves_small_result(program: FlatJaxpr, node: Node, are_parameters: Sequence
     A weight times a vector, as in a power iteration, is left out: other products read its result, which would cost
     bytes.
     """
-    sizes = DotSizes.of(program, node) if node.name == "dot_general" else None
+    sizes = DotSizes.of(program, node)
     if sizes is None:
         return False
     larger = max(sizes.operands)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def entries_of(program: FlatJaxpr, rules: Rules, place: Place, rewrites: Sequence[Rewrite]) -> list[Entry]:
     """The rule of every node, with its reason."""
     producers = Producers(program)
-    return [_entry(program, node, rules, place, producers, rewrites) for node in program.nodes]
+    return [_entry(node, rules, place, producers, rewrites) for node in program.nodes]
 
 
 def _of_tree(producers: Producers, node: Node, entry: Entry) -> Entry:
@@ -45,10 +45,8 @@ def _of_tree(producers: Producers, node: Node, entry: Entry) -> Entry:
     return Entry(Rule.HIGH, "adds parts of one value, as a sum written as a tree does") if of_one else entry
 
 
-def _entry(
-    program: FlatJaxpr, node: Node, rules: Rules, place: Place, producers: Producers, rewrites: Sequence[Rewrite]
-) -> Entry:
-    entry = rules.entry(node.name)
+def _entry(node: Node, rules: Rules, place: Place, producers: Producers, rewrites: Sequence[Rewrite]) -> Entry:
+    entry, program = rules.entry(node.name), producers.program
     # A region is stronger than all that follows. Of the marks only this one is an equation: a call marked
     # `low_precision` is inlined, and its nodes say so.
     if node.name == "jit" and region_mark(node.eqn) == FULL_PRECISION_MARK:

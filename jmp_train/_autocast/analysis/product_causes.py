@@ -60,7 +60,7 @@ class ProductCauses:
         # A `ragged_dot_general` multiplies tokens by the weights of experts, and is a layer's.
         if node.name == "conv_general_dilated":
             return self._of_convolution(node)
-        sizes = DotSizes.of(self._program, node) if node.name == "dot_general" else None
+        sizes = DotSizes.of(self._program, node)
         return None if sizes is None else self._of_dot(node, sizes)
 
     def _of_convolution(self, node: Node) -> Cause | None:

@@ -38,8 +38,8 @@ from ..ir import Place, Precision, is_float32, is_sixteen_bit
 from ..primitives import ADDS, PLAIN_DOTS, SYSTEMS, TABLE, Entry, Rule
 from .consumers import sums_of_rows
 from .derivatives import Forward, Registry
-from .dot_sizes import DotSizes, asks_for_float32
-from .product_causes import TENSOR_CORE_DEPTH, ProductCauses
+from .dot_sizes import asks_for_float32
+from .product_causes import ProductCauses
 from .provenance import (
     Known,
     Provenance,
@@ -56,10 +56,6 @@ from .wide_product import Cause, WideProduct, wide_product
 if TYPE_CHECKING:
     from ..planner import Planner
 
-# Written as multiplications and additions, which fuse with their neighbours and are float32 on every GPU. A float32 dot
-# would be a kernel of its own, on some GPUs in TF32.
-_AS_SUMS = frozenset({Cause.SHORT, Cause.INNER})
-
 _PROVENANCE_OF = {Precision.LOW: Provenance.NARROW, Precision.WEAK: Provenance.PARAMETER}
 
 
@@ -68,9 +64,9 @@ class Products:
 
     def __init__(self, planner: Planner):
         self.planner = planner
-        # By the site of a program, its new entries: the list they go into, where in it, and the node. A loop's body is
+        # By the site of a program, its new entries: the list they go into, and where in it. A loop's body is
         # visited until its carries are known, and what an earlier visit found is replaced.
-        self._found: dict[tuple, list[tuple[list[Entry], int, Node, Entry]]] = {}
+        self._found: dict[tuple, list[tuple[list[Entry], int, Entry]]] = {}
         self._updates = Updates()
         self._visits: dict[tuple, _Visit] = {}  # the last one of each program, by its site; those around come first
         self.registry = Registry()
@@ -84,10 +80,8 @@ class Products:
         # After all visits: `visit` looks at those products whose entry is the table's. A program that several nodes
         # call is planned once: what one of them needs in float32 runs so for all.
         for found in self._found.values():
-            for entries, position, node, entry in found:
+            for entries, position, entry in found:
                 entries[position] = entry
-                if isinstance(entry, WideProduct):
-                    self.planner.wide.add(id(node.eqn))
         steps = dict[int, list[bool]]()
         for site, visit in self._visits.items():
             found = find_unrolled(visit.values, visit.entries, visit.place, steps.get(site[-2]) if site else None)
@@ -111,16 +105,16 @@ class Products:
             if entry.rule is Rule.ENTER:
                 visit.enter(node)
                 continue
-            if node.name in PLAIN_DOTS and entry == TABLE[node.name]:  # no region, scope or edit says otherwise
+            if node.name in PLAIN_DOTS and entry is TABLE[node.name]:  # no region, scope or edit says otherwise
                 wide = visit.product(node, position)
                 if wide is not None:
-                    found.append((entries, position, node, wide))
+                    found.append((entries, position, wide))
                     entry = wide
             elif node.name in SYSTEMS:
                 self.registry.systems.add(visit.line(node))
             elif node.name in ADDS:
                 if (update := self._updates.of(node, entry, visit.values, place, position)) is not None:
-                    found.append((entries, position, node, update))
+                    found.append((entries, position, update))
                     entry = update
             visit.values.add(node, entry)
             if entry is UPDATE or entry is STEP:  # HIGH by its rule, but it narrows to what it meets
@@ -205,34 +199,32 @@ class _Visit:
         if not is_float32(avals[-1]) or any(map(is_sixteen_bit, avals)):
             return None  # cast by hand; integers times float32 numbers are a product as any other
         sources = {self.values.producers.source(number) for number in node.ins[:2]}
-        registry, where = self._products.registry, (self._site, position)
-        registry.forget(where)  # of an earlier visit, with other facts
+        registry, where, line = self._products.registry, (self._site, position), self.line(node)
+        key = (node.name, *line)
+        registry.forget(where, key)  # of an earlier visit, with other facts
         # In the bodies of a backward pass, and in derivative rules, `place` says so, and name stacks do not. What a
         # rule computes anew, to derive it, is recorded under "jvp(", and is no derivative.
         backward = is_backward(node) or (self.place.is_backward(node) and not in_jvp(node))
-        may_derive = not registry.is_empty and (backward or in_jvp(node))  # a tangent is a derivative, too
-        other = None
-        if may_derive:
-            other = registry.forward_of((node.name, *self.line(node)), self._site, sources, avals, backward)
+        may_derive = backward or in_jvp(node)  # a tangent is a derivative, too
+        other = registry.forward_of(key, self._site, sources, avals, backward) if may_derive else None
         if other is not None:
-            as_sums = self._as_sums(node, other.cause)
-            return other.cause and wide_product(other.cause, of_derivative=True, as_sums=as_sums)
+            return other.cause and wide_product(other.cause, of_derivative=True)
         guarded = asks_for_float32(node.params.get("precision"), self._planner.policy.matmul_precision)
         if guarded:
             # Nobody asked for the precision of `jax.image.resize`, whose default is `Precision.HIGHEST`.
             by_default = is_in_function_of_jax(node, "_resize") and self._causes.interpolates(node)
             cause = None if by_default else Cause.PRECISION
-        elif may_derive and self.line(node) in registry.systems:
+        elif may_derive and line in registry.systems:
             # The derivative of a factorization or a system is products with its factors, which JAX records on its line.
             return wide_product(Cause.SYSTEM)
         else:
             cause = self._causes.of(node) if not backward or self._is_no_derivative(node) else None
         # Also without a cause, if it was guarded: its derivatives have the same precision, and have to stay narrow too.
         if cause is not None or guarded:
-            registry.add(where, (node.name, *self.line(node)), Forward(self._site, sources, avals, cause))
+            registry.add(where, key, Forward(self._site, sources, avals, cause))
         elif not backward:
-            registry.add_layer(self.line(node), avals)
-        return cause and wide_product(cause, as_sums=cause in _AS_SUMS)
+            registry.layers[line].append(avals)
+        return cause and wide_product(cause)
 
     def _is_no_derivative(self, node: Node) -> bool:
         """Whether a product in a backward pass derives no layer of the program.
@@ -245,14 +237,7 @@ class _Visit:
             return True
         if self._products.is_rule:
             return False  # what the rule is given is float32, whatever it derives
-        return self._causes.reads_data(node) and not self._products.registry.layers_at(self.line(node))
-
-    def _as_sums(self, node: Node, cause: Cause | None) -> bool:
-        """Whether a derivative is best written as multiplications and additions: as a few, or as one long sum."""
-        sizes = DotSizes.of(self.values.program, node) if cause in _AS_SUMS else None
-        # A long sum, as in the gradient of the weights that multiply coordinates, is a reduction of what XLA multiplies
-        # in the same kernel.
-        return sizes is not None and (sizes.contracted < TENSOR_CORE_DEPTH or sizes.contracted > sizes.result)
+        return self._causes.reads_data(node) and not self._products.registry.layers[self.line(node)]
 
     def line(self, node: Node) -> tuple:
         """Equal for an operation and its derivatives, and for others of one line."""

@@ -39,12 +39,10 @@ class WideProduct(Entry):
     Attributes:
       cause: why.
       of_derivative: whether it belongs to the derivative of another, whose cause this is.
-      as_sums: whether it is written as multiplications and additions; see `passes.rewrites.dot_as_sums`.
     """
 
     cause: Cause = Cause.PRECISION
     of_derivative: bool = False
-    as_sums: bool = False
 
     @property
     def meets_squares(self) -> bool:
@@ -52,6 +50,6 @@ class WideProduct(Entry):
         return self.cause in (Cause.SQUARE, Cause.DISTANCE)
 
 
-def wide_product(cause: Cause, of_derivative: bool = False, as_sums: bool = False) -> WideProduct:
+def wide_product(cause: Cause, of_derivative: bool = False) -> WideProduct:
     reason = f"derivative of a product kept in float32: {cause.value}" if of_derivative else cause.value
-    return WideProduct(Rule.RECORDED, reason, cause=cause, of_derivative=of_derivative, as_sums=as_sums)
+    return WideProduct(Rule.RECORDED, reason, cause=cause, of_derivative=of_derivative)

@@ -113,7 +113,7 @@ class _Walk:
         narrow = fact.has_low_copy and access is not Access.CARRIED
         # A fused reader on the near side computes the float32 value anew in its own kernel, and pays no bytes for it.
         narrow = narrow and (access is Access.STORED or depth > fact.depth)
-        return Precision.LOW if narrow or access is Access.NARROW else fact.precision
+        return Precision.LOW if narrow else fact.precision
 
     def _across(self, number: int, precision: Precision) -> Precision:
         """What a value of some precision is on the other side of a body's boundary."""
@@ -131,20 +131,9 @@ class _Walk:
             depth = depth if depth > self.forward_depth else self.forward_depth
         accesses = self.accesses.of(node, entry, self.facts)
         seen = [self._seen(number, depth, access) for number, access in zip(node.ins, accesses, strict=True)]
-        if entry.rule is Rule.ENTER:
-            seen = [self._across(number, precision) for number, precision in zip(node.ins, seen, strict=True)]
-            equation, made = control_flow.enter(self.context, node, entry, self.place, seen)
-            has_dot = equation.has_narrow_dot
-        else:
-            equation, made = self._DECIDE[entry.rule](self, node, entry, seen)
-            has_dot = entry.rule is Rule.LOW and equation.is_narrow_dot
+        equation, made = self._DECIDE[entry.rule](self, node, entry, seen)
+        has_dot = (entry.rule is Rule.LOW or entry.rule is Rule.ENTER) and equation.has_narrow_dot
         equation.depth, equation.accesses = depth, accesses
-        if Access.NARROW in accesses:
-            # `control_flow` knows the body, and may have decided that the carry is float32: then it starts unrounded.
-            equation.accesses = [
-                Access.CARRIED if access is Access.NARROW and use.dtype == FLOAT32 else access
-                for access, use in zip(accesses, equation.uses, strict=True)
-            ]
         for number, precision in zip(node.outs, made, strict=True):
             self.facts[number] = self._fact(equation, number, precision, depth + has_dot)
         self.equations.append(equation)
@@ -190,14 +179,13 @@ class _Walk:
         return [precision_of(self.avals[number], precision) for number in node.outs]
 
     def _wide_product(self, node: Node, entry: WideProduct, seen: list[Precision]) -> Decided:
-        full = self._made(node)
         if entry.meets_squares and not entry.of_derivative and all(p is Precision.LOW for p in seen):
             # Products of 16-bit numbers are exact in float32, so that 16-bit operands lose nothing. They are read as
             # residuals, behind a barrier: a compiler that computes the product in float32 would otherwise drop the
             # rounding of its operands, while the squares that meet the product are of rounded numbers.
             uses = [Use(number, self.low, SHARED) for number in node.ins]
-            return Equation(node, entry, uses, node.outs, params={"preferred_element_type": FLOAT32}), full
-        return equation_of(node, entry, recorded_reads(seen)), full
+            return Equation(node, entry, uses, node.outs, params={"preferred_element_type": FLOAT32}), self._made(node)
+        return self._pairwise(node, entry, seen, Precision.FULL)
 
     def _as_recorded(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         if isinstance(entry, WideProduct):
@@ -380,6 +368,13 @@ class _Walk:
         dtypes = [dtype if is_float32(aval) or is_sixteen_bit(aval) else None for aval in avals]
         return equation_of(node, entry, dtypes[: len(node.ins)], computes=dtypes[len(node.ins) :]), self._made(node)
 
+    def _enter(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
+        # `control_flow` knows the body, and decides which of these carries are float32 after all.
+        for i in self.accesses.may_start_narrow(node, self.facts) if node.name == "scan" else ():
+            seen[i] = Precision.LOW
+        seen = [self._across(number, precision) for number, precision in zip(node.ins, seen, strict=True)]
+        return control_flow.enter(self.context, node, entry, self.place, seen)
+
     _DECIDE = {  # noqa: RUF012
         Rule.LOW: _low,
         Rule.HIGH: _high,
@@ -387,6 +382,7 @@ class _Walk:
         Rule.SHAPE: _follow,
         Rule.WIDEST: _widest,
         Rule.COLLECTIVE: _collective,
+        Rule.ENTER: _enter,
         Rule.RECORDED: _as_recorded,
     }
 

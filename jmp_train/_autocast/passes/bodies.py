@@ -14,8 +14,8 @@ import jax
 from jax.core import ShapedArray
 
 from ..._jaxpr import scan_counts
-from ..ir import Equation, Op, Program, Use
-from ..primitives import ADDED, DOTS
+from ..ir import Equation, Op, Program, Use, added
+from ..primitives import DOTS
 from .dead_code import remove_dead_code
 
 
@@ -201,7 +201,7 @@ class ShardMap(WithBody):
         # Both bodies are parts of one program to XLA, unlike those of two scans. Without a barrier it would take what
         # runs again for the expression that the forward body has, compute it once, and store it.
         saved, node = self.body.new(self.body.avals[given]), self.equation.node
-        return saved, [Equation(node, ADDED, [Use(given)], (saved,), Op.SAVED, at=node)]
+        return saved, [added(Op.SAVED, node, [given], saved)]
 
     def finished(self) -> Equation:
         equation = super().finished()

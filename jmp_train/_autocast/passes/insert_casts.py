@@ -22,8 +22,20 @@ import numpy as np
 
 from ..._dtypes import BFLOAT16
 from ..._jaxpr import Node
-from ..ir import SEPARATE, SHARED, Equation, Op, Precision, Program, Residuals, Use, is_float32, is_on_host, with_dtype
-from ..primitives import ADDED
+from ..ir import (
+    SEPARATE,
+    SHARED,
+    Equation,
+    Op,
+    Precision,
+    Program,
+    Residuals,
+    Use,
+    added,
+    is_float32,
+    is_on_host,
+    with_dtype,
+)
 
 
 def insert_casts(program: Program) -> Program:
@@ -169,9 +181,8 @@ class _Writer:
     def _add(
         self, op: Op, operands: Sequence[int], result: int, at: Node | None, params: dict[str, Any] | None = None
     ) -> int:
-        node: Any = at  # none of a program without equations, such as a branch that returns its operand
         params = {"dtype": self.avals[result].dtype} if params is None else params
-        self.equations.append(Equation(node, ADDED, [*map(Use, operands)], (result,), op, params, at=at))
+        self.equations.append(added(op, at, operands, result, **params))
         return result
 
     def _new(self, value: int, dtype: np.dtype | None = None) -> int:

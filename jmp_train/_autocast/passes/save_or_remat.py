@@ -42,6 +42,7 @@ from typing import Any
 
 import numpy as np
 
+from ..._dtypes import FLOAT32
 from ..._jaxpr import Node
 from ..._sizes import is_less, size_in_bytes
 from ..analysis.joined_dots import joined_dots
@@ -175,7 +176,8 @@ class _Decisions:
         fact, value = self._program.facts[use.value], self.values[use.value]
         if value.fused_relu:
             return True
-        if not (value.saved or value.remat) or (fact.has_low_copy and access is Access.CARRIED):
+        starts_wide = access is Access.CARRIED and use.dtype == FLOAT32
+        if not (value.saved or value.remat) or (fact.has_low_copy and starts_wide):
             return False
         # Dots of both sides read the same numbers in the same memory. XLA pads the operands of a dot whose sizes are no
         # multiples of 8; with a barrier between it would do so once for each side: attention over 196 tokens would move

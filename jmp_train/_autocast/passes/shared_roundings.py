@@ -2,7 +2,7 @@
 
     a:f16 = dot_general x w             a:f16 = dot_general x w
     h:f32 = exp a:f32                   b:f32 = cast a
-    y:f16 = dot_general h:f16 w    ->   c:f32 = round b            (on the grid of float16)
+    y:f16 = dot_general h:f16 w    ->   c:f32 = rounded b          (on the grid of float16)
     g:f32 = mul h* y                    h:f32 = exp c
                                         ...
                                         s:f16 = saved a            (what `insert_casts` writes for `h*`)
@@ -69,10 +69,8 @@ def _squared(program: Program) -> set[int]:
     for equation in program.equations:
         if isinstance(equation.entry, WideProduct) and equation.entry.meets_squares:
             found.update(equation.operands)
-        # The last operands of an equation are its bodies' arguments; a `while` and a `cond` have others before them. So
-        # has the condition of a `while`, its second body: it is given the first operands and the last.
-        for body in equation.bodies if equation.node.name != "while" else equation.bodies[:1]:
-            operands = zip(reversed(equation.operands), reversed(body.inputs), strict=False)
+        for body in equation.bodies if equation.node.name != "while" else equation.bodies[:1]:  # not its condition
+            operands = zip(equation.given, body.inputs, strict=True)
             found.update(number for number, inside in operands if inside in body.residuals.squared)
     return found
 

@@ -24,15 +24,10 @@ from ..._attention import ATTENTION_TANGENT
 from ..._dtypes import FLOAT32
 from ..._jaxpr import JaxprEqn, with_params, with_programs
 from ..ir import Program
-from ..primitives import DOTS, TABLE, Rule, Trait, having
+from ..primitives import DOTS, WITH_PROGRAMS, Trait, having
 
 _ATTENTION = having(Trait.ATTENTION) | {ATTENTION_TANGENT}
 _WITH_PRECISION = DOTS | _ATTENTION
-# Calls, loops and branches, and the primitives that run as recorded of which JAX shows the programs.
-_WITH_PROGRAMS = frozenset(name for name, entry in TABLE.items() if entry.rule is Rule.ENTER) | {
-    "custom_linear_solve",
-    "xla_metadata_call",
-}
 
 
 def without_tf32(program: Program) -> Program:
@@ -44,7 +39,7 @@ def without_tf32(program: Program) -> Program:
         if name in _WITH_PRECISION:
             dtypes = [read_in or avals[number].dtype for number, read_in, _ in equation.uses[:2]]
             params = _precision_of(name, equation.node.params, dtypes, avals[equation.results[0]].dtype)
-        elif name in _WITH_PROGRAMS and not equation.bodies:  # planned bodies have been through this pass
+        elif name in WITH_PROGRAMS and not equation.bodies:  # planned bodies have been through this pass
             params = _programs_of(equation.node.params, known)
         if params:
             equations[i] = equation.replace(params={**params, **equation.params})
@@ -59,7 +54,7 @@ def _programs_of(params: dict[str, Any], known: dict[Any, Any]) -> dict[str, Any
         if name in _WITH_PRECISION:
             left, right, result = (cast(Any, var.aval).dtype for var in (*eqn.invars[:2], eqn.outvars[0]))
             return _precision_of(name, eqn.params, (left, right), result)
-        return _programs_of(eqn.params, known) if name in _WITH_PROGRAMS else {}
+        return _programs_of(eqn.params, known) if name in WITH_PROGRAMS else {}
 
     def without_tf32_inside(jaxpr: Any) -> Any:
         if jaxpr not in known:

@@ -1,4 +1,8 @@
-"""The rewrites, in the order in which they are tried within each stage; none relies on another."""
+"""The rewrites, in the order in which they are tried within each stage.
+
+Any may be left out. `hoist_weight_casts` comes before `narrow_caches`, which keeps the scan that it narrows for its
+derivative, with the operands that it has by then.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +50,14 @@ REWRITES = (
 
 def rewrite_planned(program: Program) -> Program:
     """Applies the rewrites of single equations, then those of programs whose dtypes are decided."""
+    of_equation = {
+        name: find for rewrite in program.context.planner.rewrites for name, find in rewrite.of_equation.items()
+    }
     equations = [*program.equations]
-    for rewrite in program.context.planner.rewrites:
-        for i, equation in enumerate(equations):
-            name = equation.node.name
-            if name in rewrite.of_equation and (found := rewrite.of_equation[name](program, equation)):
-                equations[i] = equation.replace(rewrite=found)
+    for i, equation in enumerate(equations):
+        name = equation.node.name
+        if name in of_equation and (found := of_equation[name](program, equation)):
+            equations[i] = equation.replace(rewrite=found)
     program = program.replace(equations=equations)
     for rewrite in program.context.planner.rewrites:
         program = rewrite.of_planned(program) if rewrite.of_planned else program

@@ -2,8 +2,9 @@
 
     c:f32[m,n] = dot_general a:f32[m,2] b:f32[2,n]    ->    c = a[:,0] * b[0,:] + a[:,1] * b[1,:]
 
-What contracts a few numbers fills no Tensor Core: as a dot it is a kernel of its own, and one that rounds its operands
-to TF32 on GPUs that have it. Written out it fuses with whatever reads it, in float32.
+What contracts a few numbers, or has one number or vector for its result, fills no Tensor Core: as a dot it is a kernel
+of its own, and one that rounds its operands to TF32 on GPUs that have it. Written out it fuses with whatever reads it,
+in float32.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from jax import lax
 
 from ...._jaxpr import Node
 from ...._sizes import is_less
-from ...analysis.wide_product import WideProduct
+from ...analysis.dot_sizes import DotSizes
+from ...analysis.product_causes import TENSOR_CORE_DEPTH
+from ...analysis.wide_product import Cause, WideProduct
 from ...ir import Equation, Program
 from .rewrite import Computation
 
@@ -30,7 +33,16 @@ _MOST_TERMS = 16  # of a sum that is written out, two operations each; a longer 
 
 
 def dot_as_sums(program: Program, equation: Equation) -> Computation | None:
-    return multiply_and_add if isinstance(equation.entry, WideProduct) and equation.entry.as_sums else None
+    entry = equation.entry
+    if not isinstance(entry, WideProduct) or entry.cause not in (Cause.SHORT, Cause.INNER):
+        return None
+    if entry.of_derivative:
+        # If it is short as well, or one long sum: a reduction of what XLA multiplies in the same kernel, as the
+        # gradient of the weights that multiply coordinates is.
+        sizes = DotSizes.of(program.recorded, equation.node)
+        if sizes is None or TENSOR_CORE_DEPTH <= sizes.contracted <= sizes.result:
+            return None
+    return multiply_and_add
 
 
 def multiply_and_add(node: Node, operands: Sequence[Any]) -> list[jax.Array]:

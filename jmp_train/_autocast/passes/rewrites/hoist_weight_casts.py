@@ -25,7 +25,6 @@ from ...._sizes import assumed_size
 from ...ir import Equation, Op, Program, Use, with_dtype
 from ...primitives import DOTS, Entry, Rule, Trait, having
 from ..dead_code import computing
-from .rewrite import loop_counts
 
 # Without transfers: iterations may put one part of the weights after another on a device that cannot hold all of them.
 _MOVES = having(Trait.MOVES | Trait.PICKS) - having(Trait.TRANSFERS)
@@ -56,13 +55,13 @@ class _Inputs(NamedTuple):
 
 
 def _constants(equation: Equation) -> _Inputs | None:
-    counts = loop_counts(equation)
+    counts = equation.loop_counts
     return counts and _Inputs(range(counts[0]), counts[0])
 
 
 def _with_copies_inside(equation: Equation) -> Equation:
     """A loop in whose body casts of its constants stand before the equations that read them row by row, or again."""
-    counts = loop_counts(equation)
+    counts = equation.loop_counts
     if counts is None or not any([each.bodies for each in equation.bodies[0].equations]):
         return equation
     (body, *others), constant = equation.bodies, {*equation.bodies[0].inputs[: counts[0]]}
@@ -71,7 +70,7 @@ def _with_copies_inside(equation: Equation) -> Equation:
     has_backward = any([body.place.is_backward(each.node) for each in body.equations])
 
     def inputs(inner: Equation) -> _Inputs | None:
-        counts = loop_counts(inner) if inner.node.name == "scan" and not has_backward else None
+        counts = inner.loop_counts if inner.node.name == "scan" and not has_backward else None
         if counts is None and inner.node.name not in ("remat2", "shard_map"):
             return None
         # The rows of a scan, whose constants are cast before it anyway, and all operands of the others. What is moved
@@ -95,8 +94,7 @@ def _with_copies(program: Program, inputs: Callable[[Equation], _Inputs | None])
 def _hoisted(program: Program, equation: Equation, inputs: _Inputs) -> list[Equation]:
     """The casts of the inputs of an equation's body for dots, and what moves these first; then the equation."""
     body, at = equation.bodies[0], equation.at or equation.node
-    given = equation.operands[len(equation.uses) - len(body.inputs) :]  # a `while` has operands for its condition first
-    names = {body.inputs[i]: given[i] for i in inputs.positions}
+    names = {body.inputs[i]: equation.given[i] for i in inputs.positions}
     moves = [] if inputs.are_parts else _moves(body, names)
     varying = _varying(body, names) if equation.node.name == "shard_map" else {}
     names.update({number: names[each.operands[0]] for number, each in varying.items()})
@@ -123,7 +121,7 @@ def _moves(body: Program, constant: Container[int]) -> list[Equation]:
     """The equations of a loop's body that move or pick from what is the same in every iteration."""
     found, moved = list[Equation](), set[int]()
     for equation in body.equations:
-        if equation.node.name in _MOVES and equation.op is Op.RECORDED:
+        if equation.op is Op.RECORDED and equation.node.name in _MOVES:
             same = all(number in constant or number in moved for number in equation.operands)
             # A copy of what is repeated would be larger than the weight.
             sizes = [assumed_size(body.avals[number]) for number in (equation.operands[0], equation.results[0])]
@@ -135,7 +133,7 @@ def _moves(body: Program, constant: Container[int]) -> list[Equation]:
 
 def _casts(body: Program, numbers: Container[int]) -> list[Equation]:
     """The casts of some values to the compute dtype whose results dots of a body read, or loops inside as copies."""
-    read = {number for each in body.equations if each.node.name in DOTS for number in each.operands}
+    read = {number for each in body.equations if each.name in DOTS for number in each.operands}
     return [
         each
         for each in body.equations
@@ -150,7 +148,7 @@ def _reading(
     equation: Equation, casts: Sequence[Equation], copies: Sequence[int], at: int, varying: Mapping[int, Equation]
 ) -> Equation:
     """The equation given `copies`, at a position among the inputs of its body, which reads them in place of casts."""
-    (body, *others), counts, params = equation.bodies, loop_counts(equation), equation.params
+    (body, *others), counts, params = equation.bodies, equation.loop_counts, equation.params
     body = body.replace(avals=[*body.avals])
     weights, inputs, hoisted = list[int](), list[int](), dict[int, list[Equation]]()
     for cast in casts:

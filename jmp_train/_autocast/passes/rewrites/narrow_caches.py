@@ -23,18 +23,16 @@ from collections.abc import Container, Mapping, Sequence
 import numpy as np
 
 from ...._dtypes import FLOAT32
-from ...ir import Equation, Op, Program, Use, is_float32, with_dtype
-from ...primitives import Entry, Rule, Trait, having
+from ...ir import Equation, Op, Program, Use, added, is_float32, with_dtype
+from ...primitives import Trait, having
 from ..dead_code import remove_dead_code
-from .rewrite import loop_counts
 
 _MOVES = having(Trait.MOVES | Trait.PICKS | Trait.JOINS)
-_ADDED = Entry(Rule.RECORDED, "a cache of which only copies in the compute dtype are read")
 
 
 def narrow_caches(program: Program) -> Program:
     """The program whose loops carry caches in the compute dtype."""
-    if not any([loop_counts(equation) for equation in program.equations if equation.bodies]):
+    if not any([equation.loop_counts for equation in program.equations if equation.bodies]):
         return program
     program = program.replace(avals=[*program.avals])
     producers = program.producers()
@@ -47,7 +45,7 @@ def _with_narrow_caches(
     program: Program, loop: Equation, read: set[int], producers: Mapping[int, Equation]
 ) -> list[Equation]:
     """A loop whose caches are in the compute dtype, between casts of what they start as and of what is `read`."""
-    counts = loop_counts(loop)
+    counts = loop.loop_counts
     if counts is None:
         return [loop]
     (body, *conditions), (consts, carry) = loop.bodies, counts
@@ -132,7 +130,7 @@ def _widens(program: Program, equation: Equation) -> bool:
 
 
 def _cast(at: Equation, operand: int, result: int, dtype: np.dtype) -> Equation:
-    return Equation(at.node, _ADDED, [Use(operand)], (result,), Op.CAST, {"dtype": dtype}, at=at.at or at.node)
+    return added(Op.CAST, at.at or at.node, [operand], result, dtype=dtype)
 
 
 class _Writer:
@@ -200,7 +198,7 @@ class _Writer:
             for number in equation.results:
                 self._define(number, caches)
             self._body.equations.append(equation.replace(uses=uses, results=self._names(equation.results)))
-        elif equation.node.name == "scan" and (counts := loop_counts(equation)):
+        elif equation.node.name == "scan" and (counts := equation.loop_counts):
             self._write_scan(equation, *counts)
         else:  # what computes with a cache would do so in 16 bits
             self.failed |= caches

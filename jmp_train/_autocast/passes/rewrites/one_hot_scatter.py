@@ -27,31 +27,22 @@ _MODES = ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")
 
 
 def one_hot_scatter(program: Program, equation: Equation) -> Computation | None:
-    avals = [program.avals[number] for number in equation.node.ins]
-    one_per_row = equation.entry.rule is Rule.HIGH and adds_one_per_row(equation.node, avals)
-    return add_one_per_row if one_per_row else None
-
-
-def adds_one_per_row(node: Node, avals: Sequence[Any]) -> bool:
-    """Whether a `scatter-add` adds one value to each row of its operand, at an index of the row's own.
-
-    Args:
-      node: the operation.
-      avals: of its operand, indices and updates.
-    """
-    operand, _, updates = avals
-    numbers = node.params["dimension_numbers"]
+    """What computes a `scatter-add` of one value to each row of its operand, at an index of the row's own."""
+    operand, _, updates = (program.avals[number] for number in equation.node.ins)
+    numbers = equation.node.params["dimension_numbers"]
     rows = numbers.operand_batching_dims
     # All axes but one are batch axes, in the order that they have in the operand, so that a reshape brings indices and
     # updates beside it. Along the other axis there is one index and one number a row.
-    return (
-        len(rows) == operand.ndim - 1
+    one_per_row = (
+        equation.entry.rule is Rule.HIGH
+        and len(rows) == operand.ndim - 1
         and list(numbers.scatter_indices_batching_dims) == sorted(numbers.scatter_indices_batching_dims)
         and numbers.inserted_window_dims == numbers.scatter_dims_to_operand_dims
         and not numbers.update_window_dims
         and math.prod(updates.shape) == math.prod(operand.shape[row] for row in rows)
-        and _mode(node) in _MODES
+        and _mode(equation.node) in _MODES
     )
+    return add_one_per_row if one_per_row else None
 
 
 def add_one_per_row(node: Node, operands: Sequence[Any]) -> list[jax.Array]:

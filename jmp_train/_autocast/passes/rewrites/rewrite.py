@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ...._jaxpr import FlatJaxpr, Node, loop_of
+from ...._jaxpr import FlatJaxpr, Node
 from ...ir import Equation, Program
 from ...primitives import Entry
 
@@ -35,9 +35,3 @@ class Rewrite(NamedTuple):
     of_equation: Mapping[str, Callable[[Program, Equation], Computation | None]] = MappingProxyType({})
     of_planned: Callable[[Program], Program] | None = None
     of_lowered: Callable[[Program], Program] | None = None
-
-
-def loop_counts(equation: Equation) -> tuple[int, int] | None:
-    """How many constants and carried values a loop's body is given; `None` for what is no loop, or runs as recorded."""
-    loop = loop_of(equation.node.eqn) if equation.bodies else None
-    return loop and (equation.counts or (loop.consts, loop.carry))

@@ -18,8 +18,8 @@ Decides which dots those are: read in parts only, as they are or in a sum with a
 
 from __future__ import annotations
 
-from ...ir import Equation, Op, Program, Use
-from ...primitives import ADDED, ADDS, PLAIN_DOTS, Trait, having
+from ...ir import Op, Program, Use, added
+from ...primitives import ADDS, PLAIN_DOTS, Trait, having
 
 _PICKS = having(Trait.PICKS)
 _SUMS = ADDS | {Op.CAST.value}
@@ -53,5 +53,5 @@ def sliced_dots(program: Program) -> Program:
         for number in equation.results:
             if number in saved:
                 node = equation.node
-                program.equations.append(Equation(node, ADDED, [Use(number)], (saved[number],), Op.SAVED, at=node))
+                program.equations.append(added(Op.SAVED, node, [number], saved[number]))
     return program

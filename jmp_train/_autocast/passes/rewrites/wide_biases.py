@@ -17,8 +17,8 @@ import numpy as np
 
 from ...._dtypes import FLOAT32
 from ...._sizes import assumed_size
-from ...ir import Equation, Op, Program, Use, with_dtype
-from ...primitives import ADDED, ADDS
+from ...ir import Equation, Op, Program, Use, added, with_dtype
+from ...primitives import ADDS
 
 _JOINS_PARAMETERS = ADDS | {"mul", "div"}
 
@@ -57,11 +57,10 @@ def _in_float32(program: Program, equation: Equation, wide: dict[int, int]) -> l
     What is cast to float32 is rounded there, too: a compiler may leave out a cast to bfloat16 and back in one kernel,
     and not in another.
     """
-    added: list[Equation] = []
+    made: list[Equation] = []
 
     def add(op: Op, source: int, dtype: np.dtype, result: int) -> int:
-        params = {"dtype": dtype}
-        added.append(Equation(equation.node, ADDED, [Use(source)], (result,), op, params, at=equation.at))
+        made.append(added(op, equation.at or equation.node, [source], result, dtype=dtype))
         return result
 
     def in_float32(number: int) -> int:
@@ -74,6 +73,6 @@ def _in_float32(program: Program, equation: Equation, wide: dict[int, int]) -> l
 
     operands, (result,) = [*map(operand, equation.operands)], equation.results
     total = in_float32(result)
-    added.append(equation.replace(uses=[*map(Use, operands)], results=(total,)))
+    made.append(equation.replace(uses=[*map(Use, operands)], results=(total,)))
     add(Op.CAST, total, program.low, result)
-    return added
+    return made
