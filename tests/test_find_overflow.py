@@ -80,7 +80,7 @@ IN_FLOAT32_TOO = {
     "rsqrt": (lambda x: lax.rsqrt(x - 1), "the reciprocal root of zero", "add an epsilon inside the root"),
     "pow": (lambda x: (x - 2) ** (x / 2), "a power of zero or of a negative number", "keep the base positive"),
     "integer_pow": (lambda x: (x - 1) ** -2, "a negative power of zero", "keep the base away from zero"),
-    "exp": (lambda x: jnp.exp(x * 100), "the exponential of a number above 88", "subtract the maximum first"),
+    "exp": (lambda x: jnp.exp(x * 100), "the exponential of a number that is too large", "subtract the maximum first"),
     "atanh": (jnp.arctanh, "the inverse hyperbolic tangent of 1", "keep its operand inside (-1, 1)"),
 }
 
@@ -1023,6 +1023,14 @@ def test_the_cure_where_low_precision_casts(widens):
         r'give it dtype="bfloat16", whose range is that of float32\.',
         report.cure,
     )
+
+
+def test_what_exceeds_float64():
+    with jax.enable_x64(True):
+        report = find_overflow(lambda x: jnp.exp(x) ** 2)(jnp.full(2, 700.0))
+        too_large = find_overflow(jnp.exp)(jnp.full(2, 2000.0))
+    assert report.why == "Non-finite in float64 too: the result exceeds float64."
+    assert too_large.why == "Non-finite in float64 too: the exponential of a number that is too large."
 
 
 def test_the_cure_of_a_parameter_that_is_stored_in_float16():

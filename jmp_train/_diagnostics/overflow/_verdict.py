@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._dtypes import FLOAT16, FLOAT32, facts
+from ..._dtypes import FLOAT16, FLOAT32, FLOAT64, facts
 from ..._paths import glob_matches
 from ..._tracebacks import is_asked_for
 from ..interpreter import Interpreter, Site, Value, Watcher, is_narrow_dtype, wide_params
@@ -217,7 +217,7 @@ _CAUSES = {
     "rsqrt": ("the reciprocal root of zero or of a negative number", "add an epsilon inside the root"),
     "pow": ("a power of zero or of a negative number", "keep the base positive"),
     "integer_pow": ("a negative power of zero", "keep the base away from zero"),
-    "exp": ("the exponential of a number above 88", "subtract the maximum first, as jax.nn.softmax does"),
+    "exp": ("the exponential of a number that is too large", "subtract the maximum first, as jax.nn.softmax does"),
     "atanh": ("the inverse hyperbolic tangent of 1 or more", "keep its operand inside (-1, 1)"),
     "acos": ("the arc cosine of a number beyond 1", _CLIPPED),
     "asin": ("the arc sine of a number beyond 1", _CLIPPED),
@@ -237,8 +237,9 @@ _UNDEFINED = ("it is not defined for these operands, or infinities cancel inside
 
 def _cause_in_model(found: Captured, narrow: Any) -> tuple[str, str]:
     site = found.site
-    if _exceeds_float32(found):
-        what, cure = "the result exceeds float32", "make its operands smaller"
+    wide = "float64" if any(_dtype(x) in (FLOAT64, np.complex128) for x in found.results) else "float32"
+    if _is_too_large(found):
+        what, cure = f"the result exceeds {wide}", "make its operands smaller"
         if site.primitive == "div":
             cure = "keep the divisor away from zero"
         elif _adds_lowest(found):
@@ -255,7 +256,7 @@ def _cause_in_model(found: Captured, narrow: Any) -> tuple[str, str]:
         if narrow is not None and site.primitive in ("div", "log", "rsqrt", "rem"):
             smallest = facts(narrow).smallest_subnormal / 2
             cure += f" (a constant of {smallest:.1g} or less is zero in {narrow.name})"
-    return f"Non-finite in float32 too: {what}.", f"It is the model's own: {cure}."
+    return f"Non-finite in {wide} too: {what}.", f"It is the model's own: {cure}."
 
 
 def _infinities_meet(found: Captured) -> bool:
@@ -269,7 +270,7 @@ def _adds_lowest(found: Captured) -> bool:
     return found.site.primitive == "add" and any(np.any(x == -facts(x.dtype).max) for x in arrays)
 
 
-def _exceeds_float32(found: Captured) -> bool:
+def _is_too_large(found: Captured) -> bool:
     """Whether operands of which none is at a pole of the operation gave infinities, and not because infinities met."""
     primitive, operands = found.site.primitive, found.operands
     if _infinities_meet(found) or not any(np.any(np.isinf(x)) for x in found.results if is_inexact(x)):
