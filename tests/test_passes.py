@@ -980,6 +980,28 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.parametrize("number", [1.5, 2, True])
+def test_a_product_with_a_number_that_is_written_in_the_program(number):
+    for w in (jnp.float32(3), jnp.arange(3.0)):
+        fn = jax.value_and_grad(lambda w: jnp.sum(jnp.dot(w, number)))
+        for one, other in zip(autocast(fn, "mixed_float16")(w), fn(w), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 8)])
+@pytest.mark.parametrize("spec", [("data", None), (None, None)])
+def test_a_product_along_a_split_axis_is_not_written_as_sums(shape, spec):
+    """The gradient of a weight by few examples, over a mesh with explicit axes."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x, w = RNG.normal(size=(8, shape[0])).astype(np.float32), RNG.normal(size=shape).astype(np.float32)
+        x = jax.device_put(x, PartitionSpec(*spec))
+        fn = jax.value_and_grad(lambda w, x: jnp.mean(jnp.tanh(x @ w)), (0, 1))
+        found, expected = autocast(fn, "mixed_float16", argnums=(0,))(w, x), fn(w, x)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=5e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_product_written_as_sums_is_the_product(name):
     """Of small integers, so exactly; also where the left operand has integers and no dtype is promoted."""

@@ -220,7 +220,12 @@ def _shard_map(equation: Equation, operands: list[Any]) -> list[Any]:
         axis_names=set(params["newly_manual_axes"]),
         check_vma=params["check_vma"],
     )
-    return list(function(*operands))
+    # Outside of `jit` JAX runs no `shard_map` inside of another.
+    return list((jax.jit(function) if _holds_shard_map(body) else function)(*operands))
+
+
+def _holds_shard_map(program: Program) -> bool:
+    return any(each.name == "shard_map" or any(map(_holds_shard_map, each.bodies)) for each in program.equations)
 
 
 def _with_bodies(equation: Equation, operands: list[Any]) -> list[Any]:

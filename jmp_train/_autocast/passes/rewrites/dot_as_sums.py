@@ -36,6 +36,9 @@ def dot_as_sums(program: Program, equation: Equation) -> Computation | None:
     entry = equation.entry
     if not isinstance(entry, WideProduct) or entry.cause not in (Cause.SHORT, Cause.INNER):
         return None
+    # With explicit mesh axes JAX takes no single numbers of a split axis, and a dot says how its result is split.
+    if any([axes is not None for number in equation.node.ins for axes in program.avals[number].sharding.spec]):
+        return None
     if entry.of_derivative:
         # If it is short as well, or one long sum: a reduction of what XLA multiplies in the same kernel, as the
         # gradient of the weights that multiply coordinates is.
@@ -77,8 +80,9 @@ class _Operand(NamedTuple):
 
     @staticmethod
     def of(x: Any, contracted: Sequence[int], batch: Sequence[int]) -> _Operand:
+        x = lax.convert_element_type(x, np.float32)  # from integers and literals, too
         free = [axis for axis in range(x.ndim) if axis not in contracted and axis not in batch]
-        return _Operand(lax.convert_element_type(x, np.float32), contracted, batch, free)  # from integers, too
+        return _Operand(x, contracted, batch, free)
 
     def aligned(self, before: int, after: int, leading: bool = True) -> jax.Array:
         """`[batch..., contracted..., before..., free..., after...]`, or with the contracted axes last.
