@@ -38,7 +38,7 @@ def with_loss_scale(
 
     float32(g) widens 16-bit gradients (Adam's epsilon is zero in float16); wider ones keep their dtype, and so does
     every leaf of s, but for integers that `inner` turns into fractions. The zero is -0.0, the one number that leaves
-    every parameter's bits alone when added.
+    every parameter's bits alone when added (but for subnormal ones, where XLA flushes those to zero, as on CPUs).
 
     **It goes outermost.** Everything that has state or changes a gradient belongs inside, where a skip covers it:
     `with_loss_scale(optax.chain(clip, adamw))`, `with_loss_scale(optax.MultiSteps(adamw, 4))`. Otherwise
@@ -48,7 +48,7 @@ def with_loss_scale(
     - `chain(with_loss_scale(tx), add_decayed_weights(0.1))` moves the parameters on a skipped step;
     - `MultiSteps(with_loss_scale(tx), 4)` keeps a NaN in its accumulator, which it resets by multiplying with 0.
 
-    After it only stateless maps that send zero to zero may follow, such as `optax.scale`.
+    After it only stateless maps that send zero to zero may follow, such as `optax.scale` by a positive number.
 
     **Pass it the loss**, `tx.update(grads, opt_state, params, value=loss)`, and it counts the steps whose loss is
     infinite or NaN although the gradients are finite: a sum of squares may overflow in float16 where its derivative,
@@ -165,8 +165,8 @@ def _integer_paths(grads: Any) -> list[str]:
 
 
 def _zero_for_float0(leaf: Any) -> Any:
-    """An integer parameter's gradient as a zero that optax can compute with, which it cannot with float0."""
-    return jnp.zeros(leaf.shape, np.int32) if is_float0(leaf) else leaf
+    """An integer parameter's gradient as a zero that optax can compute with, clip and add noise to."""
+    return jnp.zeros(leaf.shape, np.float32) if is_float0(leaf) else leaf
 
 
 def _integers_stay(updates: Any, grads: Any) -> Any:
@@ -178,7 +178,7 @@ def _integers_stay(updates: Any, grads: Any) -> Any:
         return updates
     if isinstance(updates, optax.LookaheadParams):
         return optax.LookaheadParams(*(_integers_stay(each, grads) for each in updates))
-    return jax.tree.map(lambda u, g: _zero_for_float0(g) if is_float0(g) else u, updates, grads)
+    return jax.tree.map(lambda u, g: jnp.zeros(g.shape, np.int32) if is_float0(g) else u, updates, grads)
 
 
 def _update_or_zero(finite: jax.Array, update: Any) -> jax.Array:

@@ -122,7 +122,17 @@ def test_scaling_and_selection_leave_them_alone(loss_scale):
         assert jnp.array_equal(select(False, grads, other)["w"], other["w"])
 
 
-@pytest.mark.parametrize("inner", [optax.sgd(0.1), optax.adam(0.1), optax.adamw(0.1, weight_decay=0.5)])
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.sgd(0.1),
+        optax.adam(0.1),
+        optax.adamw(0.1, weight_decay=0.5),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
+        optax.chain(optax.add_noise(0.1, 0.1, key=0), optax.sgd(0.1)),
+        jmp.with_master_weights(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))),
+    ],
+)
 def test_a_step_leaves_integers_as_they_are(inner):
     """Weight decay is a gradient's business, and 2^24 + 1 added to a zero in float32 would be 2^24."""
     grads = {name: gradient()[name] for name in TRAINED}
