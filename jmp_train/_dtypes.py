@@ -85,7 +85,7 @@ def to_dtype(dtype: DTypeLike, argument: str = "dtype") -> np.dtype:
       argument: the caller's argument, for the error.
 
     Raises:
-      ValueError: an unknown name, or a dtype that is not a real floating one.
+      ValueError: an unknown name, a code of NumPy's such as `"f8"`, or a dtype that is not a real floating one.
       TypeError: not a dtype at all.
 
     >>> to_dtype("bf16")
@@ -113,6 +113,10 @@ def to_dtype(dtype: DTypeLike, argument: str = "dtype") -> np.dtype:
             f"`{argument}`: unknown dtype {dtype!r}{did_you_mean(dtype, _BY_NAME)}; "
             f"the floating dtypes are {', '.join(DTYPE_NAMES[:10])} and the 8-, 6- and 4-bit formats of jax.numpy."
         ) from None
+    if isinstance(dtype, str) and len(dtype) <= 2 and name in _BY_NAME:  # "f8", where "f16" and "f32" count bits
+        raise ValueError(
+            f"`{argument}`: {dtype!r} is NumPy's code for {name}, while 'f16' and 'f32' count bits; write {name!r}."
+        )
     if name not in _BY_NAME:
         raise ValueError(
             f"`{argument}` must be a floating dtype such as 'float16', 'bfloat16' or 'float32', got {name}; "

@@ -5,7 +5,7 @@ that is `jax.export`.
 """
 
 import glob
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -56,8 +56,11 @@ def export_params(params: Tree, policy: Policy | str) -> Tree:
     for path, before, after in zip(leaf_paths(params), jax.tree.leaves(params), jax.tree.leaves(cast), strict=True):
         if after is before or isinstance(before, Tracer | jax.ShapeDtypeStruct) or not is_floating(before):
             continue
-        magnitude = jnp.max(jnp.abs(before), initial=0, where=jnp.isfinite(before))
-        if not np.isfinite(magnitude.astype(after.dtype)):
+        numbers: Any = np if isinstance(before, np.ndarray | np.generic) else jnp  # JAX would make float32 of float64
+        magnitude = numbers.max(numbers.abs(before), initial=0, where=numbers.isfinite(before))
+        with np.errstate(over="ignore"):
+            is_finite = np.isfinite(magnitude.astype(after.dtype))
+        if not is_finite:
             raise ValueError(
                 f"`params`: {path!r} holds {magnitude:.6g}, beyond the {facts(after.dtype).max:.6g} of {after.dtype}; "
                 f"keep it wide with overrides={{{glob.escape(path)!r}: 'float32'}}, or choose bfloat16."

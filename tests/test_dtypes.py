@@ -44,6 +44,13 @@ def test_short_names_are_those_of_jmp():
         ("flaot16", ValueError, "`dtype`: unknown dtype 'flaot16' (did you mean 'float16'?); the floating dtypes are"),
         ("fp16", ValueError, "`dtype`: unknown dtype 'fp16' (did you mean 'f16'?); the floating dtypes are"),
         ("FLOAT16", ValueError, "`dtype`: unknown dtype 'FLOAT16' (did you mean 'float16'?); the floating dtypes are"),
+        (
+            "f8",
+            ValueError,
+            "`dtype`: 'f8' is NumPy's code for float64, while 'f16' and 'f32' count bits; write 'float64'.",
+        ),
+        ("e", ValueError, "'e' is NumPy's code for float16, while"),
+        ("i4", ValueError, "got int32; leaves that are not real floating numbers are never cast."),
         ("nonsense", ValueError, "`dtype`: unknown dtype 'nonsense'; the floating dtypes are float16, bfloat16"),
         (
             jnp.int32,

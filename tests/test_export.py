@@ -74,6 +74,11 @@ class TestOutOfRange:
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             export_params(LARGE, "mixed_float16")
 
+    @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+    def test_what_float32_cannot_hold_either(self, policy):
+        with pytest.raises(ValueError, match=r"'w' holds 1e\+39, beyond the "):
+            export_params({"w": np.array([1e39, 1])}, policy)
+
     def test_brackets_in_the_advice(self):
         with pytest.raises(ValueError, match=re.escape("with overrides={'w[[]0]': 'float32'}")):
             export_params({"w[0]": LARGE["a"]["w"]}, "mixed_float16")
