@@ -65,7 +65,8 @@ def with_master_weights(
 
     The master is the truth. The difference is taken in the masters' dtype and p is its rounding to the last bit, except
     where an update changes a parameter's magnitude so much that p + (round(m) - p) itself rounds in float32; such an
-    error is below 2^-23 of the old parameter and gone after the next update, which starts from what p is then.
+    error is below 2^-23 of the old parameter and gone after the next update, which starts from what p is then. A
+    float16 parameter whose master leaves the range is infinite, and no difference added to it makes it finite again.
 
     Leaves that are wide already get no copy, and their updates are the inner transformation's. It goes last in a
     chain, since what follows would change the difference, and inside `with_loss_scale`:
@@ -129,7 +130,8 @@ def master_params(opt_state: Any, params: Any = None) -> Any:
 
     Args:
       opt_state: a pytree with exactly one `MasterWeightsState`.
-      params: where leaves without a master come from; if left out they are `None`.
+      params: where leaves without a master come from; if left out they are `None`. Of the structure that `init` saw: of
+        an `nnx.Optimizer`, `nnx.as_pure(...)` of both arguments.
 
     Returns:
       A tree like the parameters.
@@ -150,12 +152,13 @@ def master_params(opt_state: Any, params: Any = None) -> Any:
 def sync_master_weights(opt_state: T, params: Any) -> T:
     """The optimizer state with masters equal to `params`: for callers who changed the parameters themselves.
 
-    Without it the next update would restore the old ones, since the masters are the truth. Buffers are fresh, so that
-    both arguments may be donated afterwards.
+    Without it the next update would restore the old ones, since the masters are the truth. The masters' buffers are
+    fresh, so that the state returned and `params` may both be donated to the next step.
 
     Args:
       opt_state: a pytree with exactly one `MasterWeightsState`.
-      params: the parameters as changed, of the structure, shapes and dtypes that `init` saw.
+      params: the parameters as changed, of the structure, shapes and dtypes that `init` saw; of an `nnx.Optimizer`,
+        `nnx.as_pure(...)` of both arguments.
 
     Raises:
       ValueError: `opt_state` has no master weights, or more than one set; `params` has another structure or shape.

@@ -1,5 +1,7 @@
 """`backward_histogram` against a backward pass written out in NumPy float64."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,6 +55,17 @@ def test_every_iteration_of_a_loop_counts():
 
     found = diagnostics.backward_histogram(jax.grad(looped))(X)
     assert counted(found, "mul") == [(-2 * i, X.size) for i in range(5, 0, -1)]
+
+
+def test_values_on_another_mesh_than_the_callers():
+    """Inside of `auto_axes` values are on a mesh of automatic axes."""
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    spec = jax.sharding.PartitionSpec("a", None)
+    with jax.set_mesh(mesh):
+        sine: Any = jax.sharding.auto_axes(jnp.sin, out_sharding=spec)
+        x = jax.device_put(np.ones((8, 8), np.float32), spec)
+        found = diagnostics.backward_histogram(jax.grad(lambda x: jnp.sum(sine(x))))(x)
+    assert counted(found, "mul") == [(-1, 64)]
 
 
 def test_booleans_are_not_counted():

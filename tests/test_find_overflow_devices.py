@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jmp_train as jmp
+from jmp_train import diagnostics
 from jmp_train._diagnostics.interpreter._interpreter import Interpreter
 from jmp_train._diagnostics.interpreter._site import Value, Watcher
 from jmp_train._jaxpr import trace
@@ -113,6 +114,22 @@ def test_devices_one_by_one_give_the_programs_results(name):
         if jnp.issubdtype(right.dtype, jax.dtypes.prng_key):
             result, right = jax.random.key_data(result), jax.random.key_data(right)
         np.testing.assert_allclose(result, right, rtol=1e-5, atol=1e-6)
+
+
+def test_a_shift_without_wrap_around():
+    """Devices that nobody sends to get zeros."""
+    shift = [(i, i + 1) for i in range(7)]
+
+    def fn(x):
+        return jnp.log(lax.ppermute(x, "data", shift) + 1)
+
+    mapped = sharded(LINE, P("data"), P("data"))(fn)
+    for each, x in ((mapped, X), (jax.pmap(fn, axis_name="data"), X.reshape(8, 2, 8))):
+        (result,) = Interpreter(trace(each, x)[0]).run([Value(x)], Watcher())
+        np.testing.assert_allclose(result.array, each(x), rtol=1e-6)
+    report = find_overflow(mapped)(np.where(np.arange(16)[:, None] == 5, -1, X).astype(np.float32))
+    assert (report.primitive, report.device) == ("log", (("data", 3),))
+    assert diagnostics.backward_histogram(jax.grad(lambda x: jnp.sum(mapped(x))))(X).values.sum()
 
 
 def test_ppermute_numbers_devices_as_the_mesh_does():
@@ -285,6 +302,21 @@ def test_bad_data_is_named_on_the_device_that_has_it(fn, shape):
     report = find_overflow(fn)(W, x)
     assert (report.verdict, report.primitive, report.device) == (Verdict.INPUT, "dot_general", (("data", 5),))
     assert report.operands[0].nans == 8 and report.text == 'return lax.pmean(jnp.sum(x @ w), "data")'
+
+
+def test_a_shard_map_inside_of_another_that_the_user_jits():
+    """JAX runs it under `jit` only; `autocast` and `find_overflow` run what is inside of the `jit`, one by one."""
+
+    def inner(x, w):
+        return lax.psum(x @ w, "model")
+
+    def outer(x, w):
+        return jax.shard_map(inner, in_specs=(P("model"), P()), out_specs=P(), axis_names={"model"})(x, w)
+
+    fn = jax.jit(sharded(GRID, (P("data"), P()), P("data"), axis_names={"data"})(outer))
+    x, w = np.ones((8, 8), np.float32), np.ones((8, 8), np.float32)
+    np.testing.assert_array_equal(jmp.autocast(fn, "mixed_float16")(x, w), fn(x, w))
+    assert not find_overflow(fn)(x, w) and find_overflow(fn)(np.inf * x, w).verdict is Verdict.INPUT
 
 
 def test_a_shard_map_that_cannot_be_entered():

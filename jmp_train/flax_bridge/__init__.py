@@ -15,7 +15,8 @@ resumes bit for bit. `tests/test_checkpoints.py` holds each of these:
     no scaling      old.opt_state.inner_state is the state of the optimizer inside with_loss_scale
     other devices   a template with other shardings
 
-`flax.serialization.to_bytes` and `from_bytes` write and read a state too, once this package is imported.
+`flax.serialization.to_bytes` and `from_bytes` write and read a `TrainState` too, once this package is imported, if its
+keys are those of `jax.random.PRNGKey`: Flax writes no typed keys, nor the `nnx.State` of an `NNXTrainState`.
 """
 
 from . import _serialization as _serialization

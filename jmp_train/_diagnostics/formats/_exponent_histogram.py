@@ -273,9 +273,10 @@ class _Counter(Watcher):
     def watch(self, site: Site, inputs: Sequence[Value], outputs: Sequence[Any]) -> Sequence[Any]:
         if site.backward and DEFAULT_RULES.entry(site.primitive).rule is not Rule.SHAPE:
             path = "/".join(filter(None, (site.scope, site.primitive)))
-            # In the widest format there is, so that the histograms of one program have the same bins and add up.
-            counted = [exponent_histogram({path: jnp.asarray(x, float)}) for x in outputs if is_floating(x)]
-            for histogram in counted:
+            for x in filter(is_floating, outputs):
+                with jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh):  # not that of the caller
+                    # In the widest format there is, so that the histograms of one program have the same bins.
+                    histogram = exponent_histogram({path: jnp.asarray(x, float)})
                 known = self.histograms.get(path)
                 self.histograms[path] = histogram if known is None else known + histogram
         return super().watch(site, inputs, outputs)

@@ -87,6 +87,8 @@ class Site:
             changed |= {key: None for key, value in params if isinstance(value, jax.sharding.Sharding)}
         if self.collective_axes:
             return _bind_across(self.node.eqn, self.collective_axes, arrays, **changed)
+        if self.primitive == "shard_map":  # with another one inside, which JAX runs under `jit` only
+            return jax.jit(lambda *arrays: bind(self.node.eqn, arrays, **changed))(*arrays)
         return bind(self.node.eqn, arrays, **changed)
 
     def bind_wide(self, arrays: Sequence[Any]) -> list[Any]:
@@ -151,6 +153,9 @@ def _bind_across(eqn: JaxprEqn, axes: tuple[str, ...], arrays: Sequence[Any], **
     Returns:
       `[devices, ...]` for each result.
     """
+    if eqn.primitive.name == "ppermute":  # `vmap` takes permutations of all devices only
+        (x,), (sources, targets) = arrays, np.array(eqn.params["perm"], int).reshape(-1, 2).T
+        return [jnp.zeros_like(x).at[targets].set(x[sources])]
     key = "axes" if "axes" in eqn.params else "axis_name"
     changed[key] = (_DEVICES,) if isinstance(eqn.params[key], tuple) else _DEVICES
     return list(jax.vmap(lambda *each: bind(eqn, each, **changed), axis_name=_DEVICES)(*arrays))
