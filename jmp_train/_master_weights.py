@@ -137,7 +137,7 @@ def master_params(opt_state: Any, params: Any = None) -> Any:
       A tree like the parameters.
 
     Raises:
-      ValueError: `opt_state` has no master weights, or more than one set.
+      ValueError: `opt_state` has no master weights, or more than one set; `params` has another structure.
 
     Example:
       >>> params = {"bias": jnp.zeros(2), "kernel": jnp.ones(2, jnp.float16)}
@@ -146,7 +146,10 @@ def master_params(opt_state: Any, params: Any = None) -> Any:
       {'bias': None, 'kernel': Array([1., 1.], dtype=float32)}
     """
     masters = _find(opt_state).masters
-    return masters if params is None else _masters_or(masters, params)
+    if params is None:
+        return masters
+    _check_same_leaves(masters, params)
+    return _masters_or(masters, params)
 
 
 def sync_master_weights(opt_state: T, params: Any) -> T:
@@ -170,11 +173,7 @@ def sync_master_weights(opt_state: T, params: Any) -> T:
       3.0
     """
     old = _find(opt_state).masters
-    if leaf_paths(old) != leaf_paths(jax.tree.map(lambda p: p if _is_16_bit(p) else None, params)):
-        raise ValueError(
-            f"`params` must have the 16-bit leaves that the master weights were made for, {leaf_paths(old)}; "
-            f"got leaves {leaf_paths(params)}. Make a new state with `init` if the parameters' dtypes changed."
-        )
+    _check_same_leaves(old, params, of_16_bits=True)
     new = _map_masters(lambda m, p: jnp.asarray(p).astype(m.dtype), old, params)
     for path, m, p in zip(leaf_paths(old), jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
         if m.shape != p.shape:
@@ -256,14 +255,37 @@ def _widen_bfloat16(leaf: Any) -> Any:
     return leaf.astype(np.float32) if getattr(leaf, "dtype", None) == jnp.bfloat16 else leaf
 
 
+def _is_no_master(node: Any) -> bool:
+    """Whether a parameter has no master here: it is wide, or `optax.masked` hides it."""
+    return node is None or isinstance(node, optax.MaskedNode)
+
+
 def _map_masters(fn: Any, masters: Any, tree: Any) -> Any:
-    """`fn` of each master and the leaf at its place; `None` stays where there is no master."""
-    return jax.tree.map(lambda m, x: None if m is None else fn(m, x), masters, tree, is_leaf=lambda x: x is None)
+    """`fn` of each master and the leaf at its place; what is there stays where there is no master."""
+    return jax.tree.map(lambda m, x: m if _is_no_master(m) else fn(m, x), masters, tree, is_leaf=_is_no_master)
 
 
 def _masters_or(masters: Any, tree: Any) -> Any:
     """The masters, completed by the leaves of `tree` that have none."""
-    return jax.tree.map(lambda m, x: x if m is None else m, masters, tree, is_leaf=lambda x: x is None)
+    return jax.tree.map(lambda m, x: x if _is_no_master(m) else m, masters, tree, is_leaf=_is_no_master)
+
+
+def _check_same_leaves(masters: Any, params: Any, of_16_bits: bool = False) -> None:
+    """Raises unless the parameters are those that the masters were made for, and those with a master have 16 bits."""
+
+    def fits(m: Any, p: Any) -> bool:
+        return not of_16_bits or isinstance(m, optax.MaskedNode) or (m is not None) == _is_16_bit(p)
+
+    try:
+        same = all(jax.tree.leaves(jax.tree.map(fits, masters, params, is_leaf=_is_no_master)))
+    except ValueError:  # another structure
+        same = False
+    if not same:
+        raise ValueError(
+            f"`params` must have the structure and the 16-bit leaves that the master weights were made for, "
+            f"{leaf_paths(masters)}; got leaves {leaf_paths(params)}. Make a new state with `init` if the parameters' "
+            "dtypes changed; of an nnx.Optimizer pass nnx.as_pure(...) of the state and of the parameters."
+        )
 
 
 def _start(inner: optax.GradientTransformation, params: Any, wrapper: str) -> Any:

@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from jmp_train import (
     DynamicLossScale,
     MasterWeightsState,
+    NoOpLossScale,
     get_loss_scale,
     master_params,
     sync_master_weights,
@@ -300,6 +302,31 @@ class TestStochasticRounding:
             with_stochastic_rounding(optax.sgd(0.1), key="0")
 
 
+def test_masters_of_some_parameters_in_optax_masked():
+    params = {"b": jnp.zeros(2, jnp.bfloat16), "k": jnp.ones(2, jnp.bfloat16)}
+    tx = with_loss_scale(optax.masked(with_master_weights(optax.sgd(0.5)), {"b": False, "k": True}))
+    state = tx.init(params)
+    masters = master_params(state, params)
+    assert masters["k"].dtype == np.float32 and masters["b"] is params["b"]
+    state = sync_master_weights(state, jax.tree.map(lambda x: x + 2, params))
+    np.testing.assert_array_equal(master_params(state)["k"], [3, 3])
+
+
+def test_masters_in_an_nnx_optimizer():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(3, 2, rngs=rngs, param_dtype=jnp.bfloat16)
+            self.norm = nnx.LayerNorm(2, rngs=rngs)
+
+    model = Net(nnx.Rngs(0))
+    tx = with_loss_scale(with_master_weights(optax.sgd(0.5)), NoOpLossScale())
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    state, params = nnx.as_pure(optimizer.opt_state), nnx.as_pure(nnx.state(model, nnx.Param))
+    masters = master_params(sync_master_weights(state, jax.tree.map(lambda x: x + 1, params)), params)
+    assert masters["dense"]["kernel"].dtype == np.float32 and masters["norm"]["scale"] is params["norm"]["scale"]
+    np.testing.assert_array_equal(masters["dense"]["bias"], [1, 1])
+
+
 class TestErrors:
     def check(self, kind, message, fn, *args):
         with pytest.raises(kind, match=f"^{re.escape(message)}$"):
@@ -360,10 +387,13 @@ class TestErrors:
     def test_parameters_that_no_longer_fit(self):
         state = with_master_weights(optax.sgd(0.1)).init({"w": jnp.ones(2, jnp.float16)})
         message = (
-            "`params` must have the 16-bit leaves that the master weights were made for, ['w']; got leaves ['w']. "
-            "Make a new state with `init` if the parameters' dtypes changed."
+            "`params` must have the structure and the 16-bit leaves that the master weights were made for, ['w']; got "
+            "leaves [{}]. Make a new state with `init` if the parameters' dtypes changed; of an nnx.Optimizer pass "
+            "nnx.as_pure(...) of the state and of the parameters."
         )
-        self.check(ValueError, message, sync_master_weights, state, {"w": jnp.ones(2)})
+        self.check(ValueError, message.format("'w'"), sync_master_weights, state, {"w": jnp.ones(2)})
+        for fn in (sync_master_weights, master_params):
+            self.check(ValueError, message.format("'v', 'w'"), fn, state, {"v": jnp.ones(2), "w": jnp.ones(2)})
 
     def test_float16_has_no_stochastic_rounding(self):
         message = (
