@@ -303,11 +303,11 @@ class TestStochasticRounding:
 
 
 def test_masters_of_some_parameters_in_optax_masked():
-    params = {"b": jnp.zeros(2, jnp.bfloat16), "k": jnp.ones(2, jnp.bfloat16)}
-    tx = with_loss_scale(optax.masked(with_master_weights(optax.sgd(0.5)), {"b": False, "k": True}))
+    params = {"b": jnp.zeros(2, jnp.bfloat16), "k": jnp.ones(2, jnp.bfloat16), "w": jnp.ones(2)}
+    tx = with_loss_scale(optax.masked(with_master_weights(optax.sgd(0.5)), {"b": False, "k": True, "w": False}))
     state = tx.init(params)
     masters = master_params(state, params)
-    assert masters["k"].dtype == np.float32 and masters["b"] is params["b"]
+    assert masters["k"].dtype == np.float32 and masters["b"] is params["b"] and masters["w"] is params["w"]
     state = sync_master_weights(state, jax.tree.map(lambda x: x + 2, params))
     np.testing.assert_array_equal(master_params(state)["k"], [3, 3])
 
@@ -392,6 +392,7 @@ class TestErrors:
             "nnx.as_pure(...) of the state and of the parameters."
         )
         self.check(ValueError, message.format("'w'"), sync_master_weights, state, {"w": jnp.ones(2)})
+        assert master_params(state, {"w": jnp.ones(2)})["w"].dtype == np.float32  # whatever the parameters are now
         for fn in (sync_master_weights, master_params):
             self.check(ValueError, message.format("'v', 'w'"), fn, state, {"v": jnp.ones(2), "w": jnp.ones(2)})
 
