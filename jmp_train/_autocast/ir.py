@@ -37,6 +37,7 @@ class Precision(enum.Enum):
     RECORDED = "recorded"  # was not recorded in float32: its dtype never changes
 
 
+# Each holds what those before it may be.
 _BY_RANGE = (Precision.WEAK, Precision.LOW, Precision.FULL, Precision.OVERFLOWS, Precision.RECORDED)
 
 

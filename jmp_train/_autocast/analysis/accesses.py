@@ -17,10 +17,9 @@ that they add up in a kernel that can add it up as well:
 There the sum reads float32, which moves no more bytes. So does the sum of a cotangent that is small beside the
 activations of its layer, as those of a value function are, whose terms may cancel: it moves hardly more.
 
-For the carries of a loop an access is a decision about dtypes. A carry has one dtype, that of its first value. The
-first value of a residual stream is an embedding, which is a parameter; that of the stream's gradient comes from a
-network's head in float32. Outside of a loop the first layer would narrow either. Here both are narrowed before the
-loop.
+A carry of a loop has one dtype, that of its first value. The first value of a residual stream is an embedding, which is
+a parameter; that of the stream's gradient comes from a network's head in float32. Outside of a loop the first layer
+would narrow either. Here both may be narrowed before the loop.
 
 Decides the `Access` of each operand, and which carries may start in the compute dtype. Does not decide whether they
 do: what a loop builds up over many iterations (the state of a recurrent cell, sums, weights that an inner loop updates)

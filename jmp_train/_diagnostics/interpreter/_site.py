@@ -87,7 +87,7 @@ class Site:
             changed |= {key: None for key, value in params if isinstance(value, jax.sharding.Sharding)}
         if self.collective_axes:
             return _bind_across(self.node.eqn, self.collective_axes, arrays, **changed)
-        if self.primitive == "shard_map":  # with another one inside, which JAX runs under `jit` only
+        if self.primitive == "shard_map":  # JAX runs one that has another inside under `jit` only
             return jax.jit(lambda *arrays: bind(self.node.eqn, arrays, **changed))(*arrays)
         return bind(self.node.eqn, arrays, **changed)
 

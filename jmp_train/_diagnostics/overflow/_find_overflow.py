@@ -230,12 +230,12 @@ def _run(call: Call, scale: float | None = None) -> tuple[TaintTracker, _Blamed 
     # A step that skips returns finite values only: the non-finite gradients end in the loss scale's check. What stays
     # where an argument had it comes last: it may be a state's, as an infinity is the lowest loss so far at first.
     checks = [("the check of the gradients", taint) for _, taint in tracker.checks]
-    blamed = next(filter(None, (_blame(call, tracker, found) for found in (tainted, checks, kept))), None)
+    blamed = next(filter(None, (_blame(tracker, found) for found in (tainted, checks, kept))), None)
     written = [("NaN", nans), ("infinity", infinities)]
     return tracker, blamed, next((_written(what, found) for what, found in written if found), None)
 
 
-def _blame(call: Call, tracker: TaintTracker, tainted: Sequence[tuple[str, Taint]]) -> _Blamed | None:
+def _blame(tracker: TaintTracker, tainted: Sequence[tuple[str, Taint]]) -> _Blamed | None:
     """What is to blame for the taints of some results, by path; arguments and captured arrays before equations."""
     total = functools.reduce(Taint.union, (taint for _, taint in tainted), UNTAINTED)
     given = frozenset(i for i in total.given if not _is_mask(tracker.given[i]))
@@ -283,12 +283,12 @@ def _reached(tainted: Sequence[tuple[str, Taint]], field: str, blamed: Iterable[
 
 def _innocent(call: Call, tracker: TaintTracker, written: _Written | None) -> Found:
     """The report where nothing is to blame, with the line of an infinity or NaN that the program writes itself."""
-    found = Found(tracker.ran, tuple(call.interpreter.not_entered()))
+    not_entered = tuple(call.interpreter.not_entered())
     if written is None:
-        return found
+        return Found(tracker.ran, not_entered)
     at = None if written.number is None else capture(call.interpreter, call.args, written.number)
-    found = dataclasses.replace(found, written=written.what, reached=written.paths)
-    return found if at is None else dataclasses.replace(found, **_line_of(at))
+    fields = {} if at is None else _line_of(at)
+    return Found(tracker.ran, not_entered, written=written.what, reached=written.paths, **fields)
 
 
 def _report(call: Call, tracker: TaintTracker, blamed: _Blamed) -> Found:

@@ -97,9 +97,8 @@ def is_cast_for_low_precision(site: Site) -> bool:
 
 def flax_module(site: Site) -> str:
     """The path of the Flax module that the equation is in, as its scope has it; empty outside of Flax."""
-    (*_, flax) = ("", *getattr(sys.modules.get("flax"), "__path__", ()))
-    nodes = (site.node, *site.around)
-    if not flax or not any(file.startswith(flax + os.sep) for node in nodes for _, file, _ in frames_of(node)):
+    files = [file for node in (site.node, *site.around) for _, file, _ in frames_of(node)]
+    if not any(_is_of_library(file, "flax") for file in files):
         return ""
     # A method's scope is its module's name and its own, `jnp.einsum` has its subscripts for one.
     names = [name.partition(".")[0] for name in site.scope.split("/")]
@@ -132,5 +131,8 @@ def _is_library(file: str) -> bool:
         return True
     if file.startswith(_PYTHON) and "site-packages" not in file:
         return True
-    roots = (getattr(sys.modules.get(name), "__path__", ()) for name in _LIBRARIES)
-    return any(file.startswith(path + os.sep) for paths in roots for path in paths)
+    return any(_is_of_library(file, name) for name in _LIBRARIES)
+
+
+def _is_of_library(file: str, name: str) -> bool:
+    return any(file.startswith(path + os.sep) for path in getattr(sys.modules.get(name), "__path__", ()))

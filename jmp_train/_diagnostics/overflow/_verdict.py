@@ -178,7 +178,7 @@ def _cure_in_float32(site: Site, narrowed_by_user: bool, scopes: Iterable[str]) 
     if is_cast_for_low_precision(site):
         return (
             f"{where} is inside a function that low_precision(fn, dtype=...) hands 16-bit operands: leave that out, or "
-            f'give it dtype="bfloat16", whose range is that of float32.'
+            f"give it the other 16-bit dtype; bfloat16 has the range of float32, float16 three bits more."
         )
     if narrowed_by_user or in_autocast is False:
         if site.primitive == "convert_element_type" and is_asked_for(site.node):
