@@ -496,6 +496,17 @@ def test_a_carry_in_float32_starts_with_what_was_computed_and_not_with_its_low_c
     assert [use.residual for use in scan.uses if use.value == h] == [False]
 
 
+def test_a_carry_that_starts_in_16_bits_reads_the_copy_that_dots_read():
+    def layers(w, x):
+        return lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), jnp.exp(x @ w), jnp.stack([w, w]))[0]
+
+    program = after("save_or_remat", layers, W, X)
+    (exponential,) = (equation for equation in program.equations if equation.name == "exp")
+    (scan,) = (equation for equation in program.equations if equation.name == "scan")
+    (start,) = (use for use in scan.uses if use.value == exponential.results[0])
+    assert start.dtype == np.float16 and start.residual
+
+
 def test_devices_add_what_was_computed_and_not_the_low_copy_that_a_dot_beside_them_reads():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
 
