@@ -182,9 +182,9 @@ class _Visit:
 
     def _row(self, fact: Known, estimates: bool, node: Node) -> Known:
         """What is known of a row of a value, inside of a scan that is given the rows one by one."""
-        sums = fact.sums and (lambda: sums_of_rows(fact.sums(), node.params["length"]))
         filtered = estimates and fact.provenance is Provenance.SOLUTION  # in a smoother, what a filter estimated
-        return Known(Provenance.ESTIMATE if filtered else fact.provenance, ("row", fact.token), sums=sums)
+        provenance = Provenance.ESTIMATE if filtered else fact.provenance
+        return Known(provenance, ("row", fact.token), sums=lambda: sums_of_rows(fact.sums(), node.params["length"]))
 
     def _inside(self, node: Node, body: Any, facts: list[Known], which: int) -> list[Known]:
         # What is one value outside has one token. A carry has none, and gets one that no other value has: two carries
