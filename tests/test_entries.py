@@ -137,9 +137,10 @@ def test_an_edit_is_stronger_than_a_rewrite_and_weaker_than_a_scope():
     assert entry("exp", scoped("narrow", jnp.exp), X, rules=edited).rule is Rule.LOW
 
 
+@pytest.mark.parametrize("rule", [Rule.FOLLOW, Rule.WIDEST])
 @pytest.mark.parametrize("name, fn", [("add", lambda x: x[:4] + x[4:]), ("mul", lambda x: x * x)])
-def test_an_edit_holds_for_trees_and_squares(name, fn):
-    assert entry(name, fn, X, rules=DEFAULT_RULES.replace({name: "follow"})).rule is Rule.FOLLOW
+def test_an_edit_holds_for_trees_and_squares(name, fn, rule):
+    assert entry(name, fn, X, rules=DEFAULT_RULES.replace({name: rule})).rule is rule
 
 
 def test_a_body_inside_a_region_is_in_it():

@@ -36,8 +36,7 @@ def _of_tree(producers: Producers, node: Node, entry: Entry) -> Entry:
 
     `x[:4] + x[4:]`, and again of the result, adds up many numbers, each level with a rounding of its own in 16 bits.
     """
-    # `x + x` is a factor of two, and sums nothing.
-    if entry.rule is not Rule.WIDEST or node.ins[0] == node.ins[1]:
+    if node.ins[0] == node.ins[1]:  # `x + x` is a factor of two, and sums nothing
         return entry
     left, right = map(producers.whole, node.ins)
     # Disjoint parts are joined by their addition, which sums nothing.
@@ -78,17 +77,17 @@ def _entry(node: Node, rules: Rules, place: Place, producers: Producers, rewrite
 
 
 def _refine(node: Node, entry: Entry, producers: Producers, rewrites: Sequence[Rewrite]) -> Entry:
-    if node.name in ("add", "add_any"):
-        return _of_tree(producers, node, entry)
-    if node.name == "mul" and node.ins[0] == node.ins[1] and entry.rule is Rule.WIDEST:
-        return Entry(Rule.HIGH, "a square: float16 overflows at 256 squared")
     # `jax.lax.mul(x, y, out_dtype=...)`.
     if node.name == "mul" and node.params.get("out_dtype") is not None:
         return Entry(Rule.RECORDED, "the user asked for this dtype")
-    # A rewrite computes without the sum for which the table says HIGH, and says what follows. An edit of the user's is
-    # another entry than the table's own, and stands.
-    if entry is TABLE.get(node.name) and entry.rule is Rule.HIGH:
-        for rewrite in rewrites:
-            if node.name in rewrite.entry:
-                entry = rewrite.entry[node.name](node) or entry
+    if entry is not TABLE[node.name]:  # an edit of the user's, which stands
+        return entry
+    if node.name in ("add", "add_any"):
+        return _of_tree(producers, node, entry)
+    if node.name == "mul" and node.ins[0] == node.ins[1]:
+        return Entry(Rule.HIGH, "a square: float16 overflows at 256 squared")
+    # A rewrite computes without the sum for which the table says HIGH, and says what follows.
+    for rewrite in rewrites if entry.rule is Rule.HIGH else ():
+        if node.name in rewrite.entry:
+            entry = rewrite.entry[node.name](node) or entry
     return entry
