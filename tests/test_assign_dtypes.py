@@ -188,6 +188,8 @@ CASES = {
         lambda w, x: filled(x.astype(int), 10**6), "gather", ["- - -> recorded"]),
     "a transposed parameter for a dot": (lambda w, x: x @ w.T, "transpose", ["float32 -> weak"]),
     "a reversed parameter for a dot": (lambda w, x: x @ w[::-1], "rev", ["float16 -> low"]),
+    "a reversed parameter for two dots": (
+        lambda w, x: (lambda r: (x @ r, jnp.sin(x) @ r))(w[::-1]), "rev", ["float16 -> low"]),
     "a reversed parameter for a dot and more": (
         lambda w, x: (lambda r: (x @ r, r))(w[::-1]), "rev", ["float32 -> weak"]),
     "a reversed parameter": (lambda w, x: jnp.tanh(w[::-1]), "rev", ["float32 -> weak"]),

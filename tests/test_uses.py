@@ -235,17 +235,5 @@ def test_which_products_are_the_last_on_their_way(name):
     assert [uses.ends_at(number, {axes_of(jax.typeof(W))}) for number in products] == of_parameter
 
 
-def test_what_is_for_one_dot_alone():
-    def fn(x, y, w):
-        return x @ w, y @ w, jnp.sum(y), jnp.tanh(w)
-
-    jaxpr = jax.make_jaxpr(fn)(X, Y, W)
-    planner = Planner(jmp.get_policy("mixed_float16"), jmp.DEFAULT_RULES)
-    uses = planner.uses(jaxpr, TOP, [NOTHING] * len(jaxpr.out_avals))
-    program, _ = planner.recorded(jaxpr, TOP)
-    (tanh,) = (node.outs[0] for node in program.nodes if node.name == "tanh")
-    assert [uses.is_for_one_dot(number) for number in (*program.inputs, tanh)] == [True, False, False, False]
-
-
 def test_axes_of_one_size_are_counted():
     assert axes_of(jax.ShapeDtypeStruct((4, 4, 16), np.float32)) != axes_of(jax.ShapeDtypeStruct((4, 16), np.float32))

@@ -100,9 +100,6 @@ class Uses:
     def __getitem__(self, number: int) -> Flags:
         return self._flags[number] or _UNREAD
 
-    def is_for_one_dot(self, number: int) -> bool:
-        return self[number].to_dot and self.readers[number] == 1
-
     def ends_at(self, number: int, weights: Collection[frozenset[Any]] | None) -> bool:
         """Whether a backward product is the last on its way, as a weight's gradient is, and no other dot rounds it.
 

@@ -212,7 +212,7 @@ class _Walk:
         if len(floating) > 1 and len(node.outs) != len(node.ins):
             # The user's `rules` let a primitive of several operands follow them. JAX demands one dtype of these.
             return self._widest(node, entry, seen)
-        if node.name == "rev" and seen == [Precision.WEAK] and self.uses.is_for_one_dot(node.outs[0]):
+        if node.name == "rev" and seen == [Precision.WEAK] and self.uses[node.outs[0]].only_dots:
             # XLA for GPUs takes a convolution with a reversed kernel for cuDNN's gradient by the data, but not with a
             # cast between them. So the kernel is cast before it is reversed.
             return self._pairwise(node, entry, seen, Precision.LOW)
