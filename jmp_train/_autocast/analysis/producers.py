@@ -195,11 +195,8 @@ class Producers:
             return False
         if one.outs.index(left) != other.outs.index(right) or len(one.ins) != len(other.ins):
             return False
-        same = one.params.keys() == other.params.keys() and all(
-            _alike(one.params[k], other.params[k]) for k in one.params
-        )
         tokens = [(self._tokens.get(a, a), self._tokens.get(b, b)) for a, b in zip(one.ins, other.ins, strict=True)]
-        return same and all(self._equal(a, b, budget) for a, b in tokens)
+        return _alike(one.params, other.params) and all(self._equal(a, b, budget) for a, b in tokens)
 
     def _equal_known(self, left: int, right: Any) -> bool:
         if right not in self.program.known:
@@ -218,11 +215,12 @@ def _without_rows(source: Any) -> Any:
     return source
 
 
-def _alike(left: Any, right: Any) -> bool:
+def _alike(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    """Whether two equations have the same parameters."""
     try:
-        return bool(left == right)
-    except Exception:  # arrays among the parameters: not worth a comparison
-        return left is right
+        return left == right
+    except Exception:  # two arrays among them: not worth a comparison
+        return False
 
 
 def _padded_places(node: Node, shape: Sequence[int]) -> list[range]:
