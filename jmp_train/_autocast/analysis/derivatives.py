@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -77,9 +78,9 @@ class Registry:
 
 
 def _are_of_same_sizes(avals: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether the values have the same sizes in some order. As text: symbolic dimensions cannot be sorted."""
-    one, other = ([str(static_size(aval.shape) or aval.shape) for aval in each] for each in (avals, others))
-    return sorted(one) == sorted(other)
+    """Whether the values have the same sizes in some order. As text: symbolic ones cannot be sorted."""
+    one, other = (sorted([str(math.prod(aval.shape)) for aval in each]) for each in (avals, others))
+    return one == other
 
 
 def are_mapped(avals: Sequence[Any], others: Sequence[Any]) -> bool:
