@@ -64,11 +64,10 @@ class Products:
 
     def __init__(self, planner: Planner):
         self.planner = planner
-        # By the site of a program, its new entries: the list they go into, and where in it. A loop's body is
-        # visited until its carries are known, and what an earlier visit found is replaced.
-        self._found: dict[tuple, list[tuple[list[Entry], int, Entry]]] = {}
         self._updates = Updates()
-        self._visits: dict[tuple, _Visit] = {}  # the last one of each program, by its site; those around come first
+        # By the site of a program; those around come first. A loop's body is visited until its carries are known: the
+        # last visit counts.
+        self._visits: dict[tuple, _Visit] = {}
         self.registry = Registry()
         self.is_rule = False  # of a derivative, planned without the program that it belongs to
 
@@ -79,9 +78,9 @@ class Products:
         self.visit(jaxpr, place, facts, ())
         # After all visits: `visit` looks at those products whose entry is the table's. A program that several nodes
         # call is planned once: what one of them needs in float32 runs so for all.
-        for found in self._found.values():
-            for entries, position, entry in found:
-                entries[position] = entry
+        for visit in self._visits.values():
+            for position, entry in visit.found.items():
+                visit.entries[position] = entry
         steps = dict[int, list[bool]]()
         for site, visit in self._visits.items():
             found = find_unrolled(visit.values, visit.entries, visit.place, steps.get(site[-2]) if site else None)
@@ -100,22 +99,19 @@ class Products:
         """
         program, entries = self.planner.recorded(jaxpr, place)
         visit = self._visits[site] = _Visit(self, Values(program, facts), place, site, entries)
-        found = self._found[site] = []
         for position, (node, entry) in enumerate(zip(program.nodes, entries, strict=True)):
             if entry.rule is Rule.ENTER:
                 visit.enter(node)
                 continue
+            new = None
             if node.name in PLAIN_DOTS and entry is TABLE[node.name]:  # no region, scope or edit says otherwise
-                wide = visit.product(node, position)
-                if wide is not None:
-                    found.append((entries, position, wide))
-                    entry = wide
+                new = visit.product(node, position)
             elif node.name in SYSTEMS:
                 self.registry.systems.add(visit.line(node))
             elif node.name in ADDS:
-                if (update := self._updates.of(node, entry, visit.values, place, position)) is not None:
-                    found.append((entries, position, update))
-                    entry = update
+                new = self._updates.of(node, entry, visit.values, place, position)
+            if new is not None:
+                visit.found[position] = entry = new
             visit.values.add(node, entry)
             if entry is UPDATE or entry is STEP:  # HIGH by its rule, but it narrows to what it meets
                 provenance = Provenance.PARAMETER if entry is UPDATE else Provenance.NARROW
@@ -132,10 +128,13 @@ class _Visit:
       place: where it stands.
       site: the nodes that lead to it.
       entries: of its nodes, as the rules give them.
+
+    Attributes:
+      found: the new entries, by the positions of their nodes.
     """
 
-    def __init__(self, products: Products, values: Values, place: Place, site: tuple, entries: Sequence[Entry]):
-        self._products, self._planner = products, products.planner
+    def __init__(self, products: Products, values: Values, place: Place, site: tuple, entries: list[Entry]):
+        self._products, self._planner, self.found = products, products.planner, dict[int, Entry]()
         self.values, self.place, self.entries, self._site = values, place, entries, site
         self._causes = ProductCauses(values, self._planner.policy.compute_dtype, place.body_of in LOOPS)
 
