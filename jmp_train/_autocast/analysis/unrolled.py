@@ -158,15 +158,15 @@ def _factors(values: Values, entries: Sequence[Entry], place: Place) -> list[int
     A node with a body may multiply by whatever it is given. What one product of a forward pass alone multiplies by has
     no bit: it refines nothing.
     """
-    pairs = zip(values.program.nodes, entries, strict=True)
-    products = [
-        node if node.name not in _KEEPS and (node.name in PLAIN_DOTS or entry.rule is Rule.ENTER) else None
-        for node, entry in pairs
+    found = [
+        {values.producers.source(number) for number in node.ins}
+        if node.name not in _KEEPS and (node.name in PLAIN_DOTS or entry.rule is Rule.ENTER)
+        else None
+        for node, entry in zip(values.program.nodes, entries, strict=True)
     ]
-    found = [None if node is None else {values.producers.source(number) for number in node.ins} for node in products]
     counts = Counter[object]()
-    for node, factors in zip(products, found, strict=True):
-        if node is not None and factors is not None and not place.is_backward(node):
+    for node, factors in zip(values.program.nodes, found, strict=True):
+        if factors is not None and not place.is_backward(node):
             counts.update(factors)
     bits = {factor: 1 << i for i, factor in enumerate(counts) if counts[factor] > 1}
     return [None if factors is None else sum(bits.get(each, 0) for each in factors) for factors in found]
