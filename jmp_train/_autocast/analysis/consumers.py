@@ -106,11 +106,10 @@ class Consumers:
                 bases[node.outs[0]] = one
                 found[node.outs[0]] = True
             for number, beside in (node.ins, node.ins[::-1]):
-                inner = producers.producer(number)
-                directly = inner is None or inner.name not in ("mul", "div")
-                if inner is not None and not directly:
+                inner, directly = producers.producer(number), True
+                if inner is not None and inner.name in ("mul", "div"):
                     scaled = producers.scaled(inner, computed=True)
-                    inner = None if scaled is None else producers.producer(scaled)
+                    inner, directly = None if scaled is None else producers.producer(scaled), False
                 if inner is not None and inner.name == "dot_general":
                     if any([producers.are_one(each, beside) for each in inner.ins]):
                         for result in (*inner.outs, *node.outs):
