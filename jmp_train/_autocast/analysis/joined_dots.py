@@ -12,7 +12,6 @@ Decides which results these are. Does not decide which of them are saved.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from ..._sizes import is_less, size_in_bytes
@@ -29,7 +28,6 @@ def joined_dots(program: Program) -> frozenset[int]:
     Not of dots that share a parameter only, as those of a primal and its tangent, and not those that dots read.
     """
     dots: dict[Any, list[Equation]] = {}
-    is_small = functools.partial(_is_small, program)
     for equation in program.equations:
         if equation.node.name == "dot_general" and equation.is_narrow_dot:
             for position, number in enumerate(equation.node.ins):
@@ -38,7 +36,7 @@ def joined_dots(program: Program) -> frozenset[int]:
                     dots.setdefault(way, []).append(equation)
     found: list[int] = []
     for several in dots.values():
-        if len(several) > 1 and any(map(is_small, several)):
+        if len(several) > 1 and any(_is_small(program, each) for each in several):
             found += [equation.results[0] for equation in several]
     return frozenset([number for number in found if not program.context.uses[number].to_dot])
 

@@ -131,8 +131,8 @@ class Values:
         for number, fact in zip(program.inputs, facts, strict=True):
             self.give(number, fact)
         for number in program.known:
-            single = number not in program.captured or is_single(program.avals[number])  # literals are single
-            self.provenances[number] = Provenance.SCALAR if single else Provenance.DATA
+            if number not in program.captured or is_single(program.avals[number]):  # literals are single
+                self.provenances[number] = Provenance.SCALAR
 
     def fact(self, number: int) -> Known:
         """What is known of a value where it enters another program."""
