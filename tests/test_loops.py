@@ -62,6 +62,7 @@ BODIES = {
     "a product": (lambda c, d: c @ d, {LINEAR}),
     "a product and terms": (lambda c, d: (c @ d).T[::-1] - d / 2, {LINEAR}),
     "itself and a product": (lambda c, d: c + c @ d, {STREAM, LINEAR}),
+    "a product, and terms scattered": (lambda c, d: (c @ d).at[jnp.array([0, 0])].add(d[:2]), {LINEAR}),
     "a product with a function of terms": (lambda c, d: jnp.sin(d) @ c, {LINEAR}),
     "a product of parts": (lambda c, d: jnp.concatenate([c[:2] @ d, c[2:]]), {LINEAR}),
     "a product with itself": (lambda c, d: c @ c, set()),

@@ -130,6 +130,7 @@ MIXES = {
     "known alone": (lambda x: lax.select(x > 0, x, 2 * x), [KNOWN, TOO_LARGE], False),
     "added to what is too large": (lambda x: x + x.T, [UNKNOWN_NUMBERS, TOO_LARGE], True),
     "less what is too large": (lambda x: x - x.T, [UNKNOWN_NUMBERS, TOO_LARGE], True),
+    "subtracted from": (lambda x: x.at[jnp.array([0])].subtract(x[:1]), [TOO_LARGE, UNKNOWN_NUMBERS], True),
     "scattered into": (lambda x: x.at[jnp.array([0])].add(x[:1]), [TOO_LARGE, UNKNOWN_NUMBERS], True),
     "a gradient added to": (lambda x: add_any(x, x.T), [UNKNOWN_NUMBERS, TOO_LARGE], True),
     "moved": (lambda x: x.T, [OVERFLOWS], True),

@@ -41,7 +41,7 @@ class Trait(enum.Flag):
     EXTREMES = enum.auto()  # largest or smallest elements
     ADDS = enum.auto()  # a pairwise sum or difference
     ACCUMULATES = enum.auto()  # adds terms to its first operand
-    LINEAR = enum.auto()  # linear in each operand, or in all of them together
+    LINEAR = enum.auto()  # linear in each operand
     ROUNDS = enum.auto()  # follows its operands and rounds: worth float32 wherever that costs no bytes
     ELEMENTWISE = enum.auto()  # of real numbers: an element of the result comes from one of each operand
     FUSES = enum.auto()  # elementwise, or moves values, and cheap: XLA computes it again in every fusion that reads it
@@ -199,7 +199,7 @@ TRAITS = {
     Trait.EXTREMES: "reduce_max reduce_min",
     Trait.ADDS: "add sub add_any",
     Trait.ACCUMULATES: "add sub add_any scatter-add scatter-sub",
-    Trait.LINEAR: "add sub add_any mul div neg reduce_sum dot_general",
+    Trait.LINEAR: "mul div neg reduce_sum dot_general",
     Trait.ROUNDS: "add sub add_any mul div rem atan2 tanh logistic erf erfc",
     Trait.FUSES: "add sub add_any mul div max min neg abs sign select_n clamp integer_pow square one_minus_square "
     "broadcast_in_dim reshape squeeze slice concatenate convert_element_type copy pvary",
@@ -285,6 +285,7 @@ def having(traits: Trait) -> frozenset[str]:
 PLAIN_DOTS = having(Trait.DOT)  # without attention
 DOTS = PLAIN_DOTS | having(Trait.ATTENTION)
 ADDS = having(Trait.ADDS)
+COMBINES = having(Trait.ACCUMULATES | Trait.JOINS)  # numbers of several operands stand in the result, or add up in it
 BOUNDS = having(Trait.BOUNDS)
 ROUNDS = having(Trait.ROUNDS)
 EXPENSIVE = having(Trait.EXPENSIVE)

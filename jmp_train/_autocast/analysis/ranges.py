@@ -25,13 +25,11 @@ from jax.core import Tracer
 
 from ..._dtypes import facts
 from ..._jaxpr import Node
-from ..primitives import ADDS, BOUNDS, Trait, having
+from ..primitives import ADDS, BOUNDS, COMBINES, Trait, having
 
 _JOINS = having(Trait.JOINS | Trait.BOUNDS)
 _MOVES = having(Trait.MOVES | Trait.PICKS | Trait.FLIPS) | {"convert_element_type"}
 _SAME = _MOVES | having(Trait.EXTREMES)
-# Numbers beyond the compute dtype stay among the others, or add to them.
-_MIXES = _JOINS | ADDS | {"scatter-add"}
 _CARRIES = _MOVES | {"sort", "reduce_sum", "cumsum", "cumlogsumexp", "integer_pow", "square"}
 
 
@@ -143,7 +141,7 @@ def overflows_through(node: Node, operands: Sequence[Numbers], dtype: np.dtype) 
         return bool(others) and all(each.overflows for each in others)
     if (fill := filled_with(node)) is not None:
         return operands[0].overflows or Numbers(fill).exceed(dtype)
-    if node.name in _MIXES:
+    if node.name in COMBINES:
         return any([each.range is None for each in operands]) and any([each.exceed(dtype) for each in operands])
     if node.name == "div":
         return operands[0].overflows

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 
 from ..._jaxpr import BARRIER, FlatJaxpr, Loop, Node, flatten
 from ..._sizes import assumed_size
-from ..primitives import SYSTEMS, Trait, having
+from ..primitives import BOUNDS, COMBINES, SYSTEMS, Trait, having
 from .loops import dependents, sources
 from .producers import Producers
 
-_TERMS = having(Trait.ADDS | Trait.JOINS)  # linear in all of their operands together
-_LINEAR = having(Trait.LINEAR | Trait.MOVES | Trait.PICKS) | _TERMS | {"convert_element_type"}
-KEEPS_ESTIMATES = _LINEAR | SYSTEMS | having(Trait.ACCUMULATES | Trait.BOUNDS)
+# What combines operands is linear in all of them together.
+_LINEAR = having(Trait.LINEAR | Trait.MOVES | Trait.PICKS) | COMBINES | {"convert_element_type"}
+KEEPS_ESTIMATES = _LINEAR | SYSTEMS | BOUNDS
 
 
 def carry_kinds(program: FlatJaxpr, loop: Loop, are_solutions: Sequence[bool]) -> list[tuple[bool, bool]]:
@@ -92,7 +92,7 @@ def are_linear(program: FlatJaxpr, ends: Sequence[tuple[int, int]]) -> list[bool
             continue
         if node.name not in _LINEAR:
             nonlinear = once
-        elif node.name not in _TERMS:  # a product of a carry with itself is not linear in it, nor is a quotient by it
+        elif node.name not in COMBINES:  # a product of a carry with itself is not linear in it, nor is a quotient by it
             nonlinear |= twice | (depends[operands[1]] if node.name == "div" and len(operands) > 1 else 0)
         for number in node.outs:
             depends[number], other[number] = once, nonlinear

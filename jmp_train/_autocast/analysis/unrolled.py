@@ -26,13 +26,12 @@ import numpy as np
 
 from ..._jaxpr import Node
 from ..ir import Place
-from ..primitives import DATA_OPERANDS, PLAIN_DOTS, Entry, Rule, Trait, having
+from ..primitives import COMBINES, DATA_OPERANDS, PLAIN_DOTS, Entry, Rule, Trait, having
 from .provenance import UNROUNDED_PROVENANCES, Values
 
 _STARTS = frozenset({"add", "sub", "mul"})  # what JAX's promotion makes float32 of an array of constants
-_JOINS = having(Trait.ACCUMULATES | Trait.JOINS)  # a state with what refines it
 # What is made of a state is one, element by element. An activation function is mostly a `custom_jvp`.
-_KEEPS = having(Trait.ELEMENTWISE | Trait.MOVES | Trait.PICKS | Trait.JOINS | Trait.ACCUMULATES) | {"custom_jvp_call"}
+_KEEPS = having(Trait.ELEMENTWISE | Trait.MOVES | Trait.PICKS) | COMBINES | {"custom_jvp_call"}
 _BOOL = np.dtype(np.bool_)
 
 
@@ -120,7 +119,7 @@ class _Walk:
                     wide = True
                 if name == "convert_element_type" and self.program.avals[node.ins[0]].dtype == _BOOL:
                     wide = False  # zeros and ones, which take the dtype of what they meet
-                elif wide and name in _JOINS:
+                elif wide and name in COMBINES:  # a state with what refines it
                     if in_sum & repeated and not self.place.is_backward(node):
                         self.refining |= in_sum & repeated
                     in_sum = multiplied
