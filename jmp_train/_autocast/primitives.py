@@ -285,6 +285,7 @@ def having(traits: Trait) -> frozenset[str]:
 PLAIN_DOTS = having(Trait.DOT)  # without attention
 DOTS = PLAIN_DOTS | having(Trait.ATTENTION)
 ADDS = having(Trait.ADDS)
+ARITHMETIC = ADDS | {"mul", "div"}
 COMBINES = having(Trait.ACCUMULATES | Trait.JOINS)  # numbers of several operands stand in the result, or add up in it
 BOUNDS = having(Trait.BOUNDS)
 ROUNDS = having(Trait.ROUNDS)

@@ -11,10 +11,10 @@ from __future__ import annotations
 import numpy as np
 
 from ..._jaxpr import FlatJaxpr, Node, flatten
+from ..primitives import ARITHMETIC
 from .constants import is_zero
 
 RELUS = frozenset({"max", "custom_jvp_call"})  # what may be one
-_OF_NORMS = frozenset({"add", "sub", "mul", "div"})
 
 
 def is_positive(node: Node, program: FlatJaxpr) -> bool:
@@ -43,7 +43,7 @@ def is_norm_of_rows(number: int, program: FlatJaxpr) -> bool:
     shape, computed = program.avals[number].shape, [number]
     for each in computed:  # grows
         node = program.producers.get(each)
-        if node is None or node.name not in _OF_NORMS:
+        if node is None or node.name not in ARITHMETIC:
             continue
         shapes = [program.avals[operand].shape for operand in node.ins]
         if (*shape[:-1], 1) in shapes and shape[-1] != 1:  # in rows of one number, such an operand is no statistic

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._jaxpr import BARRIER, FlatJaxpr, Node, branches_of, loop_of
 from ..ir import Place
-from ..primitives import ADDS, COMPARISONS, DELICATE_OPERAND, DOTS, EXPONENTIALS, Entry, Rule, Trait, having
+from ..primitives import ADDS, ARITHMETIC, COMPARISONS, DELICATE_OPERAND, DOTS, EXPONENTIALS, Entry, Rule, Trait, having
 from .wide_product import WideProduct
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class Uses:
         delicate = rule is Rule.RECORDED or (out.delicate and (passes or self._measures_from_constant(node)))
         delicate = delicate or name == "min" or (name == "integer_pow" and node.params["y"] < 0)
         exponent = name in EXPONENTIALS or (out.in_exponent and (passes or name in _AFFINE))
-        position = name in _PERIODIC or (out.is_position and (passes or name in _AFFINE or name == "div"))
+        position = name in _PERIODIC or (out.is_position and (passes or name in ARITHMETIC))
         flags = Flags(reaches, to_dot, only_wide, only_dots, only_results, delicate, exponent, position)
         # Of most primitives one operand alone is delicate: the divisor of a quotient.
         one = DELICATE_OPERAND.get(name)

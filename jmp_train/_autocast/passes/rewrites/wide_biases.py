@@ -18,9 +18,7 @@ import numpy as np
 from ...._dtypes import FLOAT32
 from ...._sizes import assumed_size
 from ...ir import Equation, Op, Program, Use, added, with_dtype
-from ...primitives import ADDS
-
-_JOINS_PARAMETERS = ADDS | {"mul", "div"}
+from ...primitives import ARITHMETIC
 
 
 def wide_biases(program: Program) -> Program:
@@ -32,7 +30,7 @@ def wide_biases(program: Program) -> Program:
     for equation in program.equations:
         if equation.op is Op.CAST and _is_parameter(program, equation.operands[0]):
             wide[equation.results[0]] = equation.operands[0]
-        joins = equation.op is Op.RECORDED and equation.node.name in _JOINS_PARAMETERS
+        joins = equation.op is Op.RECORDED and equation.node.name in ARITHMETIC
         if joins and any([number in wide and _is_smaller(program, number, equation) for number in equation.operands]):
             equations += _in_float32(program, equation, wide)
         else:
