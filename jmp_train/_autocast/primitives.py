@@ -47,7 +47,6 @@ class Trait(enum.Flag):
     FUSES = enum.auto()  # elementwise, or moves values, and cheap: XLA computes it again in every fusion that reads it
     EXPENSIVE = enum.auto()  # elementwise, and XLA stores the result rather than compute it twice
     COMPARES = enum.auto()  # an order of two numbers, which few roundings change, where any changes `eq`; joins such
-    BITWISE = enum.auto()  # what JAX writes functions such as erfc's derivative with
     EXPONENTIAL = enum.auto()  # an absolute error of the operand is a relative one of the result
     PERIODIC = enum.auto()  # an absolute error of the operand counts, however large it is: of an angle, of a fraction
     POOL = enum.auto()  # an extreme of each window, in a kernel of its own
@@ -202,14 +201,14 @@ TRAITS = {
     Trait.LINEAR: "mul div neg reduce_sum dot_general",
     Trait.ROUNDS: "add sub add_any mul div rem atan2 tanh logistic erf erfc",
     Trait.FUSES: "add sub add_any mul div max min neg abs sign select_n clamp integer_pow square one_minus_square "
-    "broadcast_in_dim reshape squeeze slice concatenate convert_element_type copy pvary",
+    "polynomial broadcast_in_dim reshape squeeze slice concatenate convert_element_type bitcast_convert_type copy "
+    "pvary",
     Trait.ELEMENTWISE: "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type "
     "copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 floor integer_pow lgamma log log1p log2 logistic max "
     "min mul neg nextafter one_minus_square pow reduce_precision rem round rsqrt sign sin sinh sqrt square sub tan "
     "tanh",
     Trait.EXPENSIVE: "exp exp2 expm1 log log1p log2 logistic tanh erf erfc erf_inv pow sin cos tan sqrt rsqrt cbrt",
     Trait.COMPARES: "lt le gt ge and or not",
-    Trait.BITWISE: "bitcast_convert_type polynomial",
     Trait.EXPONENTIAL: "exp exp2 expm1 sinh cosh",
     Trait.PERIODIC: "sin cos tan floor ceil round rem",
     Trait.POOL: "reduce_window_max reduce_window_min",

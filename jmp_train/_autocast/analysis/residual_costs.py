@@ -29,7 +29,6 @@ from ..ir import Equation, Op
 from ..primitives import EXPENSIVE, FUSED, Trait, having
 
 _FUSES = FUSED | having(Trait.COMPARES)
-_IN_RULES = _FUSES | having(Trait.BITWISE)  # what may stand inside of a `custom_jvp_call`
 # A value computed from more than this is its own source: keeps planning linear.
 _MOST_SOURCES = 16
 # A source that is more than this many times smaller than the value counts for nothing: the bias or mean of many rows.
@@ -46,7 +45,7 @@ def fuses(equation: Equation) -> bool:
         # `jax.nn.relu` is such a call, and others of `jax.nn` and `jax.scipy.special` are.
         rule = equation.node.name == "custom_jvp_call" and len(equation.results) == 1
         inside = equation.bodies[0].equations
-        return rule and all([inner.node.name in _IN_RULES or _is_test(inner.node) for inner in inside])
+        return rule and all([inner.node.name in _FUSES or _is_test(inner.node) for inner in inside])
     if equation.op is Op.RECORDED:
         return equation.node.name in _FUSES or _is_test(equation.node)
     return equation.op in (Op.CAST, Op.ROUND, Op.SAVED)
