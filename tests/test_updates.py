@@ -222,9 +222,13 @@ def test_a_step_is_found_behind_64_operations_on_its_gradient(operations, found)
     assert reasons(step_of_activations(sines), PARAMS, X) & {STEP.reason} == found
 
 
-def test_a_step_is_found_behind_a_choice_of_its_powers():
-    step = step_of_activations(lambda g, x: jnp.where(jnp.abs(x[:, :1]) < 1, g**3, 0))
-    assert STEP.reason in reasons(step, PARAMS, X)
+@pytest.mark.parametrize(
+    "change",
+    [lambda g, x: jnp.where(jnp.abs(x[:, :1]) < 1, g**3, 0), lambda g, x: jnp.stack([g, 2 * g])[1]],
+    ids=["a choice of its powers", "one of a stack"],
+)
+def test_a_step_is_found_behind(change):
+    assert STEP.reason in reasons(step_of_activations(change), PARAMS, X)
 
 
 def test_the_gradient_of_a_penalty_updates_a_parameter_and_is_no_step_of_a_result():

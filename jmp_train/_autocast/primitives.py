@@ -286,6 +286,8 @@ DOTS = PLAIN_DOTS | having(Trait.ATTENTION)
 ADDS = having(Trait.ADDS)
 ARITHMETIC = ADDS | {"mul", "div"}
 COMBINES = having(Trait.ACCUMULATES | Trait.JOINS)  # numbers of several operands stand in the result, or add up in it
+# An activation function is mostly a `custom_jvp`.
+ELEMENT_BY_ELEMENT = having(Trait.ELEMENTWISE | Trait.MOVES | Trait.PICKS) | COMBINES | {"custom_jvp_call"}
 BOUNDS = having(Trait.BOUNDS)
 ROUNDS = having(Trait.ROUNDS)
 EXPENSIVE = having(Trait.EXPENSIVE)

@@ -26,12 +26,10 @@ import numpy as np
 
 from ..._jaxpr import Node
 from ..ir import Place
-from ..primitives import COMBINES, DATA_OPERANDS, PLAIN_DOTS, Entry, Rule, Trait, having
+from ..primitives import COMBINES, DATA_OPERANDS, ELEMENT_BY_ELEMENT, PLAIN_DOTS, Entry, Rule
 from .provenance import UNROUNDED_PROVENANCES, Values
 
 _STARTS = frozenset({"add", "sub", "mul"})  # what JAX's promotion makes float32 of an array of constants
-# What is made of a state is one, element by element. An activation function is mostly a `custom_jvp`.
-_KEEPS = having(Trait.ELEMENTWISE | Trait.MOVES | Trait.PICKS) | COMBINES | {"custom_jvp_call"}
 _BOOL = np.dtype(np.bool_)
 
 
@@ -111,7 +109,7 @@ class _Walk:
                 self.refining |= again if computes_sum else 0
                 in_sum = multiplied = multiplied | factors
                 repeated |= again
-            elif name not in _KEEPS:
+            elif name not in ELEMENT_BY_ELEMENT:
                 in_sum = 0
             else:
                 if meets_constant and name in _STARTS and self._starts(node):
@@ -159,7 +157,7 @@ def _factors(values: Values, entries: Sequence[Entry], place: Place) -> list[int
     """
     found = [
         {values.producers.source(number) for number in node.ins}
-        if node.name not in _KEEPS and (node.name in PLAIN_DOTS or entry.rule is Rule.ENTER)
+        if node.name not in ELEMENT_BY_ELEMENT and (node.name in PLAIN_DOTS or entry.rule is Rule.ENTER)
         else None
         for node, entry in zip(values.program.nodes, entries, strict=True)
     ]

@@ -20,7 +20,7 @@ from typing import Any
 
 from ..._jaxpr import Node, is_backward
 from ..ir import Place
-from ..primitives import Entry, Rule, Trait, having
+from ..primitives import ELEMENT_BY_ELEMENT, Entry, Rule
 from .provenance import Provenance, Values
 from .uses import axes_of
 
@@ -28,7 +28,6 @@ UPDATE = Entry(Rule.HIGH, "updates parameters by a gradient: steps are smaller t
 STEP = Entry(Rule.HIGH, "a step along a gradient: steps are smaller than the last bit of 16 bits")
 GRADIENT = Entry(Rule.HIGH, "sums gradients of parameters that are updated, step by step")
 
-_STEPS = having(Trait.ELEMENTWISE | Trait.MOVES | Trait.JOINS)  # what an optimizer makes of a gradient
 _MOST_STEPS = 64  # values that a search through these looks at: keeps planning linear
 
 
@@ -123,7 +122,7 @@ class Updates:
                     return True
                 continue  # what it was computed from is of the same backward pass, or of the forward pass
             visited.append(id(node))
-            if axes is not None or node.name in _STEPS:
+            if axes is not None or node.name in ELEMENT_BY_ELEMENT:
                 reached += [each for each in node.ins if each not in seen]
                 seen.update(node.ins)
         ends.update(visited)
