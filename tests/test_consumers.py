@@ -17,7 +17,7 @@ def consumers_of(fn, *args):
     """The consumers of a program, and its first product of two matrices."""
     program = flatten(jax.make_jaxpr(fn)(*args))
     dots = (node for node in program.nodes if node.name == "dot_general" and len(program.avals[node.outs[0]].shape) > 1)
-    return Consumers(program, Producers(program)), next(dots)
+    return Consumers(program, Producers(program), {}), next(dots)
 
 
 def squares(x):
@@ -123,7 +123,7 @@ def test_what_reads_a_convolution(fn, expected):
     x, y = np.ones((1, 2, 8), np.float32), np.ones((4, 2, 3), np.float32)
     program = flatten(jax.make_jaxpr(lambda x, y: fn(lax.conv(x, y, (1,), "SAME")))(x, y))
     (convolution,) = (node for node in program.nodes if node.name == "conv_general_dilated")
-    assert (convolution.outs[0] in Consumers(program, Producers(program)).delicate) == expected
+    assert (convolution.outs[0] in Consumers(program, Producers(program), {}).delicate) == expected
 
 
 SYSTEMS = {
@@ -190,7 +190,7 @@ def test_which_products_are_powers(name):
     a = np.ones((4, 4), np.float32)
     program = flatten(jax.make_jaxpr(POWERS[name][0])(a, a))
     *_, last = (node for node in program.nodes if node.name == "dot_general")
-    assert (last.outs[0] in Consumers(program, Producers(program)).repeated) == POWERS[name][1]
+    assert (last.outs[0] in Consumers(program, Producers(program), {}).repeated) == POWERS[name][1]
 
 
 @pytest.mark.parametrize("sums, expected", [(15, True), (16, False)])

@@ -55,8 +55,8 @@ class Consumers:
       given: for inputs, a function that gives the sums of squares that they are outside.
     """
 
-    def __init__(self, program: FlatJaxpr, producers: Producers, given: Mapping[int, Callable[[], Sums]] | None = None):
-        self._program, self._producers, self._given = program, producers, given or {}
+    def __init__(self, program: FlatJaxpr, producers: Producers, given: Mapping[int, Callable[[], Sums]]):
+        self._program, self._producers, self._given = program, producers, given
 
     def sums_outside(self, number: int) -> Sums:
         """The sums of squares that are terms of a value, as a program is told that is given it."""

@@ -50,7 +50,7 @@ class ProductCauses:
       in_loop: whether it is the body of a loop.
     """
 
-    def __init__(self, values: Values, low: np.dtype, in_loop: bool = False):
+    def __init__(self, values: Values, low: np.dtype, in_loop: bool):
         self._values, self._low, self._in_loop = values, low, in_loop
         self._program, self._producers = values.program, values.producers
         self._consumers = values.consumers

@@ -48,16 +48,14 @@ class Unrolled(NamedTuple):
     steps: dict[int, list[bool]]
 
 
-def find_unrolled(
-    values: Values, entries: Sequence[Entry], place: Place, given: Sequence[bool] | None = None
-) -> Unrolled:
+def find_unrolled(values: Values, entries: Sequence[Entry], place: Place, given: Sequence[bool] | None) -> Unrolled:
     """Finds the states of a program.
 
     Args:
       values: what is known of the program's values, all its nodes added.
       entries: of its nodes.
       place: where it stands.
-      given: of the body of a step, the last of these for its arguments.
+      given: of the body of a step, the last of these for its arguments; `None` for another program.
     """
     walk = _Walk(values, entries, place)
     if given is not None:
