@@ -71,6 +71,11 @@ class Scope:
     def text(self) -> str:
         return str(self.name_stack)
 
+    @functools.cached_property
+    def is_backward(self) -> bool:
+        """Whether its nodes were made by transposing, that is, belong to a backward pass."""
+        return "transpose(" in self.text
+
 
 # `eq=False`: nodes are told apart by identity, which also makes them hashable.
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -443,11 +448,6 @@ def plain_scope(stack: str) -> str:
 def scope_of(node: Node) -> str:
     """The `jax.named_scope` path of a node without its transforms: forward and backward operations have one path."""
     return plain_scope(node.scope.text)
-
-
-def is_backward(node: Node) -> bool:
-    """Whether the node was made by transposing, that is, belongs to a backward pass."""
-    return "transpose(" in node.scope.text
 
 
 def in_jvp(node: Node) -> bool:

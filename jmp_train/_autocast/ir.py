@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from .._dtypes import BFLOAT16, FLOAT16, FLOAT32
-from .._jaxpr import FlatJaxpr, Node, is_backward, is_recomputed, loop_of, scope_of
+from .._jaxpr import FlatJaxpr, Node, is_recomputed, loop_of, scope_of
 from .analysis.ranges import UNKNOWN_NUMBERS, Numbers
 from .primitives import ADDED, DOTS, Entry, Rule
 
@@ -90,7 +90,7 @@ class Place(NamedTuple):
 
     def is_backward(self, node: Node) -> bool:
         # The body of a rematerialized call holds the forward pass, which runs again, beside the backward pass.
-        return is_backward(node) or (self.backward and not is_recomputed(node))
+        return node.scope.is_backward or (self.backward and not is_recomputed(node))
 
     def inside(self, node: Node) -> Place:
         """The place of the bodies of a node that stands here."""

@@ -27,7 +27,6 @@ from ..._jaxpr import (
     Node,
     branches_of,
     in_jvp,
-    is_backward,
     is_in_function_of_jax,
     loop_of,
     open_jaxpr,
@@ -203,7 +202,7 @@ class _Visit:
         registry.forget(where, key)  # of an earlier visit, with other facts
         # In the bodies of a backward pass, and in derivative rules, `place` says so, and name stacks do not. What a
         # rule computes anew, to derive it, is recorded under "jvp(", and is no derivative.
-        backward = is_backward(node) or (self.place.is_backward(node) and not in_jvp(node))
+        backward = node.scope.is_backward or (self.place.is_backward(node) and not in_jvp(node))
         may_derive = backward or in_jvp(node)  # a tangent is a derivative, too
         other = registry.forward_of(key, self._site, sources, avals, backward) if may_derive else None
         if other is not None:

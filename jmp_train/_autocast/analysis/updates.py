@@ -18,7 +18,7 @@ from __future__ import annotations
 import collections
 from typing import Any
 
-from ..._jaxpr import Node, is_backward
+from ..._jaxpr import Node
 from ..ir import Place
 from ..primitives import ELEMENT_BY_ELEMENT, Entry, Rule
 from .provenance import Provenance, Values
@@ -95,14 +95,9 @@ class Updates:
         """The position of a program's first node of a backward pass; that after the last if there is none."""
         program = values.program
         if id(program) not in self._backward_from:
-            # The scope of a node says whether it is of a backward pass. Nodes share scopes, and each is asked once.
-            position, scopes = 0, set[int]()
-            for node in () if place.backward else program.nodes:
-                if id(node.scope) not in scopes and is_backward(node):
-                    break
-                scopes.add(id(node.scope))
-                position += 1
-            self._backward_from[id(program)] = position
+            nodes = () if place.backward else program.nodes
+            positions = (i for i, node in enumerate(nodes) if node.scope.is_backward)
+            self._backward_from[id(program)] = next(positions, len(nodes))
         return self._backward_from[id(program)]
 
     def _is_gradient(self, number: int, values: Values, place: Place, axes: frozenset[Any] | None) -> bool:
