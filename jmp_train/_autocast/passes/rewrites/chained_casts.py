@@ -10,7 +10,10 @@ cast to float16 among them (a cast to bfloat16 counts as expensive), and with it
 the cast is, down to the last cast, and so on: a kernel that reads the gradient at layer k computes it from the head
 down. 24 Llama layers: 56,582 instructions, 1,549 in the largest fusion; with this 20,103 and 76. An operation with two
 large operands is not duplicated if a consumer reaches it through a product as well. So the cast becomes a `select` that
-has the last value as another operand. GPU kernels read that value already: the same kernels, no byte more.
+has the last value as another operand. GPU kernels read that value already.
+
+The last cast of a chain stays as it is: only dots read it, and what is duplicated ends at the cast before. Behind a
+BatchNorm that is the gradient of each convolution: with a `select`, MobileNetV3 would move 4.8 % more bytes on an H200.
 
 Decides which casts those are.
 """
@@ -34,8 +37,9 @@ def chained_casts(program: Program) -> Program:
         return program
     links: set[int] = set()  # the results of casts from float32
     last: dict[int, int] = {}  # by value, the saved copy of the same shape that it is computed from
-    equations = [*program.equations]
-    for i, equation in enumerate(equations):
+    copied: dict[int, int] = {}  # by such a copy, what it is a copy of
+    chained: dict[int, int] = {}  # by the position of a cast, the copy that its operand is computed from
+    for i, equation in enumerate(program.equations):
         result = equation.results[0] if equation.results else -1
         found = None
         for number, _, _ in equation.uses:
@@ -44,17 +48,23 @@ def chained_casts(program: Program) -> Program:
         if found is not None and not _may_be_linked(program.avals[found], program.avals[result]):
             found = None
         if equation.op is Op.SAVED and equation.operands[0] in links:
-            last[result] = result
+            last[result], copied[result] = result, equation.operands[0]
         elif equation.op is Op.CAST:
             if program.avals[result].dtype == FLOAT16:
                 links.add(result)
                 if found is not None:
-                    uses = [*equation.uses, Use(found)]
-                    equations[i] = equation.replace(op=Op.CHAINED, uses=uses)
+                    chained[i] = found
             elif found is not None:
                 last[result] = found
         elif found is not None and equation.name in _KEEP_NAN:
             last[result] = found
+    # The last cast of a chain is duplicated, but no further than to the copy before it.
+    continued = {copied[found] for found in chained.values()}
+    equations = [*program.equations]
+    for i, found in chained.items():
+        cast = equations[i]
+        if not continued.isdisjoint(cast.results):
+            equations[i] = cast.replace(op=Op.CHAINED, uses=[*cast.uses, Use(found)])
     return program.replace(equations=equations)
 
 
