@@ -258,6 +258,22 @@ class Attention(nn.Module):
         return nn.DenseGeneral(512, (-2, -1), dtype=self.dtype)(x)
 
 
+class GroupedQueries(nn.Module):
+    """Causal attention with two query heads for each head of keys (Ainslie et al., "GQA", 2023)."""
+
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: Any):
+        queries = nn.DenseGeneral((4, 2, 64), dtype=self.dtype)(x)
+        keys, values = (nn.DenseGeneral((4, 64), dtype=self.dtype)(x) for _ in range(2))
+        scores = jnp.einsum("bqgrd,bkgd->bgrqk", queries, keys).astype(jnp.float32) / 8
+        scores = jnp.where(jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool)), scores, -1e30)
+        weights = nn.softmax(scores).astype(self.dtype or jnp.float32)
+        x = jnp.einsum("bgrqk,bkgd->bqgrd", weights, values)
+        return nn.DenseGeneral(512, (-3, -2, -1), dtype=self.dtype)(x)
+
+
 group_norm = functools.partial(nn.GroupNorm, 8)
 batch_norm = functools.partial(nn.BatchNorm, use_running_average=False)
 
@@ -362,6 +378,7 @@ ROWS_OF_TABLE = {
         1.003,
     ),
     "attention of 196 tokens": (Attention, TOKENS, mean_square, 1.1),
+    "attention of grouped queries": (GroupedQueries, (4, 512, 512), mean_square, 0.7),
     "gelu, then layer norm": (
         lambda dtype: ActivatedThenNormed(nn.LayerNorm, nn.gelu, dtype),
         FEWER_IMAGES,

@@ -882,6 +882,51 @@ def test_fold_transposes_of_a_batched_product(name):
     assert_two_programs_agree(got, want, "float16")
 
 
+def grouped_scores(keys, queries):
+    """The scores of two query heads for each key head, `[batch, key head, query head, query, key]`."""
+    return jnp.tanh(jnp.einsum("bqgrd,bkgd->bgrqk", queries, keys))
+
+
+def grouped_scores_in_two_steps(keys, queries):
+    scores = lax.dot_general(keys, queries, (((3,), (4,)), ((0, 2), (0, 2))))
+    return jnp.tanh(scores.transpose(0, 1, 4, 3, 2).transpose(0, 1, 3, 2, 4))
+
+
+KEYS, QUERIES = (RNG.normal(size=shape).astype(np.float32) for shape in ((4, 6, 2, 8), (4, 5, 2, 3, 8)))
+
+
+@pytest.mark.parametrize("scores, left", [(grouped_scores, 1), (grouped_scores_in_two_steps, 0)])
+def test_fold_transposes_leaves_the_last_axis_of_grouped_scores_where_it_is(scores, left):
+    program = after("insert_casts", scores, KEYS, QUERIES)
+    moves = [e.params["permutation"] for e in program.equations if e.name == "transpose"]
+    (dot,) = (e for e in program.equations if e.name == "dot_general")
+    assert program.avals[dot.results[0]].shape == (4, 2, 5, 3, 6)
+    assert len(moves) == left and all(axes[-1] == 4 for axes in moves)
+    got, want = jax.jit(lambda *args: (run(scores, *args), run(scores, *args, rewrites=())))(KEYS, QUERIES)
+    assert_two_programs_agree(got, want, "float16")
+
+
+def test_fold_transposes_leaves_a_transpose_that_keeps_the_last_axis():
+    """A swap of operands would move it."""
+
+    def fn(w, x):
+        return jnp.tanh(lax.dot_general(x, w, (((2,), (1,)), ((), ()))).transpose(1, 0, 2))
+
+    w, x = KEYS[0, :, 0], QUERIES[0, :, 0]
+    (before, now) = (after("insert_casts", fn, w, x, **o).equations for o in ({"rewrites": ()}, {}))
+    assert [(e.name, e.operands) for e in before] == [(e.name, e.operands) for e in now]
+
+
+def test_grouped_scores_of_a_sharded_batch():
+    mesh = jax.make_mesh((4,), ("batch",), axis_types=(AxisType.Explicit,))
+    split = NamedSharding(mesh, PartitionSpec("batch"))
+    with jax.set_mesh(mesh):
+        keys, queries = (jax.device_put(x, split) for x in (KEYS, QUERIES))
+        got = jax.jit(autocast(grouped_scores, "mixed_float16"))(keys, queries)
+        assert got.sharding.spec == jax.jit(grouped_scores)(keys, queries).sharding.spec
+    assert_two_programs_agree([np.asarray(got)], run(grouped_scores, KEYS, QUERIES), "float16")
+
+
 @pytest.mark.parametrize("spec", [("rows", "columns"), ("rows",)])
 def test_fold_transposes_swaps_how_the_result_is_sharded(spec):
     mesh = jax.make_mesh((2, 2), ("rows", "columns"), axis_types=(AxisType.Explicit,) * 2)
