@@ -354,6 +354,11 @@ REWRITTEN = {
     ),
     "dot_as_sums": (lambda w, x: x[:, :2] @ w[:2] @ w.T @ x.T[:, :2] + x[:, :3] @ x[:, :3].T, W, X),
     "fold_transposes": (jax.grad(squares), W, X),
+    "swapped_dots": (
+        jax.grad(lambda w, x: jnp.sum(lax.dot(x, w, dimension_numbers=(((1,), (0,)), ((), ()))) ** 2)),
+        W.reshape(8, 2, 2),
+        X,
+    ),
     "hoist_weight_casts": (recurrent, LAYERS[0], X),
     "narrow_caches": (lookup, LAYERS[0], X),
     "narrow_transfers": (lambda w, x: jnp.tanh(x @ jax.device_put(w, jax.memory.Space.Device)), W, X),
@@ -375,11 +380,13 @@ def test_a_rewrite_can_be_left_out_and_the_gradients_are_the_same(name):
     fn, *args = REWRITTEN[name]
     others = [rewrite for rewrite in REWRITES if rewrite.name != name]
     assert len(others) == len(REWRITES) - 1
-    *_, (_, program) = stages(fn, *args)
-    *_, (_, without) = stages(fn, *args, rewrites=others)
+    dtype = "bfloat16" if name == "swapped_dots" else "float16"
+    *_, (_, program) = stages(fn, *args, policy=f"mixed_{dtype}")
+    *_, (_, without) = stages(fn, *args, policy=f"mixed_{dtype}", rewrites=others)
     assert format_program(program) != format_program(without)  # so the comparison below is one
-    got, want = jax.jit(lambda *args: [emit(each, args) for each in (program, without)])(*args)
-    assert_two_programs_agree(got, want, "float16")
+    with jax.disable_jit(name == "swapped_dots"):  # without it, CPUs do not run the program
+        got, want = jax.jit(lambda *args: [emit(each, args) for each in (program, without)])(*args)
+    assert_two_programs_agree(got, want, dtype)
 
 
 def test_every_rewrite_is_left_out_once():
@@ -882,6 +889,52 @@ def test_fold_transposes_of_a_batched_product(name):
     assert_two_programs_agree(got, want, "float16")
 
 
+@pytest.mark.parametrize(
+    "spec",
+    ["nd,dhk->nhk", "nhk,ohk->no", "nd,dhk->hnk", "dn,hdk->nhk", "ecgf,hfcg->geh", "ech,geh->cg", "dch,fcd->hf"],
+)
+def test_weights_of_any_axes_train_in_bfloat16_on_a_cpu(spec):
+    """Their gradients are products in bfloat16 with a float32 result, for some forms of which CPUs have no kernel."""
+    left, right = spec.split("->")[0].split(",")
+    sizes = dict(zip(sorted({*left, *right}), (3, 4, 5, 2, 6), strict=False))
+    x, w = (RNG.normal(size=[sizes[axis] for axis in axes]).astype(np.float32) for axes in (left, right))
+    gradient = jax.grad(lambda w, x: jnp.mean(jnp.tanh(jnp.einsum(spec, x, w)) ** 2))
+    got, want = (jax.jit(fn)(w, x) for fn in (autocast(gradient, "mixed_bfloat16"), gradient))
+    assert np.linalg.norm(got - want) < 2e-2 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "swapped"),
+    [
+        ("nd,dhk->nhk", {}, 1),
+        ("nd,dhk->nhk", {"policy": "mixed_float16"}, 0),
+        ("nhk,ehk->ne", {}, 1),
+        ("nhk,ehk->ne", {"rules": DEFAULT_RULES.replace({"dot_general": "high"})}, 0),
+        ("dn,dhk->nhk", {}, 0),  # the forward pass has that form, with a result in 16 bits
+        ("nde,dehk->nhk", {}, 0),
+        ("nd,dh->nh", {}, 0),
+    ],
+)
+def test_swapped_dots_are_those_that_no_cpu_runs(spec, options, swapped):
+    sizes = dict(zip("ndehk", (32, 24, 20, 18, 16), strict=True))
+    x, w = (np.ones([sizes[axis] for axis in axes], np.float32) for axes in spec.split("->")[0].split(","))
+    gradient = jax.grad(lambda w, x: jnp.mean(jnp.tanh(jnp.einsum(spec, x, w)) ** 2))
+    program = after("rewrite_planned", gradient, w, x, **{"policy": "mixed_bfloat16", **options})
+    assert [e.node.name for e in program.equations if e.rewrite].count("dot_general") == swapped
+
+
+def test_swapped_dots_of_a_sharded_weight():
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Explicit,))
+    split = NamedSharding(mesh, PartitionSpec(None, "heads"))
+    w, x = RNG.normal(size=(8, 2, 3)).astype(np.float32), X
+    gradient = jax.grad(lambda w, x: jnp.mean(jnp.tanh(jnp.einsum("nd,dhk->nhk", x, w)) ** 2))
+    want = gradient(w, x)
+    with jax.set_mesh(mesh):
+        got = jax.jit(autocast(gradient, "mixed_bfloat16"))(jax.device_put(w, split), x)
+    assert got.sharding.is_equivalent_to(split, 3)
+    assert np.linalg.norm(got - want) < 2e-2 * np.linalg.norm(want)
+
+
 def grouped_scores(keys, queries):
     """The scores of two query heads for each key head, `[batch, key head, query head, query, key]`."""
     return jnp.tanh(jnp.einsum("bqgrd,bkgd->bgrqk", queries, keys))
@@ -917,14 +970,33 @@ def test_fold_transposes_leaves_a_transpose_that_keeps_the_last_axis():
     assert [(e.name, e.operands) for e in before] == [(e.name, e.operands) for e in now]
 
 
-def test_grouped_scores_of_a_sharded_batch():
-    mesh = jax.make_mesh((4,), ("batch",), axis_types=(AxisType.Explicit,))
-    split = NamedSharding(mesh, PartitionSpec("batch"))
+def test_fold_transposes_leaves_what_goes_to_a_dot():
+    """Which reads it in any layout."""
+
+    def fn(w, scores, values):
+        heads = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), values)
+        return heads.reshape(4, 24, 64) @ w
+
+    args = tuple(np.ones(shape, np.float32) for shape in ((64, 16), (4, 2, 24, 24), (4, 24, 2, 32)))
+    names = [
+        [(e.name, e.params) for e in after("insert_casts", fn, *args, rewrites=r).equations] for r in ((), REWRITES)
+    ]
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("axes", [("batch",), (None, "batch")], ids=["batch", "queries"])
+def test_grouped_scores_of_sharded_queries(axes):
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
-        keys, queries = (jax.device_put(x, split) for x in (KEYS, QUERIES))
+        keys = jax.device_put(KEYS, NamedSharding(mesh, PartitionSpec(*axes[:1])))
+        queries = jax.device_put(QUERIES[:, :4], NamedSharding(mesh, PartitionSpec(*axes)))
         got = jax.jit(autocast(grouped_scores, "mixed_float16"))(keys, queries)
+        program = after("insert_casts", grouped_scores, keys, queries)
+        (dot,) = (e for e in program.equations if e.name == "dot_general")
+        aval = program.avals[dot.results[0]]
+        assert aval.shape[aval.sharding.spec.index("batch")] == 4
         assert got.sharding.spec == jax.jit(grouped_scores)(keys, queries).sharding.spec
-    assert_two_programs_agree([np.asarray(got)], run(grouped_scores, KEYS, QUERIES), "float16")
+    assert_two_programs_agree([np.asarray(got)], run(grouped_scores, KEYS, QUERIES[:, :4]), "float16")
 
 
 @pytest.mark.parametrize("spec", [("rows", "columns"), ("rows",)])

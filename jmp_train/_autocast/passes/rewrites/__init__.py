@@ -1,7 +1,7 @@
 """The rewrites, in the order in which they are tried within each stage.
 
 Any may be left out. `hoist_weight_casts` comes before `narrow_caches`, which keeps the scan that it narrows for its
-derivative, with the operands that it has by then.
+derivative, with the operands that it has by then. `swapped_dots` looks at the dots that `fold_transposes` leaves.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .rewrite import Rewrite as Rewrite
 from .sliced_dots import sliced_dots
 from .softmax_gradient import softmax_gradient
 from .sums_of_one import entry_of_sum, sums_of_one
+from .swapped_dots import swapped_dots
 from .two_step_sums import two_step_sums
 from .wide_biases import wide_biases
 from .window_sums import window_sums
@@ -37,6 +38,7 @@ REWRITES = (
     Rewrite("dot_as_sums", of_equation={"dot_general": dot_as_sums}),
     Rewrite("softmax_gradient", of_planned=softmax_gradient),
     Rewrite("fold_transposes", of_planned=fold_transposes),
+    Rewrite("swapped_dots", of_planned=swapped_dots),
     Rewrite("hoist_weight_casts", of_lowered=hoist_weight_casts),
     Rewrite("narrow_caches", of_lowered=narrow_caches),
     Rewrite("narrow_transfers", of_planned=narrow_transfers),
