@@ -57,19 +57,23 @@ def of_hidden(fn: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return fn(*reveal_static(args), **reveal_static(kwargs))
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             note_numbers(error, (args, kwargs))
             raise
 
     return run
 
 
-def note_numbers(error: TypeError, args: Any) -> None:
+# Of a number where Python needs one, and of one that is static in a `jit` of the user's own.
+_NEEDS_NUMBER = ("concrete value", "Non-hashable static arguments")
+
+
+def note_numbers(error: Exception, args: Any) -> None:
     """Adds a note to JAX's errors about a number that Python code needs to know, and that is traced in `args`.
 
     They speak of a `jit` with `static_argnums`.
     """
-    if "concrete value" in str(error) and any(map(_is_traced_number, jax.tree.leaves(args))):
+    if any(sign in str(error) for sign in _NEEDS_NUMBER) and any(map(_is_traced_number, jax.tree.leaves(args))):
         error.add_note(
             "Numbers among the arguments are traced, as by jax.jit, but there is no `static_argnums` here. Bind one "
             "that Python code needs to know, such as a length: `functools.partial(fn, n=3)` instead of `fn`."

@@ -135,7 +135,7 @@ def make_planned(
         # A frame of this file in every traceback: the sign of autocast.
         try:
             return fn(*reveal_static(args), **reveal_static(kwargs))
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             note_numbers(error, (args, kwargs))
             raise
 
