@@ -355,6 +355,22 @@ def test_the_cure_for_what_cannot_be_entered():
     assert report.primitive == "log" and report.text == 'return lax.pmean(jnp.log(x), "data")'
 
 
+def test_devices_meet_in_equal_collectives_of_different_branches():
+    """JAX's transpose of a `cond` sums the gradient of what devices share in every branch."""
+
+    @sharded(LINE, (P(), P("data")), P("data"))
+    def layer(w, x):
+        return lax.cond(lax.axis_index("data") < 5, lambda x: x @ w, lambda x: jnp.tanh(x) @ w, x)
+
+    gradient = jax.grad(lambda w, x: jnp.sum(jnp.log(layer(w, x))))
+    (result,) = Interpreter(trace(gradient, W, X)[0]).run([Value(W), Value(X)], Watcher())
+    np.testing.assert_allclose(result.array, jax.jit(gradient)(W, X), rtol=1e-5)
+    x = np.ones((16, 8), np.float32)
+    x[13] = 0
+    report = find_overflow(gradient)(np.ones_like(W), x)
+    assert (report.primitive, report.verdict) == ("div", Verdict.MODEL)
+
+
 def test_devices_in_different_collectives_would_hang():
     @sharded(LINE, P("data"), P("data"), check_vma=False)
     def fn(x):

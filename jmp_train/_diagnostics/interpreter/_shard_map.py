@@ -221,6 +221,17 @@ def _complete_group(
     site = waiting[device].site
     others = [(axis, at) for axis, at in device if axis not in site.collective_axes]
     members = [other for other in programs if all(each in other for each in others)]
-    if any(other not in waiting or waiting[other].site.node.eqn is not site.node.eqn for other in members):
+    kind = _collective(site)
+    if any(other not in waiting or _collective(waiting[other].site) != kind for other in members):
         return None
     return sorted(members, key=lambda other: [dict(other)[axis] for axis in site.collective_axes])
+
+
+def _collective(site: Site) -> tuple[Any, ...]:
+    """What tells collectives apart, in XLA too: not where they are in the program.
+
+    JAX's transpose of a `cond` has an equal sum over devices in every branch, where devices of all branches meet.
+    """
+    eqn = site.node.eqn
+    avals: list[Any] = [var.aval for var in eqn.invars]
+    return site.primitive, eqn.params, [(aval.shape, aval.dtype) for aval in avals]
