@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ._paths import OVERWRITE_WITH_GRADIENT, missing_and_extra
+from ._paths import OVERWRITE_WITH_GRADIENT, missing_and_extra, path_string
 from ._sizes import is_less
+from ._values import check_reduced
 
 T = TypeVar("T")
 
@@ -34,6 +35,9 @@ def all_finite(tree: Any) -> jax.Array:
       tree: any pytree. Leaves that are not floating or complex count as finite, and so do Flax's
         `_overwrite_with_gradient` statistics, which are no gradients.
 
+    Raises:
+      ValueError: a leaf is unreduced over axes of a mesh, as the gradients of "reduced" parameters are.
+
     Example:
       >>> bool(all_finite({"w": jnp.ones(3), "step": 7, "unused": None}))
       True
@@ -50,6 +54,7 @@ def leaves_finite(tree: Any) -> jax.Array:
     groups: defaultdict[Any, list[tuple[int, jax.Array]]] = defaultdict(list)
     for index, (path, leaf) in enumerate(paths_and_leaves):
         if is_gradient(path, leaf):
+            check_reduced(f"the leaf {path_string(path)!r}", leaf)
             finite = jnp.isfinite(leaf)
             # An array's type is its shape, its sharding and the mesh axes it varies over: what a reduction must share.
             small = not is_less(_SMALL_LEAF, finite.size)

@@ -65,7 +65,7 @@ def with_loss_scale(
 
     Returns:
       A transformation with a `LossScaleState`. Its `update` raises a ValueError if the gradients' structure differs
-      from the parameters', or if `axis_name` names no enclosing axis.
+      from the parameters', if a gradient is unreduced over axes of a mesh, or if `axis_name` names no enclosing axis.
 
     Raises:
       TypeError: `inner` is no optax transformation, or `loss_scale` no loss scale.

@@ -10,9 +10,11 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from ._finite import map_gradients
+from ._values import unreduced_axes
 
 T = TypeVar("T")
 
@@ -29,9 +31,19 @@ def _each_part(fn: Callable[[jax.Array], jax.Array], leaf: ArrayLike) -> jax.Arr
     return jax.lax.complex(fn(array.real), fn(array.imag)) if jnp.iscomplexobj(array) else fn(array)
 
 
+def _factor(scale: ArrayLike, part: jax.Array) -> jax.Array:
+    """The scale in the dtype of `part`, and "reduced" over the axes that `part` is unreduced over, as JAX wants it."""
+    factor, axes = jnp.asarray(scale, part.dtype), unreduced_axes(part)
+    if not axes:
+        return factor
+    if jax.typeof(part).manual_axis_type.unreduced:  # inside a `shard_map`
+        return jax.lax.pcast(factor, axes, to="reduced")
+    return jax.reshard(factor, jax.typeof(part).sharding.update(spec=PartitionSpec(reduced=frozenset(axes))))
+
+
 def multiply(tree: T, scale: ArrayLike) -> T:
     """Every gradient or loss times S (float32 `[]`), in float32 or the leaf's wider dtype."""
-    return map_gradients(lambda x: _each_part(lambda part: part * jnp.asarray(scale, part.dtype), x), tree)
+    return map_gradients(lambda x: _each_part(lambda part: part * _factor(scale, part), x), tree)
 
 
 def divide(tree: T, scale: ArrayLike) -> T:
@@ -43,7 +55,7 @@ def divide(tree: T, scale: ArrayLike) -> T:
     inverse = _reciprocal(jnp.asarray(scale, np.float32))
 
     def divide_part(part: jax.Array) -> jax.Array:
-        return part * inverse if part.dtype == np.float32 else part / jnp.asarray(scale, part.dtype)
+        return part * _factor(inverse, part) if part.dtype == np.float32 else part / jnp.asarray(scale, part.dtype)
 
     return map_gradients(lambda x: _each_part(divide_part, x), tree)
 

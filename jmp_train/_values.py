@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from ._text import short_repr
@@ -101,6 +102,31 @@ def check_readable(caller: str, what: str, leaf: Any) -> None:
         raise ValueError(
             f"{what} was deleted, by donating it to an earlier call; keep a copy of the arguments, or call {caller} "
             "with fresh ones."
+        )
+
+
+def unreduced_axes(leaf: Any) -> tuple[str, ...]:
+    """The mesh axes over which an array is unreduced: each device there holds a part of the sum that it stands for."""
+    kind = jax.typeof(leaf)
+    # A mesh axis is explicit or, inside a `shard_map` over it, manual.
+    return tuple(sorted(kind.sharding.spec.unreduced | kind.manual_axis_type.unreduced))
+
+
+def spec_of_sum(leaf: Any) -> PartitionSpec:
+    """How an unreduced array is sharded once its parts are added up."""
+    spec = jax.typeof(leaf).sharding.spec
+    return PartitionSpec(*spec.partitions, reduced=spec.reduced)
+
+
+def check_reduced(what: str, leaf: Any) -> None:
+    """Raises a `ValueError` if an array is unreduced: JAX tests no number of it."""
+    axes = unreduced_axes(leaf)
+    if axes:
+        is_manual = bool(jax.typeof(leaf).manual_axis_type.unreduced)
+        cure = f"jax.lax.psum(x, {axes})" if is_manual else f"jax.reshard(x, jax.{spec_of_sum(leaf)})"
+        raise ValueError(
+            f"{what} is unreduced over the mesh axes {axes}: each device holds a part of a sum, and the sum is not "
+            f"computed yet; add the parts up first, {cure}."
         )
 
 

@@ -19,11 +19,13 @@ from comparisons import TOLERANCE
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jmp_train as jmp
+from jmp_train import diagnostics
 from jmp_train._sharding import axes_of, local, mean_gradients, mean_values
 
 DTYPES = ("float32", "float16", "bfloat16")
 BATCH = 64
 SCALE = 1024.0
+OVER_DATA = frozenset({"data"})
 
 
 def loss_fn(params, x, y):
@@ -587,6 +589,78 @@ def test_an_explicit_mesh_gives_the_gradient_of_one_device(layers, inside):
         split = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
         got = gradient(jax.device_put(w, NamedSharding(mesh, PartitionSpec())), split)
     assert jnp.linalg.norm(got - want) <= TOLERANCE["float16"].gradient * jnp.linalg.norm(want)
+
+
+def in_a_scan(w, x):
+    def step(h, i):
+        return jnp.tanh(h @ jnp.tanh(w * i)) @ w, None
+
+    return jax.lax.scan(step, x, jnp.arange(1.0, 3.0))[0]
+
+
+def in_a_shard_map(w, x):
+    def layers(w, x):
+        return jnp.tanh(x @ w) @ w
+
+    if not jax.sharding.get_abstract_mesh().axis_names:
+        return layers(w, x)
+    data = PartitionSpec("data")
+    return jax.shard_map(layers, in_specs=(PartitionSpec(reduced=OVER_DATA), data), out_specs=data)(w, x)
+
+
+def short_products(w, x):
+    return jnp.tanh(x[:, :2] @ w[:2]) @ w
+
+
+@pytest.mark.parametrize("layers", [short_products, max_pooled, in_a_scan, in_a_shard_map])
+@pytest.mark.parametrize("loss_scale", [jmp.StaticLossScale(SCALE), jmp.DynamicLossScale(SCALE)], ids=["static", ""])
+def test_gradients_whose_sum_over_devices_is_left_open(layers, loss_scale):
+    """Those of "reduced" parameters, with explicit mesh axes, are "unreduced"."""
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.standard_normal(shape, np.float32)) / 8 for shape in ((16, 16), (32, 16)))
+    gradient = jmp.grad(lambda w, x: jnp.mean((layers(w, x) - 1) ** 2), "mixed_float16")
+    want, mesh = gradient(w, x, loss_scale=loss_scale), mesh_of(8, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        w = jax.device_put(w, NamedSharding(mesh, PartitionSpec(reduced=OVER_DATA)))
+        split = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+        for run in (gradient, jax.jit(gradient)):
+            got = run(w, split, loss_scale=loss_scale)
+            assert jax.typeof(got).sharding.spec.unreduced == OVER_DATA
+            got = jax.reshard(got, PartitionSpec())
+            assert jnp.linalg.norm(got - want) <= TOLERANCE["float16"].gradient * jnp.linalg.norm(want)
+
+
+def test_unreduced_gradients_are_reduced_before_they_are_checked():
+    mesh, tx = mesh_of(8, AxisType.Explicit), jmp.with_loss_scale(optax.sgd(0.5))
+    data, reduced = PartitionSpec("data"), PartitionSpec(None, reduced=OVER_DATA)
+    what = "the leaf 'w' is unreduced over the mesh axes ('data',): each device holds a part of a sum"
+    with jax.set_mesh(mesh):
+        params = {"w": jax.device_put(jnp.ones(4), NamedSharding(mesh, reduced))}
+        x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, data))
+
+        def gradient(params, x):
+            return jax.grad(lambda params: jnp.sum(x @ params["w"]))(params)
+
+        grads, state = jax.jit(gradient)(params, x), tx.init(params)
+        message = f"{what}, and the sum is not computed yet; add the parts up first, jax.reshard(x, jax.P(None,))."
+        for check in (jmp.all_finite, diagnostics.exponent_histogram, lambda grads: tx.update(grads, state)):
+            with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+                check(grads)
+        updates: Any = tx.update(jax.reshard(grads, PartitionSpec(None)), state)[0]
+        assert updates["w"].tolist() == [-4.0] * 4
+
+        def inside(params, x, add_up):
+            gradient = jmp.grad(lambda params: jnp.sum(x @ params["w"]), "mixed_float16")
+            grads = gradient(params, loss_scale=jmp.DynamicLossScale(8.0))
+            return jmp.all_finite(jax.lax.psum(grads, ("data",)) if add_up else grads)
+
+        def run(add_up):
+            specs = {"in_specs": (reduced, data), "out_specs": PartitionSpec()}
+            return jax.shard_map(functools.partial(inside, add_up=add_up), **specs)(params, x)
+
+        with pytest.raises(ValueError, match=re.escape("add the parts up first, jax.lax.psum(x, ('data',)).")):
+            run(False)
+        assert run(True)
 
 
 def test_several_axes_may_be_a_list():

@@ -35,7 +35,7 @@ def partitioned(run: Callable[..., tuple[Any, ...]], settings: Settings, shapes:
 
     def specs(mesh: Any, query: Any) -> dict[str, PartitionSpec]:
         """How each operand and result is divided: as the query's batch and heads are."""
-        spec = (*query.sharding.spec, None, None, None, None)
+        spec = (*query.sharding.spec.partitions, None, None, None, None)
         batch, heads, keys = spec[0], spec[2], shape_of["key"][2]
         of_keys = None if keys % math.prod(mesh.shape[axis] for axis in _axes(heads)) else heads
         heads = heads if keys == 1 else of_keys  # one head of keys serves all

@@ -154,7 +154,7 @@ class Scan(WithBody):
 
     def whole(self, number: int) -> Any:
         aval, length = self.body.avals[number], self.params["length"]
-        rows = aval.sharding.spec.update(partitions=(None, *aval.sharding.spec))  # with explicit mesh axes
+        rows = aval.sharding.spec.update(partitions=(None, *aval.sharding.spec.partitions))  # with explicit mesh axes
         return aval.update(shape=(length, *aval.shape), sharding=aval.sharding.update(spec=rows))
 
     def slots(self, read: Collection[int]) -> list[int]:
@@ -194,8 +194,8 @@ class ShardMap(WithBody):
 
     def whole(self, number: int) -> Any:
         aval, spec = self.body.avals[number], self.layout_of(number)
-        devices = math.prod([self.params["mesh"].shape[name] for name in jax.tree.leaves(tuple(spec))])
-        return ShapedArray((devices * aval.shape[0], *aval.shape[1:]) if spec else aval.shape, aval.dtype)
+        devices = math.prod([self.params["mesh"].shape[name] for name in jax.tree.leaves(spec.partitions)])
+        return ShapedArray((devices * aval.shape[0], *aval.shape[1:]) if spec.partitions else aval.shape, aval.dtype)
 
     def reading(self, given: int) -> tuple[int, list[Equation]]:
         # Both bodies are parts of one program to XLA, unlike those of two scans. Without a barrier it would take what

@@ -28,7 +28,7 @@ from jax.typing import DTypeLike
 from ..._dtypes import BFLOAT16, FLOAT32, FLOAT64, Format, facts
 from ..._finite import is_gradient
 from ..._paths import leaf_paths
-from ..._values import check_readable
+from ..._values import check_readable, check_reduced
 
 
 class Wide(NamedTuple):
@@ -94,7 +94,7 @@ def floating_leaves(tree: Any, caller: str) -> list[Leaf]:
     """Every leaf that is a gradient (see `is_gradient`), in the order of `jax.tree.leaves`.
 
     Raises:
-      ValueError: a float64 leaf while JAX has no 64-bit types, or one of 2^32 values or more.
+      ValueError: a float64 leaf while JAX has no 64-bit types, one of 2^32 values or more, or an unreduced one.
     """
     keyed, _ = jax.tree_util.tree_flatten_with_path(tree)
     found = []
@@ -113,6 +113,7 @@ def _as_array(leaf: Any, path: str, caller: str) -> jax.Array:
             f"`{caller}`: the leaf {path!r} is {dtype} while 64-bit types are disabled, and JAX would round it to 32 "
             "bits; call jax.config.update('jax_enable_x64', True) first, or cast it yourself."
         )
+    check_reduced(f"the leaf {path!r}", leaf)
     array = jnp.asarray(leaf)
     values = array.size * (2 if jnp.iscomplexobj(array) else 1)
     if values > _MOST_VALUES:

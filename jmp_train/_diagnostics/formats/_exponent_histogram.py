@@ -186,7 +186,7 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
       device's own part, and `exponent_histogram(tree).psum("data")` the parts of all devices.
 
     Raises:
-      ValueError: a leaf is float64 while JAX has no 64-bit types, or has 2^32 values or more.
+      ValueError: a leaf is float64 while JAX has no 64-bit types, has 2^32 values or more, or is unreduced.
 
     Reference: Micikevicius et al., "Mixed Precision Training", ICLR 2018, figure 3.
 

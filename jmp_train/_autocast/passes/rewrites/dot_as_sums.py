@@ -37,7 +37,8 @@ def dot_as_sums(program: Program, equation: Equation) -> Computation | None:
     if not isinstance(entry, WideProduct) or entry.cause not in (Cause.SHORT, Cause.INNER):
         return None
     # With explicit mesh axes JAX takes no single numbers of a split axis, and a dot says how its result is split.
-    if any([axes is not None for number in equation.node.ins for axes in program.avals[number].sharding.spec]):
+    specs = [program.avals[number].sharding.spec for number in equation.node.ins]
+    if any([axes is not None for spec in specs for axes in spec.partitions]):
         return None
     if entry.of_derivative:
         # If it is short as well, or one long sum: a reduction of what XLA multiplies in the same kernel, as the

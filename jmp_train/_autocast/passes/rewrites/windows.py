@@ -33,7 +33,8 @@ def are_small(node: Node, windows: Any, most_places: int) -> bool:
         return False
     # With explicit mesh axes the type of an array says how devices split it. Along a split axis JAX takes only slices
     # whose size is divisible by the number of devices, which those of windows seldom are.
-    split = zip(node.params["window_dimensions"], node.params["window_strides"], windows.sharding.spec, strict=True)
+    axes_of = windows.sharding.spec.partitions
+    split = zip(node.params["window_dimensions"], node.params["window_strides"], axes_of, strict=True)
     return all(axes is None or window == stride == 1 for window, stride, axes in split)
 
 
