@@ -24,6 +24,7 @@ ONE = jax.make_mesh((1,), ("data",), axis_types=(AUTO,))
 GRID = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AUTO,) * 2)
 W = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
 X = np.sin(np.arange(128, dtype=np.float32)).reshape(16, 8)
+OVER_DATA = frozenset({"data"})
 SHIFT = [(i, (i + 3) % 8) for i in range(8)]
 
 
@@ -280,6 +281,47 @@ def test_shardings_that_are_part_of_types(axes):
         )
         report = find_overflow(jax.grad(lambda w: jnp.sqrt(jnp.sum((fn(w, x) + x @ w) ** 2))))(w)
     assert (report.primitive, report.verdict, report.not_entered) == ("div", Verdict.MODEL, ())
+
+
+def open_sum(w, x):
+    """Of which each device holds a part at first."""
+    h = jnp.einsum("bi,ij->bj", x, w, out_sharding=P(None, None, unreduced=OVER_DATA))
+    return jax.reshard(h, P(None, None))
+
+
+def open_sum_of_devices(w, x):
+    specs = {"in_specs": (P("data"), P(None, "data")), "out_specs": P(unreduced=OVER_DATA)}
+    h = jax.shard_map(lambda w, x: lax.pcast(x @ w, "data", to="unreduced"), **specs)(w, x)
+    return jax.reshard(h, P(None, None))
+
+
+@pytest.mark.parametrize("fn", [open_sum, open_sum_of_devices])
+def test_values_whose_sum_over_devices_is_left_open(fn):
+    """What is judged is the sum, which alone is infinite: of 1e38 on each device."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        w = jax.device_put(jnp.full((8, 3), 1e19), P("data"))
+        fine, infinite = (jax.device_put(jnp.full((2, 8), x), P(None, "data")) for x in (1e18, 1e19))
+        report = find_overflow(fn)(w, infinite)
+        assert not find_overflow(fn)(w, fine) and report.primitive in ("dot_general", "shard_map")
+    assert report.results[0].infs == 6
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda w, x: lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, 2)[0],
+        lambda w, x: jax.shard_map(jnp.tanh, in_specs=P("data"), out_specs=P("data"))(x) @ w,
+    ],
+    ids=["scan", "shard_map"],
+)
+def test_what_is_put_together_is_sharded_as_its_type_says(layer):
+    """The sum of a "reduced" parameter's gradient is left open only along an axis that the types of operands name."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        w = jax.device_put(np.eye(8, dtype=np.float32), jax.NamedSharding(mesh, P(reduced=OVER_DATA)))
+        x = jax.device_put(X, P("data"))
+        assert not find_overflow(jax.grad(lambda w: jnp.sum(layer(w, x))))(w)
 
 
 # What cannot be entered

@@ -200,9 +200,10 @@ class _Run:
             for device, *args in zip(devices, *columns, strict=True)
         }
         results = zip(*run_devices(programs, self.execute, self._watcher.join), strict=True)
+        avals = [var.aval for var in node.eqn.outvars]
         return [
-            Value(assemble([piece.array for piece in pieces], spec, devices), self._watcher.join(pieces))
-            for pieces, spec in zip(results, params["out_specs"], strict=True)
+            Value(assemble([piece.array for piece in pieces], spec, devices, aval), self._watcher.join(pieces))
+            for pieces, spec, aval in zip(results, params["out_specs"], avals, strict=True)
         ]
 
     def _scan(self, node: Node, inputs: list[Value], inside: _Context) -> Coroutine:
@@ -219,12 +220,12 @@ class _Run:
             outs = yield from self.program(node.params["jaxpr"], [*inputs[:consts], *carry, *row], at)
             carry = outs[:carries]
             rows.append(outs[carries:])
+        avals: list[Any] = [var.aval for var in node.eqn.outvars[carries:]]
         if not rows:
-            avals: list[Any] = [var.aval for var in node.eqn.outvars[carries:]]
             empty = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
             return [*carry, *map(Value, empty)]
-        columns = zip(*(reversed(rows) if reverse else rows), strict=True)
-        return [*carry, *(Value(stack([v.array for v in col]), self._watcher.join(col)) for col in columns)]
+        columns = zip(avals, *(reversed(rows) if reverse else rows), strict=True)
+        return [*carry, *(Value(stack([v.array for v in c], aval), self._watcher.join(c)) for aval, *c in columns)]
 
     def _while(self, node: Node, inputs: list[Value], inside: _Context) -> Coroutine:
         params, skip = node.params, node.params["cond_nconsts"]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jaxpr import ClosedJaxpr, Jaxpr, JaxprEqn, open_jaxpr, sub_jaxprs
-from ._site import IDENTITIES, Device, Site, Value, collective_axes
+from ._site import IDENTITIES, Device, Site, Value, collective_axes, to_host
 
 _COLLECTIVES = frozenset(
     "psum psum_invariant pmax pmin all_gather all_gather_invariant reduce_scatter ppermute all_to_all".split()
@@ -84,46 +84,46 @@ def position_along(names: Any, device: Device, last: Device) -> tuple[int, int]:
 
 def shards_of(array: Any, spec: Any, devices: Sequence[Device]) -> Iterator[Any]:
     """What each device gets of an array; devices that get the same share one array."""
-    data, made = _to_host(array), {}
+    data, made = to_host(array), {}
     for device in devices:
-        where = tuple(position_along(names, device, devices[-1]) for names in spec)
+        where = tuple(position_along(names, device, devices[-1]) for names in spec.partitions)
         index = tuple(slice(i * data.shape[k] // n, (i + 1) * data.shape[k] // n) for k, (i, n) in enumerate(where))
         if where not in made:
             made[where] = _from_host(data[index], array)
         yield made[where]
 
 
-def assemble(shards: Sequence[Any], spec: Any, devices: Sequence[Device]) -> Any:
-    """The array of which each device has a shard; of shards at one place the first device's is taken."""
+def assemble(shards: Sequence[Any], spec: Any, devices: Sequence[Device], aval: Any) -> Any:
+    """The array, of type `aval`, of which devices have shards; of shards at one place the first device's is taken."""
     placed: dict[tuple[tuple[int, int], ...], Any] = {}
     for shard, device in zip(shards, devices, strict=True):
-        placed.setdefault(tuple(position_along(names, device, devices[-1]) for names in spec), _to_host(shard))
-    first = _to_host(shards[0])
+        where = tuple(position_along(names, device, devices[-1]) for names in spec.partitions)
+        placed.setdefault(where, to_host(shard))
+    first = to_host(shards[0])
     splits = [n for _, n in next(iter(placed))]
     sizes = [size * n for size, n in itertools.zip_longest(first.shape, splits, fillvalue=1)]
     data = np.empty(sizes, first.dtype)
     for where, shard in placed.items():
         data[tuple(slice(i * size, (i + 1) * size) for (i, _), size in zip(where, first.shape, strict=False))] = shard
-    return _from_host(data, shards[0])
+    return _from_host(data, shards[0], aval)
 
 
-def stack(arrays: Sequence[Any]) -> Any:
-    """Arrays of one shape along a new first axis."""
+def stack(arrays: Sequence[Any], aval: Any = None) -> Any:
+    """Arrays of one shape along a new first axis; of type `aval`, if that is known."""
     # On the host: XLA takes a minute to compile a concatenation of a thousand operands.
-    return _from_host(np.stack(list(map(_to_host, arrays))), arrays[0])
+    return _from_host(np.stack(list(map(to_host, arrays))), arrays[0], aval)
 
 
-def _to_host(array: Any) -> np.ndarray:
-    """An array on the host, keys as the integers they are made of."""
-    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(array) if is_key else array)
-
-
-def _from_host(data: np.ndarray, like: Any) -> Any:
-    """What `_to_host` gave as an array again, of the kind of `like`."""
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(like))
-    return data if data.dtype == jax.dtypes.float0 else jnp.asarray(data)
+def _from_host(data: np.ndarray, like: Any, aval: Any = None) -> Any:
+    """What `to_host` gave as an array again, of the kind of `like`, sharded as `aval` says where types say that."""
+    if data.dtype == jax.dtypes.float0:
+        return data
+    is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
+    array = jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(like)) if is_key else jnp.asarray(data)
+    mesh = jax.sharding.get_abstract_mesh()
+    if aval is not None and aval.sharding.mesh == mesh and jax.sharding.AxisType.Explicit in mesh.axis_types:
+        return jax.reshard(array, aval.sharding)
+    return array
 
 
 # Programs and their turns

@@ -18,6 +18,7 @@ import numpy as np
 from ..._autocast.ir import Place
 from ..._dtypes import FLOAT32, is_floating
 from ..._jaxpr import JaxprEqn, Node, bind
+from ..._values import spec_of_sum, unreduced_axes
 
 Device = tuple[tuple[str, int], ...]
 """A device by its position on each axis of a mesh."""
@@ -167,6 +168,20 @@ def is_narrow_dtype(dtype: Any) -> bool:
         return bool(jnp.issubdtype(dtype, jnp.floating)) and np.dtype(dtype).itemsize < 4
     except TypeError:
         return False
+
+
+def summed(array: Any) -> Any:
+    """The array; of an unreduced one, which JAX neither reads nor computes with, the sum that it stands for."""
+    if not isinstance(array, jax.Array) or not unreduced_axes(array):
+        return array
+    sharding: Any = array.sharding
+    return jax.reshard(array, sharding.update(spec=spec_of_sum(array)))
+
+
+def to_host(array: Any) -> np.ndarray:
+    """An array on the host, unreduced ones summed, keys as the integers they are made of."""
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(array) if is_key else summed(array))
 
 
 def widened(array: Any) -> Any:

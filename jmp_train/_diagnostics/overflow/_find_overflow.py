@@ -19,7 +19,7 @@ import numpy as np
 
 from ..._text import as_lists, count
 from ..._values import check_callable
-from ..interpreter import Call, Interpreter, Loop, Value, Watcher, is_narrow_dtype, traced_call
+from ..interpreter import Call, Interpreter, Loop, Value, Watcher, is_narrow_dtype, to_host, traced_call
 from ._source_lines import between_user_and_jax, user_line
 from ._taint import UNTAINTED, Taint, TaintTracker, argument_tag, has_nonfinite
 from ._verdict import Captured, Verdict, capture, diagnose
@@ -222,11 +222,12 @@ def _run(call: Call, scale: float | None = None) -> tuple[TaintTracker, _Blamed 
     for path, number, value in zip(call.out_paths, program.outputs, results, strict=True):
         if value.tag is None or not value.tag.nonfinite or number in program.inputs:
             continue
-        found, given = (path or "the result", value.tag.taint), [tracker.given[i] for i in value.tag.taint.given]
-        if not any(np.array_equal(value.array, array) for array in given):
-            (kept if any(_keeps_nonfinite(value.array, array) for array in given) else tainted).append(found)
+        found, result = (path or "the result", value.tag.taint), to_host(value.array)
+        given = [to_host(tracker.given[i]) for i in value.tag.taint.given]
+        if not any(np.array_equal(result, array) for array in given):
+            (kept if any(_keeps_nonfinite(result, array) for array in given) else tainted).append(found)
         if not given:
-            (nans if np.any(np.isnan(value.array)) else infinities).append(found)
+            (nans if np.any(np.isnan(result)) else infinities).append(found)
     # A step that skips returns finite values only: the non-finite gradients end in the loss scale's check. What stays
     # where an argument had it comes last: it may be a state's, as an infinity is the lowest loss so far at first.
     checks = [("the check of the gradients", taint) for _, taint in tracker.checks]
@@ -272,7 +273,7 @@ def _keeps_nonfinite(result: Any, argument: Any) -> bool:
 
 def _is_mask(array: Any) -> bool:
     """Whether what is non-finite in an argument is -inf only, which is how masks are written."""
-    numbers = np.asarray(array)
+    numbers = to_host(array)
     return not np.iscomplexobj(numbers) and not np.any(np.isnan(numbers) | (numbers == np.inf))
 
 
@@ -400,7 +401,7 @@ def _range(array: Any) -> ArrayRange:
     shape, name = tuple(array.shape), getattr(array.dtype, "name", str(array.dtype))
     if isinstance(array, jax.Ref) or not jnp.issubdtype(array.dtype, jnp.number):
         return ArrayRange(shape, name, None, None, None, 0, 0, 0)
-    numbers = np.asarray(array)
+    numbers = to_host(array)
     finite = numbers[np.isfinite(numbers)]
     real = np.real(finite).astype(np.float64)
     low, high, largest = None, None, None

@@ -26,7 +26,7 @@ import numpy as np
 from ..._autocast.primitives import Trait, having
 from ..._jaxpr import BARRIER
 from ..._tracebacks import is_asked_for
-from ..interpreter import Site, Value, Watcher, is_narrow_dtype
+from ..interpreter import Site, Value, Watcher, is_narrow_dtype, to_host
 from ._source_lines import is_finite_check, is_library_function
 
 _MOST = 8  # the first origins of a value are enough: the one to blame is the first of them
@@ -223,7 +223,7 @@ def is_inexact(array: Any) -> bool:
 
 def has_nonfinite(array: Any) -> bool:
     """Whether an array holds an infinity or a NaN."""
-    return is_inexact(array) and not np.all(np.isfinite(np.asarray(array)))
+    return is_inexact(array) and not np.all(np.isfinite(to_host(array)))
 
 
 def makes_nan(arrays: Sequence[Any], causes: Sequence[bool], outputs: Sequence[Any]) -> bool:
@@ -233,7 +233,7 @@ def makes_nan(arrays: Sequence[Any], causes: Sequence[bool], outputs: Sequence[A
 
 
 def _nonfinite(array: Any) -> np.ndarray:
-    return ~np.isfinite(np.asarray(array)) if is_inexact(array) else np.zeros(np.shape(array), bool)
+    return ~np.isfinite(to_host(array)) if is_inexact(array) else np.zeros(np.shape(array), bool)
 
 
 def _is_boolean(array: Any) -> bool:
@@ -241,7 +241,7 @@ def _is_boolean(array: Any) -> bool:
 
 
 def _has_nan(array: Any) -> bool:
-    return is_inexact(array) and bool(np.any(np.isnan(np.asarray(array))))
+    return is_inexact(array) and bool(np.any(np.isnan(to_host(array))))
 
 
 def _selected(arrays: Sequence[Any], nonfinite: Sequence[bool]) -> list[bool]:
@@ -254,10 +254,10 @@ def _selected(arrays: Sequence[Any], nonfinite: Sequence[bool]) -> list[bool]:
 def _by_element(arrays: Sequence[Any], nonfinite: Sequence[bool], output: Any) -> tuple[list[bool], bool, bool]:
     """Of an elementwise primitive: which operands taint the result, and whether some element of it originates here, and
     whether some NaN does."""
-    out, nan = _nonfinite(output), np.isnan(np.asarray(output))
+    out, nan = _nonfinite(output), np.isnan(to_host(output))
     elements = [np.broadcast_to(_nonfinite(array), out.shape) for array in arrays]
     before = np.any(elements, axis=0)
-    operands = [np.asarray(array) for array in arrays if is_inexact(array)]
+    operands = [to_host(array) for array in arrays if is_inexact(array)]
     nan_before = np.any([np.broadcast_to(np.isnan(x), out.shape) for x in operands], axis=0)
     causes = [bad and bool(np.any(e & out)) for bad, e in zip(nonfinite, elements, strict=True)]
     return causes, bool(np.any(out & ~before)), bool(np.any(nan & before & ~nan_before))

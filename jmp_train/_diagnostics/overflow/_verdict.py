@@ -20,7 +20,7 @@ import numpy as np
 from ..._dtypes import FLOAT16, FLOAT32, FLOAT64, facts
 from ..._paths import glob_matches
 from ..._tracebacks import is_asked_for
-from ..interpreter import Interpreter, Site, Value, Watcher, is_narrow_dtype, wide_params
+from ..interpreter import Interpreter, Site, Value, Watcher, is_narrow_dtype, to_host, wide_params
 from ._source_lines import (
     between_user_and_jax,
     flax_module,
@@ -111,7 +111,7 @@ def diagnose(
     narrow = next((x.dtype for x in (*found.results, *found.operands) if is_narrow_dtype(_dtype(x))), None)
     wide = None if narrow is None else _in_float32(found)
     if narrow is not None and wide is not None and not any(map(has_nonfinite, wide)):
-        largest = max(float(np.max(np.abs(np.asarray(x)))) for x in wide if is_inexact(x))
+        largest = max(float(np.max(np.abs(to_host(x)))) for x in wide if is_inexact(x))
         why = f"{narrow.name} ends at {facts(narrow).max:.6g}; from the same operands float32 reaches {largest:.4g}."
         return Verdict.KEEP_FLOAT32, why, _cure_in_float32(found.site, narrowed_by_user, scopes)
     # The operands may be at fault: a divisor that was rounded to zero is zero in float32 too. Equations run in the same
@@ -266,15 +266,15 @@ def _infinities_meet(found: Captured) -> bool:
 
 def _adds_lowest(found: Captured) -> bool:
     """Whether the lowest number of a dtype, with which masks are often written, is added to something."""
-    arrays = [np.asarray(x) for x in found.operands if is_inexact(x)]
+    arrays = [to_host(x) for x in found.operands if is_inexact(x)]
     return found.site.primitive == "add" and any(np.any(x == -facts(x.dtype).max) for x in arrays)
 
 
 def _is_too_large(found: Captured) -> bool:
     """Whether operands of which none is at a pole of the operation gave infinities, and not because infinities met."""
     primitive, operands = found.site.primitive, found.operands
-    if _infinities_meet(found) or not any(np.any(np.isinf(x)) for x in found.results if is_inexact(x)):
+    if _infinities_meet(found) or not any(np.any(np.isinf(to_host(x))) for x in found.results if is_inexact(x)):
         return False
     if primitive in _POLES:
-        return bool(np.all(np.asarray(operands[_POLES[primitive]])))
+        return bool(np.all(to_host(operands[_POLES[primitive]])))
     return primitive not in _CAUSES
