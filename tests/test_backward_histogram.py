@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import jmp_train as jmp
 from jmp_train import diagnostics
@@ -66,6 +67,28 @@ def test_values_on_another_mesh_than_the_callers():
         x = jax.device_put(np.ones((8, 8), np.float32), spec)
         found = diagnostics.backward_histogram(jax.grad(lambda x: jnp.sum(sine(x))))(x)
     assert counted(found, "mul") == [(-1, 64)]
+
+
+def looked_up(w, sharding):
+    """Whose gradient JAX scatters on a mesh of automatic axes."""
+    rows = w.at[np.arange(4)].get(out_sharding=sharding)
+    return jnp.sum(jnp.sin(rows @ w))
+
+
+def multiplied(w, sharding):
+    return jnp.sum(jnp.sin((X if sharding is None else jax.reshard(X, sharding)) @ w))
+
+
+@pytest.mark.parametrize("fn, spec", [(looked_up, P()), (multiplied, P(reduced=frozenset({"a"})))])
+def test_an_explicit_mesh_counts_what_one_device_does(fn, spec):
+    """Of a "reduced" parameter the gradient is unreduced: what is counted is the sum that devices hold parts of."""
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Explicit,))
+    want = diagnostics.backward_histogram(jax.grad(fn))(W, None)
+    with jax.set_mesh(mesh):
+        w = jax.device_put(W, jax.NamedSharding(mesh, spec))
+        found = diagnostics.backward_histogram(jax.grad(lambda w: fn(w, P("a", None))))(w)
+    for path in want.paths:
+        assert counted(found, path) == counted(want, path)
 
 
 def test_booleans_are_not_counted():

@@ -19,7 +19,7 @@ from ..._autocast import DEFAULT_RULES, Rule
 from ..._dtypes import is_floating
 from ..._text import columns
 from ..._values import check_callable, register
-from ..interpreter import Site, Value, Watcher, traced_call
+from ..interpreter import Site, Value, Watcher, summed, traced_call
 from ._bits import (
     DOUBLE,
     SINGLE,
@@ -273,10 +273,11 @@ class _Counter(Watcher):
     def watch(self, site: Site, inputs: Sequence[Value], outputs: Sequence[Any]) -> Sequence[Any]:
         if site.backward and DEFAULT_RULES.entry(site.primitive).rule is not Rule.SHAPE:
             path = "/".join(filter(None, (site.scope, site.primitive)))
-            for x in filter(is_floating, outputs):
+            for x in map(summed, filter(is_floating, outputs)):
                 with jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh):  # not that of the caller
                     # In the widest format there is, so that the histograms of one program have the same bins.
                     histogram = exponent_histogram({path: jnp.asarray(x, float)})
+                histogram = jax.device_get(histogram)  # JAX adds up no arrays of different meshes
                 known = self.histograms.get(path)
                 self.histograms[path] = histogram if known is None else known + histogram
         return super().watch(site, inputs, outputs)
