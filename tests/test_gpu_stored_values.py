@@ -274,6 +274,22 @@ class GroupedQueries(nn.Module):
         return nn.DenseGeneral(512, (-3, -2, -1), dtype=self.dtype)(x)
 
 
+class Messages(nn.Module):
+    """Gated messages along the edges of a graph, each node with eight of them."""
+
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: Any):
+        edges = np.arange(8 * len(x))
+        sources, targets = edges * 7919 % len(x), edges // 8
+        for _ in range(2):
+            x = nn.Dense(256, dtype=self.dtype)(x)
+            messages = nn.sigmoid(x[:, :1])[targets] * x[sources]
+            x = jax.ops.segment_sum(messages.astype(jnp.float32), targets, len(x)).astype(x.dtype)
+        return nn.Dense(16, dtype=self.dtype)(x)
+
+
 group_norm = functools.partial(nn.GroupNorm, 8)
 batch_norm = functools.partial(nn.BatchNorm, use_running_average=False)
 
@@ -378,6 +394,7 @@ ROWS_OF_TABLE = {
         1.003,
     ),
     "attention of 196 tokens": (Attention, TOKENS, mean_square, 1.1),
+    "messages of a graph": (Messages, (8192, 256), mean_square, 1.2),  # gradients of gathers add up in float32
     "attention of grouped queries": (GroupedQueries, (4, 512, 512), mean_square, 0.7),
     "gelu, then layer norm": (
         lambda dtype: ActivatedThenNormed(nn.LayerNorm, nn.gelu, dtype),

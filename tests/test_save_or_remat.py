@@ -55,6 +55,28 @@ def test_what_an_argument_is_multiplied_with_costs_reading_the_argument():
     assert decided("mul", twice, W, X, DATA, X)[:2] == ["remat", "read"]  # 2 bytes and 4 and 4
 
 
+ROWS = np.arange(32) % 2
+
+
+@pytest.mark.parametrize("rows, decision", [(ROWS, "remat"), (ROWS[:1], "read")], ids=["more", "fewer"])
+def test_rows_of_an_activation_are_gathered_again_where_they_are_more(rows, decision):
+    def fn(w, x, data):
+        return jnp.sum(jnp.tanh(x @ w)[rows] * (data[: len(rows)] @ w @ w))
+
+    data = np.ones((32, 16), np.float32)
+    assert decided("gather", fn, W, X if len(rows) > 1 else data, data) == [decision]
+
+
+def test_rows_of_an_embedding_are_not_gathered_again():
+    """A Transformer would move 0.5 to 3 % more bytes on an H200: the table is float32."""
+
+    def fn(params, data):
+        return jnp.sum(jnp.exp(params[0][ROWS] * (data @ params[1])) * (data @ params[1] @ params[1]))
+
+    assert decided("gather", fn, (W[:2], W), np.ones((32, 16), np.float32)) == ["read"]
+    assert "gather" not in rematerialized(fn, (W[:2], W), np.ones((32, 16), np.float32))
+
+
 def test_results_of_dots_cost_their_bytes_in_the_compute_dtype():
     def exp_of_three(w, a, b, x):
         return across(jnp.exp(x @ w + x @ a + x @ b), w, x)

@@ -278,9 +278,10 @@ class _Decisions:
         will do: `y` itself is read as that. (With arguments on a mesh JAX records that one as the result of a
         `reshard`.)
         """
-        if not fuses(equation):
-            return None
         facts, operands = self._program.facts, equation.node.ins
+        # XLA gathers rows of an activation, one for each edge of a graph say, in the kernels that read them.
+        if not fuses(equation) and not (equation.node.name == "gather" and not facts[operands[0]].parameter):
+            return None
         low = [n for n in operands if facts[n].has_low_copy and facts[n].depth >= equation.depth]
         if facts[equation.results[0]].precision is Precision.RECORDED:  # joins masks
             low += [n for n in operands if n in self._in_full and n not in low]
