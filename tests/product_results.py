@@ -1,4 +1,4 @@
-"""Cases of classes 4, 5 and 8: small results, constants that the program knows, and delicate functions of data."""
+"""Cases of classes 4, 5 and 8: small results, constants that the program knows, and delicate functions."""
 
 import jax
 import jax.numpy as jnp
@@ -356,6 +356,48 @@ def transport_data(rng):
     return dense_params(rng, 32, 32, 4), {name: value.astype(np.float32) for name, value in batch.items()}
 
 
+# Probabilities under a logarithm, of which many are below 6e-8
+
+
+def pointer_network(net, params, batch):
+    """Words copied from a source (Gu et al. 2016): attention over its places, times what word stands at each."""
+    queries, keys = net.dot(batch["h"], params["query"]), net.dot(batch["source"], params["key"])
+    attention = jax.nn.softmax(net.dot(queries, jnp.swapaxes(keys, -1, -2)) / 32**0.5)
+    copied = attention @ jax.nn.one_hot(batch["words"], 20)
+    return -jnp.mean(jnp.log(jnp.take_along_axis(copied, batch["y"][..., None], -1) + 1e-12))
+
+
+def pointer_network_data(rng):
+    params = {name: normal(rng, 32, 32, scale=0.5) for name in ("query", "key")}
+    words = np.stack([rng.permutation(20) for _ in range(8)])
+    batch = {"h": normal(rng, 8, 10, 32), "source": normal(rng, 8, 20, 32), "words": words}
+    return params, batch | {"y": rng.integers(0, 20, (8, 10))}
+
+
+def topic_model(net, params, batch):
+    """A mixture of topics (ProdLDA, Srivastava and Sutton 2017): a network's weights times learned probabilities."""
+    weights = jax.nn.softmax(net.mlp(params, jnp.log1p(batch["counts"])))
+    words = weights @ jax.nn.softmax(params["topics"])
+    return -jnp.mean(jnp.sum(batch["counts"] * jnp.log(words + 1e-10), -1))
+
+
+def topic_model_data(rng):
+    params = dense_params(rng, 200, 32, 16) | {"topics": normal(rng, 16, 200, scale=8.0)}
+    return params, {"counts": rng.poisson(0.2, (32, 200)).astype(np.float32)}
+
+
+def word_alignment(net, params, batch):
+    """IBM's first model (Brown et al. 1993): the mean over a sentence of what each of its words translates to."""
+    table = jax.nn.softmax(net.dot(params["from"], params["to"]))
+    mixed = jnp.mean(jax.nn.one_hot(batch["sentence"], 40), 1) @ table
+    return -jnp.mean(jnp.log(jnp.take_along_axis(mixed, batch["translation"], -1) + 1e-12))
+
+
+def word_alignment_data(rng):
+    params = {"from": normal(rng, 40, 24, scale=3.0), "to": normal(rng, 24, 60)}
+    return params, {"sentence": rng.integers(0, 40, (8, 20)), "translation": rng.integers(0, 60, (8, 16))}
+
+
 CASES = (
     Case("policy_gradient", 4, policy_gradient, policy_gradient_data),
     Case("distribution_head", 4, distribution_head, distribution_head_data),
@@ -386,4 +428,7 @@ CASES = (
     Case("fourier_features_of_data", 8, fourier_features, fourier_features_data),
     Case("filterbank", 8, filterbank, filterbank_data),
     Case("transport", 8, transport, transport_data),
+    Case("pointer_network", 8, pointer_network, pointer_network_data),
+    Case("topic_model", 8, topic_model, topic_model_data),
+    Case("word_alignment", 8, word_alignment, word_alignment_data),
 )

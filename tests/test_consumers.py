@@ -118,6 +118,53 @@ def test_what_reads_a_product(name):
     assert (product.outs[0] in consumers.delicate) == expected
 
 
+UNDER_LOGARITHMS = {
+    "a logarithm": (jnp.log, True),
+    "a choice, bounded": (lambda p: jnp.log1p(jnp.maximum(p[np.arange(2), np.arange(2)], 1e-6)), True),
+    "a mean": (lambda p: jnp.log2(jnp.mean(p, 0) + 1e-9), True),
+    "a weighted sum": (lambda p: jnp.log(jnp.arange(5.0) * p + (1 - jnp.arange(5.0))), True),
+    "a quotient": (lambda p: jnp.log(p / jnp.sum(jnp.sin(p), 1, keepdims=True)), True),
+    "a product of it": (lambda p: jnp.log(p @ jnp.ones((5, 2))), True),
+    "a selection": (lambda p: jnp.log(jnp.where(np.eye(4, 5) > 0, p, 1)), True),
+    "the other half of it": (lambda p: jnp.log(jnp.concatenate([p, 1 - p])), True),
+    "a softmax": (jax.nn.log_softmax, False),
+    "a softplus": (jax.nn.softplus, False),
+    "a function": (lambda p: jnp.log(jnp.sin(p)), False),
+    "a divisor": (lambda p: 1 / p, False),
+    "a product that is saved": (lambda p: jnp.log(lax.reduce_precision(p, exponent_bits=8, mantissa_bits=23)), True),
+    "a root": (jnp.sqrt, False),
+}
+
+
+@pytest.mark.parametrize("name", UNDER_LOGARITHMS)
+def test_products_under_logarithms(name):
+    fn, expected = UNDER_LOGARITHMS[name]
+    consumers, product = consumers_of(lambda x, y: fn(x @ y.T), X, Y)
+    assert (product.outs[0] in consumers.under_logarithms) == expected
+
+
+ARE_EXPONENTIALS = {
+    "a softmax": (jax.nn.softmax, True),
+    "a sigmoid": (jax.nn.sigmoid, True),
+    "an exponential of base two": (jnp.exp2, True),
+    "a mean of rows, moved": (lambda x: jnp.mean(jnp.exp(x)[None].repeat(3, 0), 0).T.reshape(4, 6), True),
+    "what is left": (lambda x: 1 - jax.nn.sigmoid(x), True),
+    "smoothed": (lambda x: 0.9 * jax.nn.softmax(x) + 0.1 / 6, True),
+    "the part of a barrier": (lambda x: lax.optimization_barrier((jnp.sin(x), jnp.exp(x)))[1], True),
+    "another part": (lambda x: lax.optimization_barrier((jnp.sin(x), jnp.exp(x)))[0], False),
+    "what is divided by one": (lambda x: x / jnp.exp(x), False),
+    "a function of one": (lambda x: jnp.sin(jnp.exp(x)), False),
+    "data": (jnp.sin, False),
+}
+
+
+@pytest.mark.parametrize("name", ARE_EXPONENTIALS)
+def test_values_that_are_made_of_exponentials(name):
+    fn, expected = ARE_EXPONENTIALS[name]
+    consumers, product = consumers_of(lambda x, y: fn(x) @ y.T, X, Y)
+    assert (product.ins[0] in consumers.are_exponentials) == expected
+
+
 @pytest.mark.parametrize("fn, expected", [(jnp.log, True), (jnp.tanh, False)])
 def test_what_reads_a_convolution(fn, expected):
     x, y = np.ones((1, 2, 8), np.float32), np.ones((4, 2, 3), np.float32)

@@ -243,6 +243,23 @@ WIDE = {
     "a convolution of data under a logarithm": (
         lambda w, x: jnp.log(jnp.sqrt(jnp.abs(lax.conv(
             (x * w[0]).reshape(4, 8, 64), x.reshape(8, 8, 32)[..., :16], (4,), "SAME")) + 1e-3)), W, X, Cause.DELICATE),
+    "a choice from attention over one-hot rows, under a logarithm": (
+        lambda w, x: jnp.log(jnp.take_along_axis(
+            jax.nn.softmax(x @ w) @ jax.nn.one_hot(jnp.argmax(x, 0), 32), jnp.argmax(x[:, :32], 1)[:, None], 1) + 1e-9),
+        W, X, Cause.PROBABILITY),
+    "a mixture under a logarithm, its weights and a gate from activations": (
+        lambda w, x: jnp.log(
+            jax.nn.sigmoid(x @ w[:, :1]) * (jax.nn.softmax(x @ w.T) @ jax.nn.softmax(w + 1)) + x[0] ** 2),
+        W, X, Cause.PROBABILITY),
+    "a sum of exponentials of activations times data, under a logarithm": (
+        lambda w, x: jnp.log2(jnp.sum(jnp.exp(x @ w) @ x.T ** 2, -1)), W, X, Cause.PROBABILITY),
+    "sigmoids of activations times a frozen array, bounded under a logarithm": (
+        lambda w, x: jnp.log1p(-jnp.clip(jax.nn.sigmoid(x @ w) @ FROZEN**2 / 64, 0, 0.9)), W, X, Cause.PROBABILITY),
+    "probabilities of rows that are looked up, under a logarithm": (
+        lambda w, x: jnp.log(jax.nn.one_hot(jnp.argmax(x, 1), 64) @ jnp.exp(w)), W, X, Cause.PROBABILITY),
+    "a chain of activations' probabilities under a logarithm": (
+        lambda w, x: jnp.log((jax.nn.softmax(x @ w) @ jax.nn.softmax(w + 1)) @ jax.nn.softmax(w.T)), W, X,
+        Cause.PROBABILITY),
     "a divisor": (lambda w, x: x[:, :32] / (jnp.exp(x * w[0] / 8) @ jnp.exp(x.T)), W, X, Cause.DELICATE),
     "a blur": (
         lambda w, x: lax.conv_general_dilated(
@@ -268,6 +285,14 @@ def test_kept_in_float32_with_its_derivatives(name):
     assert all(result == "float32" for _, result, _, _ in mine)
 
 
+@pytest.mark.parametrize("saved, number", [(None, 4), (jax.checkpoint_policies.dots_saveable, 3)])
+def test_probabilities_are_float32_where_they_are_computed_again_without_their_logarithm(saved, number):
+    fn, w, x, cause = WIDE["a mixture under a logarithm, its weights and a gate from activations"]
+    found = products(jax.grad(jax.checkpoint(loss_of(fn), policy=saved)), w, x)
+    assert [dtype for dtype, _, reason, _ in found if reason.endswith(cause.value)] == ["float32"] * number
+    assert {dtype for dtype, _, reason, _ in found if not reason.endswith(cause.value)} == {"float16"}
+
+
 NARROW = {
     "a layer": (lambda w, x: x @ w, W, X),
     "a preset of TF32": (lambda w, x: jnp.dot(x, w, precision=lax.DotAlgorithmPreset.TF32_TF32_F32), W, X),
@@ -289,7 +314,13 @@ NARROW = {
     "attention in a frozen network": (
         lambda w, x: jax.nn.softmax((x @ jnp.asarray(FROZEN)) @ (x @ jnp.asarray(FROZEN.T)).T) @ (x @ w), W, X),
     "a frozen layer of data": (lambda w, x: jnp.tanh(x @ jnp.asarray(FROZEN)) @ w, W, X),
-    "activations under a logarithm": (lambda w, x: jnp.log(jnp.exp(x @ w) @ jnp.asarray(FROZEN) ** 2), W, X),
+    "activations under a logarithm": (lambda w, x: jnp.log(jnp.tanh(x @ w) ** 2 @ jnp.asarray(FROZEN) ** 2), W, X),
+    "a layer of exponentials under a logarithm": (lambda w, x: jnp.log(1e3 + jnp.exp(x @ w / 9) @ w), W, X),
+    "attention under a logarithm": (
+        lambda w, x: jnp.log(9 + jax.nn.softmax((x @ w) @ (x @ w.T).T) @ (x @ w)), W, X),
+    "probabilities under no logarithm": (lambda w, x: jax.nn.softmax(x @ w) @ jax.nn.softmax(w + 1), W, X),
+    "a softplus of a mixture": (
+        lambda w, x: jnp.log(1 + jnp.exp(jax.nn.softmax(x @ w) @ jax.nn.softmax(w + 1))), W, X),
     "a layer and a penalty": (lambda w, x: jnp.tanh(x @ w + 1e-4 * jnp.sum(w**2)), W, X),
     "a layer and a norm": (lambda w, x: jnp.tanh(x @ w + jnp.linalg.norm(x, axis=1, keepdims=True)), W, X),
     "a layer and an energy": (lambda w, x: jnp.tanh(x @ w + 0.5 * squares(x)[:, None]), W, X),

@@ -7,6 +7,7 @@ Distances between two sets are written so. Where points lie close together besid
 bits hold, and more if the product rounds numbers whose squares beside it are of unrounded ones.
 
     c = dot_general a b; e = cos (mul 2.0 c)       c is delicate: an absolute error of an angle is one of its cosine
+    c = dot_general a b; e = log (add (gather c i) 1e-12)      c is under a logarithm, of which this picks numbers
     c = dot_general a b; e = cholesky c            c is in a system, directly
     c = dot_general a b; e = dot_general c a       c is repeated, as in a quadratic form: `a` is a factor of both
     c = dot_general a b; e = dot_general (div c (norm c)) a       the same, though not directly: a power iteration
@@ -21,9 +22,9 @@ import functools
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
-from ..._jaxpr import BARRIER, FlatJaxpr, Node
+from ..._jaxpr import BARRIER, FlatJaxpr, Node, is_recomputed
 from ..._sizes import assumed_size
-from ..primitives import ADDS, BOUNDS, DELICATE_OPERAND, PLAIN_DOTS, SYSTEMS, Trait, having
+from ..primitives import ADDS, ARITHMETIC, BOUNDS, DELICATE_OPERAND, PLAIN_DOTS, SYSTEMS, Trait, having
 from .dot_sizes import DotSizes
 from .producers import Producers
 from .ranges import Range, range_of
@@ -37,7 +38,13 @@ _DELICATE = {name: position for name, position in DELICATE_OPERAND.items() if na
 _DELICATE |= dict.fromkeys(having(Trait.PERIODIC), 0)
 
 _LOGARITHMS = frozenset({"log", "log2", "log1p"})
+_EXPONENTIALS = frozenset({"exp", "exp2", "logistic"})
 _MAGNITUDES = frozenset({"square", "integer_pow", "abs", "sqrt"})  # what a power spectrum is computed with
+# What a program does to probabilities before it takes their logarithm: it picks those of labels, weighs, adds and
+# normalises them, and multiplies them by further ones.
+_OF_PROBABILITIES = ARITHMETIC | BOUNDS | PLAIN_DOTS | _MAGNITUDES | having(Trait.PICKS | Trait.JOINS)
+# A `jax.checkpoint` that saves products puts them behind a `reduce_precision` to float32.
+_OF_PROBABILITIES |= {"reduce_sum", "reduce_max", "cumsum", "reduce_precision"}
 
 # A sum is followed back to that many terms, which keeps planning linear in the number of equations.
 _MOST_TERMS = 16
@@ -70,6 +77,48 @@ class Consumers:
             if node.name in _DELICATE:
                 products = self._products_in(node.ins[_DELICATE[node.name]], magnitudes=node.name in _LOGARITHMS)
                 found.update(each.outs[0] for each in products)
+        return found
+
+    @functools.cached_property
+    def under_logarithms(self) -> set[int]:
+        """The products of which a logarithm is taken, or of what is picked from them, weighed, added or multiplied.
+
+        More than are `delicate`, and layers may be among them: what is multiplied decides; see `are_exponentials`.
+        """
+        nodes, seen = self._program.nodes, set[int]()
+        found = list(self._probabilities([node.ins[0] for node in nodes if node.name in _LOGARITHMS], seen))
+        # A backward pass that computes products again does not take their logarithm again: it divides by them.
+        if any([is_recomputed(node) for node in nodes if node.name in PLAIN_DOTS]):
+            divisors = [node.ins[1] for node in nodes if node.name == "div" and not is_recomputed(node)]
+            found += filter(is_recomputed, self._probabilities(divisors, seen))
+        return {node.outs[0] for node in found}
+
+    def _probabilities(self, pending: list[int], seen: set[int]) -> Iterator[Node]:
+        """The products that values are computed from as from probabilities, except those that were seen before."""
+        while pending:
+            node = self._producers.producer(pending.pop())
+            if node is None or node.name not in _OF_PROBABILITIES or node.outs[0] in seen:
+                continue
+            seen.add(node.outs[0])
+            pending.extend(node.ins)
+            if node.name in PLAIN_DOTS:
+                yield node
+
+    @functools.cached_property
+    def are_exponentials(self) -> set[int]:
+        """The values made of exponentials, as a softmax and the mean of sigmoids are.
+
+        What is divided by an exponential is none, nor is a function of one.
+        """
+        found: set[int] = set()
+        for node in self._program.nodes:
+            if node.name == BARRIER:
+                found.update(result for number, result in zip(node.ins, node.outs, strict=True) if number in found)
+                continue
+            values = node.ins[:1] if node.name == "div" else node.ins
+            moved = node.name in _OF_PROBABILITIES or self._moves(node)
+            if node.name in _EXPONENTIALS or (moved and not found.isdisjoint(values)):
+                found.update(node.outs)
         return found
 
     @functools.cached_property

@@ -16,6 +16,7 @@ systems. Does not decide about derivatives, nor about products whose precision w
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -220,12 +221,29 @@ class ProductCauses:
         if any(each in ROUNDED_PROVENANCES for each in provenances):
             # Activations times activations or targets, as the right-hand side of a regression on learned features, are
             # no layer; what is read otherwise has been rounded already.
-            return Cause.IN_SYSTEM if directly and Provenance.PARAMETER not in provenances else None
+            if directly and Provenance.PARAMETER not in provenances:
+                return Cause.IN_SYSTEM
+            return Cause.PROBABILITY if self._is_probability(node, provenances) else None
         are_data = _are_data(provenances)
         # Of a layer only if nothing is between it and the system: that is no network.
         if directly or (are_data and directly is not None):
             return Cause.IN_SYSTEM
-        return Cause.DELICATE if are_data and node.outs[0] in self._consumers.delicate else None
+        if are_data and node.outs[0] in self._consumers.delicate:
+            return Cause.DELICATE
+        return Cause.PROBABILITY if self._is_probability(node, provenances) else None
+
+    def _is_probability(self, node: Node, provenances: Sequence[Provenance]) -> bool:
+        """Whether a product under a logarithm multiplies exponentials by others, or by float32 numbers or one-hot rows.
+
+        In float16 its operands and its result are zero below 6e-8, although the exponents that a network made have
+        digits left: the logarithm is that of what was added, as 1e-12, and its derivative 1e12.
+        """
+        # A parameter may be negative: a product with it is a layer, whatever reads that.
+        if Provenance.PARAMETER in provenances or node.outs[0] not in self._consumers.under_logarithms:
+            return False
+        made = [number in self._consumers.are_exponentials for number in node.ins[:2]]
+        unrounded = [each in UNROUNDED_PROVENANCES or each is Provenance.SCALAR for each in provenances]
+        return any(made) and all(map(operator.or_, made, unrounded))
 
     def _is_fixed_filter(self, node: Node) -> bool:
         """Whether a convolution blurs, differentiates or interpolates each channel by itself, with known weights."""

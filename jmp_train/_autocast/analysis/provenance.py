@@ -187,7 +187,8 @@ class Values:
             square = cause is Cause.SQUARE
             computed = Provenance.ACTIVATION if provenance in ROUNDED_PROVENANCES else Provenance.DATA
             provenance = Provenance.TABLE if constant else Provenance.SOLUTION if square else computed
-        if cause is Cause.DELICATE:  # what follows may be a frozen network, of which this is the first layer
+        # What follows a delicate product may be a frozen network, of which this is the first layer.
+        if cause is Cause.DELICATE or cause is Cause.PROBABILITY:
             provenance = Provenance.ACTIVATION
         for number in node.outs:
             try:
