@@ -160,6 +160,25 @@ def regression_targets_data(rng):
     return dense_params(rng, 24, 32, 4), {"x": x, "y": y, "z": normal(rng, 32, 4)}
 
 
+def precision_matrix(net, params, batch):
+    """A Gaussian's precision by its likelihood, `tr(S T) - log det T`, near where the derivative `S - inv(T)` is zero.
+
+    Layers beside it predict the mean.
+    """
+    precision = params["precision"]
+    fit = jnp.trace(batch["covariance"] @ precision) - jnp.linalg.slogdet(precision)[1]
+    return fit + mean_square(net.mlp(params, batch["x"]) - batch["y"])
+
+
+def precision_matrix_data(rng):
+    root = rng.standard_normal((32, 32)) / 32**0.5
+    covariance = root @ root.T + np.eye(32)
+    precision = np.linalg.inv(covariance) * (1 + 0.003 * rng.standard_normal((32, 32)))
+    params = dense_params(rng, 16, 32, 4) | {"precision": precision.astype(np.float32)}
+    x = normal(rng, 64, 16)
+    return params, {"covariance": covariance.astype(np.float32), "x": x, "y": normal(rng, 64, 4, scale=0.3)}
+
+
 def weight_data(rng):
     params = dense_params(rng, 32, 64, 32) | {"free": normal(rng, 32, 32, scale=0.3)}
     return params, {"x": normal(rng, 128, 32), "y": normal(rng, 128, 32)}
@@ -175,6 +194,7 @@ CASES = (
     Case("learned_filter", 3, learned_filter, learned_filter_data),
     Case("learned_smoother", 3, learned_smoother, learned_smoother_data),
     Case("regression_targets", 8, regression_targets, regression_targets_data),
+    Case("precision_matrix", 3, precision_matrix, precision_matrix_data),
     Case("cayley", NARROW, cayley, weight_data, low_share=1.0),
     Case("orthonormal", NARROW, orthonormal, weight_data, low_share=1.0),
 )

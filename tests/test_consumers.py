@@ -118,6 +118,32 @@ def test_what_reads_a_product(name):
     assert (product.outs[0] in consumers.delicate) == expected
 
 
+DIAGONALS = {
+    "a trace": (jnp.trace, True),
+    "the trace of a method, scaled": (lambda p: (p / 2).T.trace() + 1, True),
+    "a trace beside the main one": (lambda p: jnp.trace(p, 1), True),
+    "a trace by an einsum": (lambda p: jnp.einsum("ii->", p), True),
+    "a diagonal": (jnp.diag, True),
+    "a mean of a diagonal": (lambda p: jnp.mean(jnp.diagonal(3 * p)), True),
+    "times the identity": (lambda p: jnp.sum(jnp.eye(4) * p), True),
+    "twice": (lambda p: jnp.trace(p) + jnp.sum(jnp.diag(p) ** 2), True),
+    "with the product": (lambda p: (jnp.trace(p), p.T), False),
+    "with a function of the product": (lambda p: jnp.trace(p) + jnp.sum(jnp.sin(p)), False),
+    "a trace of a function": (lambda p: jnp.trace(jnp.sin(p)), False),
+    "all but the diagonal": (lambda p: jnp.where(jnp.eye(4, dtype=bool), 0, p), False),
+    "a triangle": (lambda p: jnp.sum(jnp.tril(p)), False),
+    "a sum": (jnp.sum, False),
+    "an identity beside it": (lambda p: p + jnp.eye(4), False),
+}
+
+
+@pytest.mark.parametrize("name", DIAGONALS)
+def test_products_of_which_only_a_diagonal_is_read(name):
+    fn, expected = DIAGONALS[name]
+    consumers, product = consumers_of(lambda x, y: fn(x @ y[:4].T), X, Y)
+    assert (product.outs[0] in consumers.diagonals) == expected
+
+
 UNDER_LOGARITHMS = {
     "a logarithm": (jnp.log, True),
     "a choice, bounded": (lambda p: jnp.log1p(jnp.maximum(p[np.arange(2), np.arange(2)], 1e-6)), True),

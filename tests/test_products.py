@@ -118,6 +118,13 @@ WIDE = {
     "dynamics": (lambda a, x: a @ a @ a.T, SMALL, SMALL, Cause.SHORT),
     "an inner product": (lambda w, x: jnp.vdot(w, x), W, W + 1, Cause.INNER),
     "inner products of a batch": (lambda w, x: jnp.einsum("bi,bi->b", x * w[0], x + 1), W, X, Cause.INNER),
+    "a trace": (lambda w, x: jnp.trace((x * w[0]).T @ (x + 1)), W, X, Cause.DIAGONAL),
+    "a diagonal of a parameter times data": (lambda w, x: jnp.diag(x @ w[:, :32]), W, X, Cause.DIAGONAL),
+    "a trace of activations, by an einsum": (
+        lambda w, x: jnp.einsum("ii->", jnp.tanh(x @ w) @ jnp.tanh(x @ w.T).T), W, X, Cause.DIAGONAL),
+    "traces of a batch": (
+        lambda w, x: jnp.trace((x * w[0]).reshape(4, 8, 64) @ (x + 1).reshape(4, 64, 8), axis1=1, axis2=2), W, X,
+        Cause.DIAGONAL),
     "a Gram matrix": (lambda w, x: (x * w[0]).T @ (x * w[0]), W, X, Cause.SQUARE),
     "scaled": (lambda w, x: 2 * (x * w[0]) @ (x * w[0]).T, W, X, Cause.SQUARE),
     "through moves": (
@@ -316,6 +323,8 @@ NARROW = {
     "a frozen layer of data": (lambda w, x: jnp.tanh(x @ jnp.asarray(FROZEN)) @ w, W, X),
     "activations under a logarithm": (lambda w, x: jnp.log(jnp.tanh(x @ w) ** 2 @ jnp.asarray(FROZEN) ** 2), W, X),
     "a layer of exponentials under a logarithm": (lambda w, x: jnp.log(1e3 + jnp.exp(x @ w / 9) @ w), W, X),
+    "a trace beside its logits": (
+        lambda w, x: (lambda logits: jnp.trace(logits) - jax.nn.logsumexp(logits, 1))(x @ w[:, :32]), W, X),
     "attention under a logarithm": (
         lambda w, x: jnp.log(9 + jax.nn.softmax((x @ w) @ (x @ w.T).T) @ (x @ w)), W, X),
     "probabilities under no logarithm": (lambda w, x: jax.nn.softmax(x @ w) @ jax.nn.softmax(w + 1), W, X),

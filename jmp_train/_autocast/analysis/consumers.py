@@ -8,6 +8,7 @@ bits hold, and more if the product rounds numbers whose squares beside it are of
 
     c = dot_general a b; e = cos (mul 2.0 c)       c is delicate: an absolute error of an angle is one of its cosine
     c = dot_general a b; e = log (add (gather c i) 1e-12)      c is under a logarithm, of which this picks numbers
+    c = dot_general a b; e = select_n (eq (iota 0) (iota 1)) 0.0 c       of c only the diagonal is read, as by a trace
     c = dot_general a b; e = cholesky c            c is in a system, directly
     c = dot_general a b; e = dot_general c a       c is repeated, as in a quadratic form: `a` is a factor of both
     c = dot_general a b; e = dot_general (div c (norm c)) a       the same, though not directly: a power iteration
@@ -22,8 +23,8 @@ import functools
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
-from ..._jaxpr import BARRIER, FlatJaxpr, Node, is_recomputed
-from ..._sizes import assumed_size
+from ..._jaxpr import BARRIER, FlatJaxpr, Node, is_in_function_of_jax, is_recomputed
+from ..._sizes import assumed_size, is_single
 from ..primitives import ADDS, ARITHMETIC, BOUNDS, DELICATE_OPERAND, PLAIN_DOTS, SYSTEMS, Trait, having
 from .dot_sizes import DotSizes
 from .producers import Producers
@@ -40,6 +41,7 @@ _DELICATE |= dict.fromkeys(having(Trait.PERIODIC), 0)
 _LOGARITHMS = frozenset({"log", "log2", "log1p"})
 _EXPONENTIALS = frozenset({"exp", "exp2", "logistic"})
 _MAGNITUDES = frozenset({"square", "integer_pow", "abs", "sqrt"})  # what a power spectrum is computed with
+_KEEPS_MASKS = having(Trait.MOVES) | {"convert_element_type"}
 # What a program does to probabilities before it takes their logarithm: it picks those of labels, weighs, adds and
 # normalises them, and multiplies them by further ones.
 _OF_PROBABILITIES = ARITHMETIC | BOUNDS | PLAIN_DOTS | _MAGNITUDES | having(Trait.PICKS | Trait.JOINS)
@@ -92,6 +94,44 @@ class Consumers:
             divisors = [node.ins[1] for node in nodes if node.name == "div" and not is_recomputed(node)]
             found += filter(is_recomputed, self._probabilities(divisors, seen))
         return {node.outs[0] for node in found}
+
+    @functools.cached_property
+    def diagonals(self) -> set[int]:
+        """The products of which nothing but a diagonal is read: the inner products that a trace adds up."""
+        producers, nodes = self._producers, self._program.nodes
+        masks, places = set[int](), dict[int, int]()  # of what counts places along an axis, which one
+        for node in nodes:
+            if node.name == "iota":
+                places[node.outs[0]] = node.params["dimension"]
+            elif node.name == "add" and node.ins[0] in places and is_single(self._program.avals[node.ins[1]]):
+                places[node.outs[0]] = places[node.ins[0]]  # of another diagonal
+            elif node.name == "eq" and node.ins[0] in places and node.ins[1] in places:
+                if places[node.ins[0]] != places[node.ins[1]]:
+                    masks.add(node.outs[0])
+        if not masks:  # as in most programs
+            return set()
+        read, otherwise = set[Any](), {producers.source(number) for number in self._program.outputs}
+        for node in nodes:
+            if node.name in _KEEPS_MASKS and node.ins[0] in masks:
+                masks.add(node.outs[0])
+                continue
+            diagonal = self._taken_diagonal(node, masks)
+            for position, number in enumerate(node.ins):
+                source = producers.source(number)
+                if position == diagonal:
+                    read.add(source)
+                elif not any([producers.source(result) == source for result in node.outs]):  # neither moved nor scaled
+                    otherwise.add(source)
+        return read - otherwise
+
+    def _taken_diagonal(self, node: Node, masks: set[int]) -> int | None:
+        """The position of the operand of which a node reads a diagonal, which `masks` choose."""
+        if node.name == "select_n":
+            return 2 if node.ins[0] in masks else None
+        if node.name == "mul" or (node.name == "cond" and is_in_function_of_jax(node, "diagonal")):
+            of_masks = [number in masks for number in node.ins[-2:]]
+            return len(node.ins) - 2 + of_masks.index(False) if any(of_masks) and not all(of_masks) else None
+        return None
 
     def _probabilities(self, pending: list[int], seen: set[int]) -> Iterator[Node]:
         """The products that values are computed from as from probabilities, except those that were seen before."""

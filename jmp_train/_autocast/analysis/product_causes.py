@@ -86,6 +86,8 @@ class ProductCauses:
         # which reads the matrix once, so that its bytes decide; see `_is_in_memory`.
         if max(free) == 1 or (min(free) == 1 and self._is_in_memory(node, provenances)):
             return Cause.INNER
+        if node.outs[0] in self._consumers.diagonals:
+            return Cause.DIAGONAL
         if sizes.contracted < TENSOR_CORE_DEPTH and self._is_data(node, provenances, sizes):
             return Cause.SHORT
         tables = self._tables(node)  # after what is decided without the numbers: to compute them takes time

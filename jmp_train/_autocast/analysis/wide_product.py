@@ -17,6 +17,7 @@ class Cause(enum.Enum):
     PRECISION = "its precision was set to float32"
     SHORT = "contracts too few numbers for a Tensor Core, and follows its float32 data"
     INNER = "inner products of float32 data, or only one: no Tensor Core computes them"
+    DIAGONAL = "only its diagonal is read, as by a trace: inner products"
     SQUARE = "a value times itself, a square"
     DISTANCE = "added to squares of its operands, as in a distance: their digits cancel"
     DELICATE = "an angle, a divisor or under a logarithm, and computed from float32 data"
