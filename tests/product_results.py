@@ -398,6 +398,18 @@ def word_alignment_data(rng):
     return params, {"sentence": rng.integers(0, 40, (8, 20)), "translation": rng.integers(0, 60, (8, 16))}
 
 
+def kernel_average(net, params, batch):
+    """Kernel regression on learned features (Nadaraya and Watson 1964): targets of about 50, each from the others."""
+    z = net.mlp(params, batch["x"])
+    kernel = jnp.exp(-jnp.sum((z[:, None] - z) ** 2, -1)) * (1 - jnp.eye(len(z)))
+    return mean_square(kernel @ batch["y"] / jnp.sum(kernel, 1, keepdims=True) - batch["y"])
+
+
+def kernel_average_data(rng):
+    x = normal(rng, 64, 16)
+    return dense_params(rng, 16, 32, 4), {"x": x, "y": 50 + np.sin(x[:, :2])}
+
+
 CASES = (
     Case("policy_gradient", 4, policy_gradient, policy_gradient_data),
     Case("distribution_head", 4, distribution_head, distribution_head_data),
@@ -430,5 +442,6 @@ CASES = (
     Case("transport", 8, transport, transport_data),
     Case("pointer_network", 8, pointer_network, pointer_network_data),
     Case("topic_model", 8, topic_model, topic_model_data),
+    Case("kernel_average", 8, kernel_average, kernel_average_data, scale=16.0),
     Case("word_alignment", 8, word_alignment, word_alignment_data),
 )

@@ -144,6 +144,27 @@ def test_products_of_which_only_a_diagonal_is_read(name):
     assert (product.outs[0] in consumers.diagonals) == expected
 
 
+AVERAGES = {
+    "rows by their sum": (lambda x, y: x @ y.T / jnp.sum(x, 1, keepdims=True), [0]),
+    "columns by their sum": (lambda x, y: x @ y.T / jnp.sum(y, 1), [1]),
+    "by both sums": (lambda x, y: x @ y.T / (jnp.sum(x, 1)[:, None] + jnp.sum(y, 1)), [0, 1]),
+    "by the mean, bounded": (lambda x, y: (x @ y.T / 6).T / jnp.maximum(jnp.mean(x, 1) + 1e-9, 1e-6), [0]),
+    "of computed weights": (lambda x, y: jnp.exp(x) @ y.T / jnp.exp(x).sum(1)[:, None], [0]),
+    "moved weights": (lambda x, y: jnp.einsum("ki,jk->ij", x.T, y) / jnp.sum(x.T, 0)[:, None], [0]),
+    "by the sum of other weights": (lambda x, y: x @ y.T / jnp.sum(jnp.sin(x), 1)[:, None], []),
+    "by sums over other axes": (lambda x, y: x @ y.T / jnp.sum(x), []),
+    "by a maximum": (lambda x, y: x @ y.T / jnp.max(x, 1)[:, None], []),
+    "a function of it": (lambda x, y: jnp.sin(x @ y.T) / jnp.sum(x, 1)[:, None], []),
+}
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+def test_products_that_are_divided_by_sums_of_an_operand(name):
+    fn, expected = AVERAGES[name]
+    consumers, product = consumers_of(fn, X, Y)
+    assert consumers.averages.get(product.outs[0], []) == expected
+
+
 UNDER_LOGARITHMS = {
     "a logarithm": (jnp.log, True),
     "a choice, bounded": (lambda p: jnp.log1p(jnp.maximum(p[np.arange(2), np.arange(2)], 1e-6)), True),

@@ -250,6 +250,11 @@ WIDE = {
     "a convolution of data under a logarithm": (
         lambda w, x: jnp.log(jnp.sqrt(jnp.abs(lax.conv(
             (x * w[0]).reshape(4, 8, 64), x.reshape(8, 8, 32)[..., :16], (4,), "SAME")) + 1e-3)), W, X, Cause.DELICATE),
+    "an average of data by exponentials of activations": (
+        lambda w, x: (lambda k: k @ x.T / jnp.sum(k, 1, keepdims=True))(jnp.exp(jnp.tanh(x @ w))), W, X, Cause.AVERAGE),
+    "an average of data by activations": (
+        lambda w, x: (lambda k: (x.T[:, :32] @ k).T / (jnp.sum(k, 0) + 1e-9)[:, None])(jax.nn.sigmoid(x @ w)), W, X,
+        Cause.AVERAGE),
     "a choice from attention over one-hot rows, under a logarithm": (
         lambda w, x: jnp.log(jnp.take_along_axis(
             jax.nn.softmax(x @ w) @ jax.nn.one_hot(jnp.argmax(x, 0), 32), jnp.argmax(x[:, :32], 1)[:, None], 1) + 1e-9),
@@ -323,6 +328,12 @@ NARROW = {
     "a frozen layer of data": (lambda w, x: jnp.tanh(x @ jnp.asarray(FROZEN)) @ w, W, X),
     "activations under a logarithm": (lambda w, x: jnp.log(jnp.tanh(x @ w) ** 2 @ jnp.asarray(FROZEN) ** 2), W, X),
     "a layer of exponentials under a logarithm": (lambda w, x: jnp.log(1e3 + jnp.exp(x @ w / 9) @ w), W, X),
+    "an average of activations": (
+        lambda w, x: (lambda k: k @ (x.T @ w[:32]) / jnp.sum(k, 1, keepdims=True))(jnp.exp(jnp.tanh(x @ w))), W, X),
+    "an average of parameters": (
+        lambda w, x: (lambda k: k @ w / jnp.sum(k, 1, keepdims=True))(jnp.exp(jnp.tanh(x @ w))), W, X),
+    "a layer of data that is divided by the sum of its weights": (
+        lambda w, x: x @ w / (64 + jnp.sum(w, 0)), W, X),
     "a trace beside its logits": (
         lambda w, x: (lambda logits: jnp.trace(logits) - jax.nn.logsumexp(logits, 1))(x @ w[:, :32]), W, X),
     "attention under a logarithm": (

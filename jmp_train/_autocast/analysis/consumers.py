@@ -9,6 +9,7 @@ bits hold, and more if the product rounds numbers whose squares beside it are of
     c = dot_general a b; e = cos (mul 2.0 c)       c is delicate: an absolute error of an angle is one of its cosine
     c = dot_general a b; e = log (add (gather c i) 1e-12)      c is under a logarithm, of which this picks numbers
     c = dot_general a b; e = select_n (eq (iota 0) (iota 1)) 0.0 c       of c only the diagonal is read, as by a trace
+    c = dot_general a b; e = div c (reduce_sum a)  c is an average, of which `a` are the weights
     c = dot_general a b; e = cholesky c            c is in a system, directly
     c = dot_general a b; e = dot_general c a       c is repeated, as in a quadratic form: `a` is a factor of both
     c = dot_general a b; e = dot_general (div c (norm c)) a       the same, though not directly: a power iteration
@@ -20,7 +21,7 @@ Does not decide what follows from it; see `product_causes.py`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..._jaxpr import BARRIER, FlatJaxpr, Node, is_in_function_of_jax, is_recomputed
@@ -39,6 +40,7 @@ _DELICATE = {name: position for name, position in DELICATE_OPERAND.items() if na
 _DELICATE |= dict.fromkeys(having(Trait.PERIODIC), 0)
 
 _LOGARITHMS = frozenset({"log", "log2", "log1p"})
+_SUMS = frozenset({"reduce_sum"})
 _EXPONENTIALS = frozenset({"exp", "exp2", "logistic"})
 _MAGNITUDES = frozenset({"square", "integer_pow", "abs", "sqrt"})  # what a power spectrum is computed with
 _KEEPS_MASKS = having(Trait.MOVES) | {"convert_element_type"}
@@ -179,6 +181,31 @@ class Consumers:
         return found
 
     @functools.cached_property
+    def averages(self) -> dict[int, list[int]]:
+        """The operands of products, by position, that are weights of an average: the product is divided by their sum.
+
+        If the product alone rounds them, an offset of what is averaged does not cancel: off by 2e-4 of it in float16.
+        """
+        found: dict[int, list[int]] = {}
+        producers = self._producers
+        for node in self._program.nodes:
+            dot = producers.producer(node.ins[0]) if node.name == "div" else None
+            if dot is None or dot.name != "dot_general":
+                continue
+            sums = list(self._products_in(node.ins[1], of=_SUMS))
+            operands = enumerate(zip(dot.ins, dot.params["dimension_numbers"][0], strict=True))
+            found[dot.outs[0]] = [i for i, operand in operands if any([self._adds_up(each, *operand) for each in sums])]
+        return found
+
+    def _adds_up(self, total: Node, number: int, axes: Sequence[int]) -> bool:
+        """Whether a sum is of a value over its `axes`, perhaps moved and scaled."""
+        producers = self._producers
+        if not producers.comes_from(total.ins[0], producers.source(number)):
+            return False
+        summed = producers.axes_of_source(total.ins[0], total.params["axes"])
+        return summed is not None and summed == producers.axes_of_source(number, axes)
+
+    @functools.cached_property
     def repeated(self) -> dict[int, bool]:
         """The products that multiply by one value with another one, as `x @ a @ x.T` and `a @ (a @ x)`, or powers.
 
@@ -288,7 +315,11 @@ class Consumers:
         return producer.ins[0] if producer is not None and producer.name == "abs" else value
 
     def _products_in(
-        self, number: int, through: Container[str] = ADDS | BOUNDS, magnitudes: bool = False
+        self,
+        number: int,
+        through: Container[str] = ADDS | BOUNDS,
+        magnitudes: bool = False,
+        of: Container[str] = PLAIN_DOTS,
     ) -> Iterator[Node]:
         """The products that are terms of a value, moved, scaled or bounded; of `magnitudes` their squares and roots."""
         pending = [number]
@@ -296,7 +327,7 @@ class Consumers:
             node = self._producers.producer(pending.pop()) if pending else None
             if node is None:
                 continue
-            if node.name in PLAIN_DOTS:
+            if node.name in of:
                 yield node
             elif node.name in through:
                 pending.extend(node.ins)

@@ -221,10 +221,16 @@ class ProductCauses:
             return None
         directly = self._consumers.in_systems.get(node.outs[0])
         if any(each in ROUNDED_PROVENANCES for each in provenances):
+            if Provenance.PARAMETER in provenances:
+                return None
             # Activations times activations or targets, as the right-hand side of a regression on learned features, are
             # no layer; what is read otherwise has been rounded already.
-            if directly and Provenance.PARAMETER not in provenances:
+            if directly:
                 return Cause.IN_SYSTEM
+            # Of data: an attention averages activations, whose own roundings are as large as those of its weights.
+            data = [i for i, provenance in enumerate(provenances) if provenance in UNROUNDED_PROVENANCES]
+            if data and 1 - data[0] in self._consumers.averages.get(node.outs[0], ()):
+                return Cause.AVERAGE
             return Cause.PROBABILITY if self._is_probability(node, provenances) else None
         are_data = _are_data(provenances)
         # Of a layer only if nothing is between it and the system: that is no network.

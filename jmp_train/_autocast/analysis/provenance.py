@@ -30,6 +30,7 @@ from .producers import Producers
 from .recurrences import KEEPS_ESTIMATES
 from .wide_product import Cause, WideProduct
 
+_LEAVES_ACTIVATIONS = (Cause.DELICATE, Cause.PROBABILITY, Cause.AVERAGE)
 _BOOL = np.dtype(np.bool_)
 _COMPUTES_FLOAT32 = (Rule.HIGH, Rule.COLLECTIVE, Rule.RECORDED)
 
@@ -187,8 +188,8 @@ class Values:
             square = cause is Cause.SQUARE
             computed = Provenance.ACTIVATION if provenance in ROUNDED_PROVENANCES else Provenance.DATA
             provenance = Provenance.TABLE if constant else Provenance.SOLUTION if square else computed
-        # What follows a delicate product may be a frozen network, of which this is the first layer.
-        if cause is Cause.DELICATE or cause is Cause.PROBABILITY:
+        # What follows may be a frozen network, of which this is the first layer.
+        if cause is not None and cause in _LEAVES_ACTIVATIONS:
             provenance = Provenance.ACTIVATION
         for number in node.outs:
             try:

@@ -22,6 +22,7 @@ class Cause(enum.Enum):
     DISTANCE = "added to squares of its operands, as in a distance: their digits cancel"
     DELICATE = "an angle, a divisor or under a logarithm, and computed from float32 data"
     PROBABILITY = "probabilities under a logarithm: float16 takes those below 6e-8 for zero"
+    AVERAGE = "an average of float32 data, divided by the sum of its weights, which is of unrounded ones"
     IN_SYSTEM = "read by a linear system, which magnifies its error"
     REPEATED = "multiplies float32 data by one value twice, as a quadratic form or a power iteration does"
     SOLUTION = "multiplies a Gram matrix, or a solution or factor of a linear system: their digits cancel"
