@@ -297,6 +297,16 @@ def test_kept_in_float32_with_its_derivatives(name):
     assert all(result == "float32" for _, result, _, _ in mine)
 
 
+@pytest.mark.parametrize("name", ["distances between two sets", "an angle", "a quadratic form"])
+def test_products_that_a_checkpoint_saves_are_found_by_what_reads_them(name):
+    fn, w, x, cause = WIDE[name]
+    saved = jax.checkpoint(loss_of(fn), policy=jax.checkpoint_policies.dots_saveable)
+    found = products(jax.grad(saved), w, x)
+    assert {dtype for dtype, *_ in found} == {"float32"} and any(
+        reason.endswith(cause.value) for _, _, reason, _ in found
+    )
+
+
 @pytest.mark.parametrize("saved, number", [(None, 4), (jax.checkpoint_policies.dots_saveable, 3)])
 def test_probabilities_are_float32_where_they_are_computed_again_without_their_logarithm(saved, number):
     fn, w, x, cause = WIDE["a mixture under a logarithm, its weights and a gate from activations"]

@@ -47,8 +47,7 @@ _KEEPS_MASKS = having(Trait.MOVES) | {"convert_element_type"}
 # What a program does to probabilities before it takes their logarithm: it picks those of labels, weighs, adds and
 # normalises them, and multiplies them by further ones.
 _OF_PROBABILITIES = ARITHMETIC | BOUNDS | PLAIN_DOTS | _MAGNITUDES | having(Trait.PICKS | Trait.JOINS)
-# A `jax.checkpoint` that saves products puts them behind a `reduce_precision` to float32.
-_OF_PROBABILITIES |= {"reduce_sum", "reduce_max", "cumsum", "reduce_precision"}
+_OF_PROBABILITIES |= {"reduce_sum", "reduce_max", "cumsum"}
 
 # A sum is followed back to that many terms, which keeps planning linear in the number of equations.
 _MOST_TERMS = 16
