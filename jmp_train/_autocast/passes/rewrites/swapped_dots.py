@@ -49,8 +49,8 @@ def _in_other_order(program: Program, dot: Equation) -> Computation:
     order = swap_of(program, dot)
     other, back = swapped(dot, order), [order.index(axis) for axis in range(len(order))]
 
-    def multiply(node: Node, operands: Sequence[Any]) -> list[Any]:
+    def swap_operands(node: Node, operands: Sequence[Any]) -> list[Any]:
         (result,) = bind(node.eqn, operands[::-1], **other.params)
         return [lax.transpose(result, back)]
 
-    return multiply
+    return swap_operands
