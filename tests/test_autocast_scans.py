@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from battery_tools import leaves, relative_error, tracing_calls
-from comparisons import as_written, assert_only_the_precision_differs, with_and_without
+from comparisons import as_written, assert_only_the_precision_differs, assert_two_programs_agree, with_and_without
 from flax import linen as nn
 from jax import lax
 from loop_carries import sixteen_bit_carries
@@ -174,6 +174,18 @@ def test_nested_scans_and_scans_in_remat_stack_in_16_bits():
             found = scans(autocast(jax.grad(loss), "mixed_float16"), PARAMS, X)
             assert len(found) >= 4
             assert not any(("float32", FULL) in stacked for _, stacked in found)
+
+
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_products_that_a_checkpoint_saves_are_stacked_in_16_bits(dtype):
+    """JAX records a rounding to float32's own digits behind each."""
+    layer = jax.checkpoint(gelu_layer, policy=jax.checkpoint_policies.dots_saveable)
+    plain = scans(jax.grad(scanned(layer)), PARAMS, X)[0][1]
+    ours = autocast(jax.grad(scanned(layer)), f"mixed_{dtype}")
+    stacked = scans(ours, PARAMS, X)[0][1]
+    assert bytes_of(stacked) == bytes_of(plain) / 2
+    got, want = (jax.jit(fn)(PARAMS, X) for fn in (ours, autocast(jax.grad(unrolled(gelu_layer)), f"mixed_{dtype}")))
+    assert_two_programs_agree(jax.tree.leaves(got), jax.tree.leaves(want), dtype)
 
 
 @pytest.mark.parametrize("cell", [nn.OptimizedLSTMCell, nn.GRUCell, nn.SimpleCell])

@@ -89,7 +89,7 @@ class Producers:
             return None if node.name == "pad" and not self._is_zero(node.ins[1]) else node.ins[0]
         if node.name == "convert_element_type" and self._widens(node):
             return node.ins[0]
-        if node.name == "reduce_precision" and self._keeps_float32(node):  # a product that `jax.checkpoint` saves
+        if node.name == "reduce_precision" and keeps_float32(node):  # a product that `jax.checkpoint` saves
             return node.ins[0]
         return self.scaled(node) if scales and node.name in ("mul", "div") else None
 
@@ -156,11 +156,6 @@ class Producers:
         source, target = (self.program.avals[number].dtype for number in (node.ins[0], node.outs[0]))
         return source == target or (source in (FLOAT16, BFLOAT16) and target == FLOAT32)
 
-    def _keeps_float32(self, node: Node) -> bool:
-        """Whether a `reduce_precision` leaves float32 numbers as they are."""
-        float32 = np.finfo(np.float32)
-        return node.params["exponent_bits"] >= float32.nexp and node.params["mantissa_bits"] >= float32.nmant
-
     def _is_zero(self, number: int) -> bool:
         value = self.program.known.get(self._follow(number, _MOVES, scales=False))  # a token is no number of these
         return value is not None and is_zero(value)
@@ -213,6 +208,12 @@ class Producers:
         if isinstance(one, Tracer) or isinstance(other, Tracer) or np.size(one) != 1 or np.size(other) != 1:
             return one is other
         return bool(np.asarray(one) == np.asarray(other))
+
+
+def keeps_float32(node: Node) -> bool:
+    """Whether a `reduce_precision` leaves float32 numbers as they are."""
+    float32 = np.finfo(np.float32)
+    return node.params["exponent_bits"] >= float32.nexp and node.params["mantissa_bits"] >= float32.nmant
 
 
 def _without_rows(source: Any) -> Any:
