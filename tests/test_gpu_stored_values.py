@@ -274,6 +274,19 @@ class GroupedQueries(nn.Module):
         return nn.DenseGeneral(512, (-3, -2, -1), dtype=self.dtype)(x)
 
 
+class Viewed(nn.Module):
+    """Features of points beside an encoding of the direction of each ray, as in NeRF (Mildenhall et al., 2020)."""
+
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: Any):
+        direction = jnp.sin(x[:, :1, :9])
+        x = nn.Dense(256, dtype=self.dtype)(nn.relu(nn.Dense(256, dtype=self.dtype)(x)))
+        x = jnp.concatenate([x, jnp.broadcast_to(direction, (*x.shape[:2], 9)).astype(x.dtype)], -1)
+        return nn.Dense(3, dtype=self.dtype)(nn.relu(nn.Dense(128, dtype=self.dtype)(x)))
+
+
 class Messages(nn.Module):
     """Gated messages along the edges of a graph, each node with eight of them."""
 
@@ -396,6 +409,7 @@ ROWS_OF_TABLE = {
     "attention of 196 tokens": (Attention, TOKENS, mean_square, 1.1),
     "messages of a graph": (Messages, (8192, 256), mean_square, 1.2),  # gradients of gathers add up in float32
     "attention of grouped queries": (GroupedQueries, (4, 512, 512), mean_square, 0.7),
+    "features beside directions": (Viewed, (1024, 64, 256), mean_square, 1.01),
     "gelu, then layer norm": (
         lambda dtype: ActivatedThenNormed(nn.LayerNorm, nn.gelu, dtype),
         FEWER_IMAGES,

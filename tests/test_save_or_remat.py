@@ -223,6 +223,22 @@ def test_dots_of_both_sides_compute_a_relu_in_their_kernels(activation, name):
     assert readers.count("dot_general") == 2
 
 
+def test_dots_of_both_sides_read_one_concatenation():
+    """It is rematerialized for other readers only: for the second dot it would be written once more."""
+
+    def loss(params, x):
+        w, v = params
+        h = jnp.concatenate([x @ w, jnp.sin(x[:, :2])], 1)
+        return jnp.sum((h @ v) ** 2)
+
+    params = (W, np.ones((18, 16), np.float32))
+    assert decided("concatenate", jax.grad(loss), params, X) == ["remat"]
+    program = after("insert_casts", jax.grad(loss), params, X)
+    (joined,) = (equation.results[0] for equation in program.equations if equation.name == "concatenate")
+    readers = [equation.name for equation in program.equations if joined in equation.operands]
+    assert readers.count("dot_general") == 2
+
+
 def test_a_dot_computes_a_relu_of_an_argument_in_its_kernel():
     program = after("insert_casts", lambda w, x: jax.nn.relu(x) @ w, W, X)
     assert "saved" not in [equation.name for equation in program.equations]

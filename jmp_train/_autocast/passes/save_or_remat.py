@@ -182,8 +182,11 @@ class _Decisions:
         # Dots of both sides read the same numbers in the same memory. XLA pads the operands of a dot whose sizes are no
         # multiples of 8; with a barrier between it would do so once for each side: attention over 196 tokens would move
         # 1.2 times the bytes. And a relu of a dot's result, which both dots compute in their own kernels, would be
-        # stored for one of them.
-        if (fact.has_low_copy or value.dot_reads_relu) and equation.is_narrow_dot:
+        # stored for one of them. What is rematerialized a dot of the near side may have stored, as a concatenation is:
+        # computed again for the other dot, that would be written and read once more.
+        if equation.is_narrow_dot and (
+            fact.has_low_copy or value.dot_reads_relu or (value.remat and use.value in self._read_by_near_dots)
+        ):
             return False
         shared = fact.has_low_copy or (value.expensive and self._uses.readers[use.value] > 1)
         return equation.depth > fact.depth or (shared and access is not Access.FUSED)
@@ -204,6 +207,14 @@ class _Decisions:
             else:
                 far.update([number for number in equation.operands if facts[number].depth < equation.depth])
         return by_dots & far
+
+    @functools.cached_property
+    def _read_by_near_dots(self) -> set[int]:
+        facts, near = self._program.facts, set()
+        for equation in self._program.equations:
+            if equation.is_narrow_dot:
+                near.update([number for number in equation.operands if facts[number].depth == equation.depth])
+        return near
 
     @functools.cached_property
     def _stored_in_float32(self) -> set[int]:
