@@ -274,6 +274,20 @@ class GroupedQueries(nn.Module):
         return nn.DenseGeneral(512, (-3, -2, -1), dtype=self.dtype)(x)
 
 
+class RadialBasis(nn.Module):
+    """Dense layers of radial basis functions of every number, as in FastKAN (Li, 2024)."""
+
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: Any):
+        for _ in range(3):
+            distances = x.astype(jnp.float32)[..., None] - jnp.linspace(-2, 2, 8)
+            basis = jnp.exp(-jnp.square(2 * distances)).reshape(len(x), -1)
+            x = nn.Dense(128, use_bias=False, dtype=self.dtype)(basis)
+        return x
+
+
 class Viewed(nn.Module):
     """Features of points beside an encoding of the direction of each ray, as in NeRF (Mildenhall et al., 2020)."""
 
@@ -409,6 +423,7 @@ ROWS_OF_TABLE = {
     "attention of 196 tokens": (Attention, TOKENS, mean_square, 1.1),
     "messages of a graph": (Messages, (8192, 256), mean_square, 1.2),  # gradients of gathers add up in float32
     "attention of grouped queries": (GroupedQueries, (4, 512, 512), mean_square, 0.7),
+    "radial basis functions": (RadialBasis, (8192, 128), mean_square, 1.003),
     "features beside directions": (Viewed, (1024, 64, 256), mean_square, 1.01),
     "gelu, then layer norm": (
         lambda dtype: ActivatedThenNormed(nn.LayerNorm, nn.gelu, dtype),

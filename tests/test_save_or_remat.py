@@ -156,6 +156,20 @@ def test_what_has_a_low_copy_is_read_as_that_and_computed_again_for_what_is_rema
     assert decided("sub", exp_that_a_dot_reads, W, X)[0] == "remat"
 
 
+@pytest.mark.parametrize("grid, decision", [(8, "remat"), (1, "saved")])
+def test_what_has_a_low_copy_is_computed_again_from_much_smaller_values(grid, decision):
+    def basis_that_a_dot_reads(w, x):
+        h = jnp.exp((x @ w)[..., None] - jnp.arange(grid, dtype=np.float32)).reshape(len(x), -1)
+        return jnp.sum((h @ jnp.ones((16 * grid, 16)) @ w) * h[:, :16])
+
+    def dots(program):
+        return [equation for equation in program.equations if equation.is_narrow_dot]
+
+    assert decided("exp", basis_that_a_dot_reads, W, X) == [decision]
+    program = after("save_or_remat", jax.grad(basis_that_a_dot_reads), W, X)
+    assert not any([use.residual and use.value in program.residuals.remat for e in dots(program) for use in e.uses])
+
+
 def test_only_distances_are_rematerialized_from_a_low_copy():
     """That of a rounded number is more than a rounding away elsewhere, and `1 - y` is read beside `y`."""
 

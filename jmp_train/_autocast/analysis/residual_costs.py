@@ -121,6 +121,11 @@ class ResidualCosts:
         value = sizes[number] * (2 if is_new else 1)
         return is_less(cost, value) or (is_new and are_in_memory and cost == value)
 
+    def are_negligible(self, sources: Sources, number: int) -> bool:
+        """Whether a value is so much larger than each of its sources that reading these counts for nothing."""
+        size = self._size_of(number)
+        return all([is_less(_NEGLIGIBLE * self._size_of(source), size) for source in sources])
+
     def rematerialize(self, number: int, sources: Sources) -> bool:
         """Whether a value is best computed again from these sources; from then on they are its own."""
         if not self.is_cheaper(sources, number):

@@ -14,12 +14,12 @@ al., "Training deep nets with sublinear memory cost", 2016, do so for whole laye
 A value that is read across a dot is, in this order:
 
 1. *saved in the compute dtype*, if a dot reads it in that dtype anyway and no reader minds the rounding
-   (`Fact.has_low_copy`; dots of both sides read the same copy), or if it is in the compute dtype and a dot's result, or
-   computed from one: then 2 bytes a number are written once, behind an `optimization_barrier`, and read by all. Of a
-   convolution it is the sum with the bias, and a relu of that, or of a residual sum, which another convolution reads:
-   cuDNN computes them in the same kernel, if nothing else reads the convolution. All read that copy, the mask of the
-   relu's derivative too: XLA takes `max(a, 0) > 0` for `a > 0`, for which it would store `a`. Of dots that XLA joins it
-   is a slice, see `analysis/joined_dots.py`;
+   (`Fact.has_low_copy`; dots of both sides read the same copy, and they alone if its sources are much smaller), or if
+   it is in the compute dtype and a dot's result, or computed from one: then 2 bytes a number are written once, behind
+   an `optimization_barrier`, and read by all. Of a convolution it is the sum with the bias, and a relu of that, or of a
+   residual sum, which another convolution reads: cuDNN computes them in the same kernel, if nothing else reads the
+   convolution. All read that copy, the mask of the relu's derivative too: XLA takes `max(a, 0) > 0` for `a > 0`, for
+   which it would store `a`. Of dots that XLA joins it is a slice, see `analysis/joined_dots.py`;
 2. *rematerialized*, if it is elementwise in values of which the reader finds the very numbers that the equation read,
    and to read those costs fewer bytes than to write and read it (`analysis/residual_costs.py`). Where the equation
    read a value before it was rounded to its low copy, that is computed again too: `exp(x - softplus(x))` from `x`;
@@ -148,6 +148,9 @@ class _Decisions:
             if fact.has_low_copy:
                 if behind_barrier:
                     self._in_full[number] = sources
+                    # Radial basis functions on a grid of eight are eight numbers to read in place of one.
+                    small = self._costs.are_negligible(sources, number)
+                    value.remat = small and self._costs.rematerialize(number, sources)
             elif not is_stored and self._costs.rematerialize(number, sources):
                 # What parameters alone make, a scaled weight say, is left to XLA, and so are a mask's zeros and ones.
                 value.remat = behind_barrier and fact.precision is not Precision.WEAK
@@ -158,7 +161,7 @@ class _Decisions:
             reads_memory = any([operand.from_dot or (operand.biased and not to_dot) for operand in operands])
             value.saved = not value.remat and (value.from_dot or reads_memory or self._is_shared_with_dot(number, node))
         elif fact.has_low_copy:
-            value.saved = True
+            value.saved = not value.remat
         value.expensive = value.remat and is_expensive(equation)
         value.dot_reads_relu = dot_reads_it and relu_operand(node, self._program.recorded) is not None
         if value.dot_reads_relu and any([operand.epilogue for operand in operands]):
