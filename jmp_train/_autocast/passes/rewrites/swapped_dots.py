@@ -4,7 +4,7 @@
 
 XLA for CPUs has no kernel for such a product if the left operand is `[contracted, free]` and the right one has several
 free axes, and says so when the program runs. That is the gradient of a weight of an attention's heads, where the layer
-reads one axis of examples. XLA for GPUs computes the same kernels of both.
+reads one axis of examples. For GPUs XLA makes programs of both that move the same bytes.
 
 Decides which products those are: found by running all forms of up to two contracted, two free and one batch axis.
 """
