@@ -77,6 +77,26 @@ def test_rows_of_an_embedding_are_not_gathered_again():
     assert decided("gather", fn, (W[:2], W), data) == decided("exp", fn, (W[:2], W), data) == ["read"]
 
 
+@pytest.mark.parametrize(
+    "made, digits, dtype",
+    [(jnp.dot, 23, "float16"), (jnp.dot, 20, "float32"), (lambda x, w: jnp.exp(x), 23, "float32")],
+    ids=["of a dot", "of fewer digits", "of data"],
+)
+def test_what_a_checkpoint_saves_of_a_dot_is_handed_on_in_16_bits(made, digits, dtype):
+    """JAX rounds it to float32's own digits. What reads it in the forward pass reads float32 numbers."""
+    again = jax.checkpoint(lambda h, w, x: jnp.sin(h) @ w * x, policy=jax.checkpoint_policies.nothing_saveable)
+
+    def loss(w, x):
+        saved = lax.reduce_precision(made(x, w), exponent_bits=8, mantissa_bits=digits)
+        return jnp.sum(again(saved, w, jnp.tanh(saved) @ w))
+
+    program = after("insert_casts", loss, W, X)
+    (tanh,) = (equation for equation in program.equations if equation.name == "tanh")
+    (call,) = (equation for equation in program.equations if equation.name == "remat2")
+    assert program.avals[tanh.operands[0]].dtype == np.float32
+    assert program.avals[call.operands[0]].dtype == np.dtype(dtype)
+
+
 def test_results_of_dots_cost_their_bytes_in_the_compute_dtype():
     def exp_of_three(w, a, b, x):
         return across(jnp.exp(x @ w + x @ a + x @ b), w, x)

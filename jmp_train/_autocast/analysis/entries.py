@@ -19,7 +19,7 @@ from ..._jaxpr import FULL_PRECISION_MARK, FlatJaxpr, Node, applies_function, re
 from ..ir import Place, is_float32, is_sixteen_bit
 from ..primitives import DOTS, TABLE, Entry, Rule
 from ..rules import Rules
-from .producers import Producers, keeps_float32
+from .producers import Producers
 
 if TYPE_CHECKING:
     from ..passes.rewrites import Rewrite
@@ -57,10 +57,8 @@ def _entry(node: Node, rules: Rules, place: Place, producers: Producers, rewrite
     if node.name == "scatter" and applies_function(node.eqn):
         return Entry(Rule.RECORDED, "carries a user's function compiled for float32")
     if entry.rule in (Rule.ENTER, Rule.RECORDED):
-        # JAX records a cast from float32 to float32 where a weak type ends, and such a rounding behind each product
-        # that `jax.checkpoint_policies.dots_saveable` and the like save.
-        keeps = node.name == "convert_element_type" or (node.name == "reduce_precision" and keeps_float32(node))
-        if keeps and all(is_float32(program.avals[n]) for n in (*node.ins, *node.outs)):
+        # JAX records a cast from float32 to float32 where a weak type ends.
+        if node.name == "convert_element_type" and all(is_float32(program.avals[n]) for n in (*node.ins, *node.outs)):
             return Entry(Rule.SHAPE, "no change of dtype")
         return entry
     avals = [program.avals[i] for i in node.ins]

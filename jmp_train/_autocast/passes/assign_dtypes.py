@@ -31,6 +31,7 @@ from ..._dtypes import FLOAT32
 from ..._jaxpr import BARRIER, Node
 from ..analysis.accesses import Accesses
 from ..analysis.dot_sizes import asks_for_float32, leaves_small_result
+from ..analysis.producers import keeps_float32
 from ..analysis.ranges import UNKNOWN_NUMBERS, Numbers, Range, divides_by_terms, filled_with, numbers_through, range_of
 from ..analysis.updates import GRADIENT, STEP, UPDATE
 from ..analysis.uses import Flags, axes_of
@@ -158,7 +159,10 @@ class _Walk:
         exceeds = fact.numbers != UNKNOWN_NUMBERS and fact.numbers.exceed(self.low)
         fact.sensitive = flags.sensitive or exceeds or bool(self.states and id(equation.node) in self.states)
         if fact.precision is Precision.FULL and fact.computed and self.saves_low:
-            fact.has_low_copy = flags.to_dot and not fact.sensitive
+            # JAX rounds to float32's own digits what a policy of `jax.checkpoint` saves: of a dot, 16-bit numbers.
+            saved = equation.node.name == "reduce_precision" and keeps_float32(equation.node)
+            exact = saved and operands[0].precision is Precision.LOW
+            fact.has_low_copy = (flags.to_dot or exact) and not fact.sensitive
         values = fact.numbers.range
         if fact.precision is Precision.WEAK and values is not None:
             # A backward pass starts from a literal, one over a mean's terms, and autodiff broadcasts it to the shape of
