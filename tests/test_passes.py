@@ -27,7 +27,7 @@ from jmp_train._autocast.format_program import format_program
 from jmp_train._autocast.ir import Program, Use
 from jmp_train._autocast.passes.rewrites import REWRITES
 from jmp_train._autocast.passes.rewrites.dot_as_sums import multiply_and_add
-from jmp_train._autocast.passes.rewrites.two_step_sums import first_axis, sum_in_two_steps, sum_over
+from jmp_train._autocast.passes.rewrites.two_step_sums import first_axes, sum_in_two_steps, sum_over
 from jmp_train._autocast.planner import LOWERING, PLANNING
 from jmp_train._jaxpr import Node
 
@@ -611,39 +611,42 @@ def test_the_sum_of_one_window_is_a_sum(name):
     np.testing.assert_allclose(ours(x), want, rtol=1e-5, atol=1e-5)
 
 
-# The shape of an operand, the axes summed over, and the axis that is summed over first.
+# The shape of an operand, the axes summed over, and those among them that are summed over first.
 FIRST_AXES = {
-    "of images": ((8, 28, 28, 64), (1, 2), 2),
-    "of images, the longer axis": ((32, 56, 14, 64), (1, 2), 1),
-    "of a batch": ((32, 7, 7, 512), (0, 1, 2), 2),
-    "of a batch of tokens": ((32, 128, 768), (0, 1), 1),
-    "whose results are too few for the longest axis": ((8, 196, 4, 64), (1, 2), 2),
-    "whose results are too few but for the batch": ((8, 128, 768), (0, 1), None),
-    "too few for any axis": ((40, 40, 8), (0, 1), None),
-    "one axis": ((8, 784, 64), (1,), None),
-    "the last axis": ((8, 28, 28, 64), (1, 2, 3), None),
-    "few rows": ((8, 9, 9, 64), (1, 2), None),
-    "many rows": ((32, 16, 16, 64), (0, 1, 2), None),
-    "many results": ((256, 28, 28, 64), (1, 2), None),
-    "a hundred rows": ((8, 10, 10, 64), (1, 2), 2),
-    "a row less": ((8, 9, 11, 64), (1, 2), None),
-    "2**13 rows": ((2, 64, 128, 64), (1, 2), None),
-    "some rows less": ((2, 63, 130, 64), (1, 2), 1),
-    "64 rows in each axis, times 2**14": ((2, 64, 64, 128), (1, 2), 2),
-    "32 rows in an axis": ((8, 40, 32, 4), (1, 2), 2),
-    "33 rows in each axis, or more": ((8, 40, 33, 4), (1, 2), None),
-    "a symbolic batch": ((*export.symbolic_shape("b"), 28, 28, 64), (1, 2), None),
+    "of images": ((8, 28, 28, 64), (1, 2), [2]),
+    "of images, the longer axis": ((32, 56, 14, 64), (1, 2), [1]),
+    "of a batch, two axes at once": ((32, 7, 7, 512), (0, 1, 2), [1, 2]),
+    "of a batch of few places": ((32, 4, 4, 256), (0, 1, 2), [1, 2]),
+    "of a batch of few places and more": ((32, 2, 9, 12, 64), (0, 1, 2, 3), [1, 3]),
+    "of a batch of tokens": ((32, 128, 768), (0, 1), [1]),
+    "whose results are too few for the longest axis": ((8, 196, 4, 64), (1, 2), [2]),
+    "whose results are too few but for the batch": ((8, 128, 768), (0, 1), []),
+    "too few for any axis": ((40, 40, 8), (0, 1), []),
+    "one axis": ((8, 784, 64), (1,), []),
+    "the last axis": ((8, 28, 28, 64), (1, 2, 3), []),
+    "few rows": ((8, 9, 9, 64), (1, 2), []),
+    "many rows": ((32, 16, 16, 64), (0, 1, 2), []),
+    "many results": ((256, 28, 28, 64), (1, 2), []),
+    "a hundred rows": ((8, 10, 10, 64), (1, 2), [2]),
+    "a row less": ((8, 9, 11, 64), (1, 2), []),
+    "2**13 rows": ((2, 64, 128, 64), (1, 2), []),
+    "some rows less": ((2, 63, 130, 64), (1, 2), [1]),
+    "64 rows in each axis, times 2**14": ((2, 64, 64, 128), (1, 2), [2]),
+    "32 rows in an axis": ((8, 40, 32, 4), (1, 2), [2]),
+    "33 rows in each axis, or more": ((8, 40, 33, 4), (1, 2), []),
+    "a symbolic batch": ((*export.symbolic_shape("b"), 28, 28, 64), (1, 2), []),
 }
 
 
 @pytest.mark.parametrize("name", FIRST_AXES)
-def test_which_axis_is_summed_over_first(name):
+def test_which_axes_are_summed_over_first(name):
     shape, axes, expected = FIRST_AXES[name]
-    assert first_axis(shape, axes) == expected
+    assert first_axes(shape, axes) == expected
 
 
 @pytest.mark.parametrize(
-    ("shape", "axes"), [((2, 20, 10, 3), (1, 2)), ((2, 10, 20, 3), (2, 1)), ((5, 5, 5, 3), (0, 1, 2))]
+    ("shape", "axes"),
+    [((2, 20, 10, 3), (1, 2)), ((2, 10, 20, 3), (2, 1)), ((5, 5, 5, 3), (0, 1, 2)), ((9, 6, 3, 4), (2, 0, 1))],
 )
 def test_a_sum_in_two_steps_is_the_sum(shape, axes):
     x = RNG.normal(size=shape).astype(np.float32)

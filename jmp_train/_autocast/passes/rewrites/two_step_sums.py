@@ -1,4 +1,4 @@
-"""A sum over a few thousand rows of computed values, taken over one axis after the other.
+"""A sum over a few thousand rows of computed values, taken over some axes and then the others.
 
     x:f32[8,28,28,64] = ...                         x = ...
     s:f32[8,64] = reduce_sum[axes=(1,2)] x    ->    r:f32[8,28,64] = reduce_sum[axes=(2,)] x
@@ -7,7 +7,7 @@
 The average in a squeeze-and-excitation block is such a sum, and so are the gradients of a norm's parameters. For an
 H200, XLA does not fuse a chain of two operations or more into a sum over 100 to 8,192 rows with fewer than 2^14
 results: its cost model finds too few threads for the chain, whose result is then stored in float32, in five times the
-bytes. A sum over one axis has more threads. The barrier keeps XLA from joining both sums again.
+bytes. A sum over some of the axes has more threads. The barrier keeps XLA from joining both sums again.
 """
 
 from __future__ import annotations
@@ -49,23 +49,26 @@ def _is_slow(equation: Equation) -> bool:
     node: Any = equation.node
     if equation.entry.rule is not Rule.HIGH or node.params.get("out_sharding") is not None:
         return False
-    return first_axis(node.eqn.invars[0].aval.shape, node.params["axes"]) is not None
+    return bool(first_axes(node.eqn.invars[0].aval.shape, node.params["axes"]))
 
 
-def first_axis(shape: Sequence[Any], axes: Sequence[int]) -> int | None:
-    """The axis to sum over before the others of `axes`; `None` where all at once is no worse.
+def first_axes(shape: Sequence[Any], axes: Sequence[int]) -> list[int]:
+    """Those among `axes` to sum over before the others; none where all at once is no worse.
 
-    >>> first_axis((8, 28, 28, 64), (1, 2)), first_axis((256, 28, 28, 64), (1, 2))
-    (2, None)
+    >>> first_axes((8, 28, 28, 64), (1, 2)), first_axes((32, 4, 4, 256), (0, 1, 2))
+    ([2], [1, 2])
     """
     if len(shape) - 1 in axes or not is_static(tuple(shape)):
-        return None
+        return []
     rows, total = math.prod(shape[axis] for axis in axes), math.prod(shape)
     if not _FEWEST_ROWS <= rows < _MOST_ROWS or total >= _RESULTS * rows:
-        return None
+        return []
+    found, fused = [], 1
     # Not the batch, axis 0: devices may share it, and would have to add up all that is left of the other axes.
-    fused = [axis for axis in axes if axis and (shape[axis] <= _FEW_ROWS or total >= _RESULTS * shape[axis])]
-    return max(fused, key=lambda axis: (shape[axis], axis), default=None)
+    for axis in sorted(filter(None, axes), key=lambda axis: (shape[axis], axis), reverse=True):
+        if fused * shape[axis] <= _FEW_ROWS or total >= _RESULTS * fused * shape[axis]:
+            found, fused = [axis, *found], fused * shape[axis]
+    return sorted(found)
 
 
 def sum_in_two_steps(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
@@ -81,10 +84,10 @@ def sum_in_two_steps(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
 
 def sum_over(x: jax.Array, axes: Sequence[int]) -> jax.Array:
     """The sum of `x` over some axes, which it no longer has."""
-    if (first := first_axis(x.shape, axes)) is None:
+    if not (first := first_axes(x.shape, axes)):
         return lax.reduce_sum(x, axes)
-    step = lax.optimization_barrier(lax.reduce_sum(x, (first,)))
-    return lax.reduce_sum(step, [axis - (axis > first) for axis in axes if axis != first])
+    step = lax.optimization_barrier(lax.reduce_sum(x, first))
+    return lax.reduce_sum(step, [axis - sum(each < axis for each in first) for axis in axes if axis not in first])
 
 
 class _Lengths:
