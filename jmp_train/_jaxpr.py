@@ -60,21 +60,25 @@ _SEPARATOR = re.compile(r"/(?![^()]*\))")  # not the slash in jvp(encoder/layer_
 class Scope:
     """A name stack, shared by the nodes of one scope.
 
-    `called_at` is where the outermost of JAX's own functions around it was called, `None` outside of these. JAX jits
-    most of `jax.numpy`, and a traceback that is recorded inside begins there: it has no line of the user's.
+    Attributes:
+      name_stack: as JAX records it.
+      called_at: where the outermost of JAX's own functions around it was called, `None` outside of these. JAX jits most
+        of `jax.numpy`, and a traceback that is recorded inside begins there: it has no line of the user's.
+      is_backward: whether its nodes were made by transposing, that is, belong to a backward pass.
+      in_jvp: whether they were made by differentiating forward, with the function itself or beside it.
+      is_recomputed: whether they are of the forward pass, run again in the backward pass by rematerialization.
     """
 
     def __init__(self, name_stack: Any, called_at: Any):
         self.name_stack, self.called_at = name_stack, called_at
+        self._text = text = str(name_stack)
+        self.is_backward, self.in_jvp = "transpose(" in text, "jvp(" in text
+        self.is_recomputed = _RECOMPUTED in text
 
-    @functools.cached_property
-    def text(self) -> str:
-        return str(self.name_stack)
-
-    @functools.cached_property
-    def is_backward(self) -> bool:
-        """Whether its nodes were made by transposing, that is, belong to a backward pass."""
-        return "transpose(" in self.text
+    @property
+    def path(self) -> str:
+        """The path of `jax.named_scope` without transforms: forward and backward operations have one path."""
+        return plain_scope(self._text)
 
 
 # `eq=False`: nodes are told apart by identity, which also makes them hashable.
@@ -443,21 +447,6 @@ def plain_scope(stack: str) -> str:
             segments.clear()  # a transposed call repeats its path: transpose(jvp(Net))/Block/jvp(Net)/Block
         segments += names
     return "/".join(segments)
-
-
-def scope_of(node: Node) -> str:
-    """The `jax.named_scope` path of a node without its transforms: forward and backward operations have one path."""
-    return plain_scope(node.scope.text)
-
-
-def in_jvp(node: Node) -> bool:
-    """Whether the node was made by differentiating forward, with the function itself or beside it."""
-    return "jvp(" in node.scope.text
-
-
-def is_recomputed(node: Node) -> bool:
-    """Whether the node is a piece of the forward pass that rematerialization runs again in the backward pass."""
-    return _RECOMPUTED in node.scope.text
 
 
 def leave_out_of_source_lines(path: str) -> None:

@@ -48,7 +48,8 @@ def assumed_size(aval: Any) -> int:
     >>> assumed_size(jax.ShapeDtypeStruct(export.symbolic_shape("b, 3"), "int8"))
     3072
     """
-    return math.prod(assumed_shape(aval))
+    size = math.prod(aval.shape)
+    return size if isinstance(size, int) else math.prod(assumed_shape(aval))
 
 
 def is_single(aval: Any) -> bool:
@@ -78,7 +79,8 @@ def size_in_bytes(aval: Any, dtype: Any = None) -> Any:
     >>> size_in_bytes(jax.ShapeDtypeStruct((2, 3), "float32"), jax.numpy.dtype("float16"))
     12
     """
-    return math.prod(aval.shape) * itemsize(dtype or aval.dtype)
+    # As `itemsize` has it, without the call: planning asks this of every value.
+    return math.prod(aval.shape) * getattr(dtype or aval.dtype, "itemsize", 0)
 
 
 def is_less(left: Any, right: Any) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,12 +44,12 @@ def emit(program: Program, args: Sequence[Any]) -> list[Any]:
     values.update(zip(program.inputs, map(cast, args, _dtypes(program, program.inputs)), strict=True))
     reads = [(equation.operands, equation.results) for equation in program.equations]
     last = last_reads(reads, {*program.outputs, *program.constants})  # constants are kept by the program anyway
-    steps = zip(program.equations, last, strict=True)
+    steps = zip([equation.at or equation.node for equation in program.equations], program.equations, last, strict=True)
     # The casts that an equation needs stand in front of it: they share its contexts, which are Python calls to enter.
-    for node, group in itertools.groupby(steps, key=lambda step: step[0].at or step[0].node):
+    for node, group in itertools.groupby(steps, key=operator.itemgetter(0)):
         source, settings = contexts(node) if node else _NO_CONTEXTS
         with source, settings:
-            for equation, dying in group:
+            for _, equation, dying in group:
                 results = _run(equation, [values[number] for number, _, _ in equation.uses])
                 values.update(zip(equation.results, results, strict=True))
                 for number in dying:

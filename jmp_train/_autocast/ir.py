@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from .._dtypes import BFLOAT16, FLOAT16, FLOAT32
-from .._jaxpr import FlatJaxpr, Node, is_recomputed, loop_of, scope_of
+from .._jaxpr import FlatJaxpr, Node, loop_of
 from .analysis.ranges import UNKNOWN_NUMBERS, Numbers
 from .primitives import ADDED, DOTS, Entry, Rule
 
@@ -86,11 +86,11 @@ class Place(NamedTuple):
         return self.body_of == "scan"
 
     def scope_of(self, node: Node) -> str:
-        return "/".join(filter(None, (self.scope, scope_of(node))))
+        return "/".join(filter(None, (self.scope, node.scope.path)))
 
     def is_backward(self, node: Node) -> bool:
         # The body of a rematerialized call holds the forward pass, which runs again, beside the backward pass.
-        return node.scope.is_backward or (self.backward and not is_recomputed(node))
+        return node.scope.is_backward or (self.backward and not node.scope.is_recomputed)
 
     def inside(self, node: Node) -> Place:
         """The place of the bodies of a node that stands here."""

@@ -62,6 +62,7 @@ class Planner:
 
     def __init__(self, policy: Policy, rules: Rules, rewrites: Sequence[Rewrite] = REWRITES):
         self.policy, self.rules, self.rewrites = policy, rules, tuple(rewrites)
+        self.of_equation = {name: find for rewrite in rewrites for name, find in rewrite.of_equation.items()}
         self.has_backward = False  # whether a backward pass is in the whole program, loops' and calls' bodies left out
         # By the ids of equations and jaxprs, which `_recorded` keeps alive, so that no other object gets the same.
         self.wide: set[int] = set()  # dots that do not run in 16 bits
@@ -187,4 +188,4 @@ class Planner:
     def in_flags(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, out_flags: Sequence[Flags]) -> list[Flags]:
         """What becomes of a body's arguments."""
         uses = self.uses(jaxpr, place, out_flags)
-        return [uses[number] for number in self.recorded(jaxpr, place)[0].inputs]
+        return [uses.flags[number] for number in self.recorded(jaxpr, place)[0].inputs]

@@ -64,8 +64,12 @@ def activations(program: Program) -> dict[int, set[int]]:
             continue
         # What is smaller, as a statistic or a row of parameters or a gate, is computed in a kernel of its own, where
         # its cost does not count.
-        large = [n for n in operands if n in expensive and not is_less(size(n), size(equation.results[0]))]
-        alone.difference_update([n for n in operands if n in alone and n not in large])
+        large = []
+        for n in operands:  # a loop, since it runs for every equation
+            if n in expensive and not is_less(size(n), size(equation.results[0])):
+                large.append(n)
+            elif n in alone:
+                alone.remove(n)
         if name in LARGEST_RESULT:
             bounds[equation.results[0]] = _Bound(0, LARGEST_RESULT[name])
             if name == "tanh" and program.precision(operands[0]) is Precision.LOW:

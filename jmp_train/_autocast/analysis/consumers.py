@@ -24,7 +24,7 @@ import functools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..._jaxpr import BARRIER, FlatJaxpr, Node, is_in_function_of_jax, is_recomputed
+from ..._jaxpr import BARRIER, FlatJaxpr, Node, is_in_function_of_jax
 from ..._sizes import assumed_size, is_single
 from ..primitives import ADDS, ARITHMETIC, BOUNDS, DELICATE_OPERAND, PLAIN_DOTS, SYSTEMS, Trait, having
 from .dot_sizes import DotSizes
@@ -91,9 +91,9 @@ class Consumers:
         nodes, seen = self._program.nodes, set[int]()
         found = list(self._probabilities([node.ins[0] for node in nodes if node.name in _LOGARITHMS], seen))
         # A backward pass that computes products again does not take their logarithm again: it divides by them.
-        if any([is_recomputed(node) for node in nodes if node.name in PLAIN_DOTS]):
-            divisors = [node.ins[1] for node in nodes if node.name == "div" and not is_recomputed(node)]
-            found += filter(is_recomputed, self._probabilities(divisors, seen))
+        if any([node.scope.is_recomputed for node in nodes if node.name in PLAIN_DOTS]):
+            divisors = [node.ins[1] for node in nodes if node.name == "div" and not node.scope.is_recomputed]
+            found += [node for node in self._probabilities(divisors, seen) if node.scope.is_recomputed]
         return {node.outs[0] for node in found}
 
     @functools.cached_property

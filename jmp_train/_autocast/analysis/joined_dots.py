@@ -38,7 +38,7 @@ def joined_dots(program: Program) -> frozenset[int]:
     for several in dots.values():
         if len(several) > 1 and any(_is_small(program, each) for each in several):
             found += [equation.results[0] for equation in several]
-    return frozenset([number for number in found if not program.context.uses[number].to_dot])
+    return frozenset([number for number in found if not program.context.uses.flags[number].to_dot])
 
 
 def _is_small(program: Program, equation: Equation) -> bool:

@@ -179,7 +179,8 @@ class Producers:
 
     def comes_from(self, number: int, source: Any) -> bool:
         """Whether a value has this source, or one that was computed alike."""
-        return self._equal(_without_rows(self.source(number)), _without_rows(source), [_MOST_COMPARED])
+        own = self.source(number)
+        return own == source or self._equal(_without_rows(own), _without_rows(source), [_MOST_COMPARED])
 
     def is_part_of(self, number: int, source: Any) -> bool:
         """Whether a value is some of the numbers of what has this source, moved and scaled, or all of them."""

@@ -26,7 +26,6 @@ from ..._jaxpr import (
     Loop,
     Node,
     branches_of,
-    in_jvp,
     is_in_function_of_jax,
     loop_of,
     open_jaxpr,
@@ -202,8 +201,8 @@ class _Visit:
         registry.forget(where, key)  # of an earlier visit, with other facts
         # In the bodies of a backward pass, and in derivative rules, `place` says so, and name stacks do not. What a
         # rule computes anew, to derive it, is recorded under "jvp(", and is no derivative.
-        backward = node.scope.is_backward or (self.place.is_backward(node) and not in_jvp(node))
-        may_derive = backward or in_jvp(node)  # a tangent is a derivative, too
+        backward = node.scope.is_backward or (self.place.is_backward(node) and not node.scope.in_jvp)
+        may_derive = backward or node.scope.in_jvp  # a tangent is a derivative, too
         other = registry.forward_of(key, self._site, sources, avals, backward) if may_derive else None
         if other is not None:
             return other.cause and wide_product(other.cause, of_derivative=True)

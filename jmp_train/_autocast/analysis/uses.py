@@ -65,7 +65,7 @@ class Flags(NamedTuple):
         return self.delicate or self.in_exponent
 
 
-_UNREAD = Flags()
+_UNREAD = Flags()  # this very object says that nothing reads a value
 RETURNED = Flags(only_results=True)  # what becomes of a whole program's results
 
 
@@ -79,13 +79,14 @@ class Uses:
     """Accumulates `Flags` of every value of a program, from its results back to its arguments.
 
     Attributes:
+      flags: what becomes of each value.
       readers: how many equations read a value.
       returned: the results, and what they are moved from or the sum of.
       from_constant: of what `1 - x` and its like are made, for results alone.
     """
 
     def __init__(self, program: FlatJaxpr, out_flags: Sequence[Flags]):
-        self._flags: list[Flags | None] = [None] * len(program.avals)  # None of what nothing reads
+        self.flags = [_UNREAD] * len(program.avals)
         self._known, self._avals = program.known, program.avals
         self.returned, self.readers = set(program.outputs), [0] * len(program.avals)
         self.from_constant: set[int] = set()
@@ -93,12 +94,9 @@ class Uses:
             self.add(number, flags)
 
     def add(self, number: int, flags: Flags) -> None:
-        known = self._flags[number]
-        self._flags[number] = flags if known is None or known == flags else merged((known, flags))
+        known = self.flags[number]
+        self.flags[number] = flags if known is _UNREAD or known == flags else merged((known, flags))
         self.readers[number] += 1
-
-    def __getitem__(self, number: int) -> Flags:
-        return self._flags[number] or _UNREAD
 
     def ends_at(self, number: int, weights: Collection[frozenset[Any]] | None) -> bool:
         """Whether a backward product is the last on its way, as a weight's gradient is, and no other dot rounds it.
@@ -108,7 +106,7 @@ class Uses:
         of the `weights`: of one that is multiplied by another first, as in low-rank adaptation. `None`: no such
         product.
         """
-        if self[number].reaches_dot:  # the next dot rounds it
+        if self.flags[number].reaches_dot:  # the next dot rounds it
             return False
         return weights is None or number in self.returned or axes_of(self._avals[number]) in weights
 
@@ -118,9 +116,9 @@ class Uses:
             for number, result in zip(node.ins, node.outs, strict=True):
                 if result in self.returned:
                     self.returned.add(number)
-                self.add(number, self[result])
+                self.add(number, self.flags[result])
             return
-        read = [flags for number in node.outs if (flags := self._flags[number]) is not None]
+        read = [flags for number in node.outs if (flags := self.flags[number]) is not _UNREAD]
         name, rule, out = node.name, entry.rule, read[0] if len(read) == 1 else merged(read)
         # Of an equation without results, as a callback, `merged` gives only_wide: nothing narrow reads its results.
         reaches, to_dot, only_wide = out.reaches_dot, False, rule is Rule.HIGH
@@ -186,7 +184,7 @@ def find_uses(
         if not read and not node.eqn.effects:
             continue
         if entry.rule is Rule.ENTER:
-            found = _of_operands(planner, node, place.inside(node), [uses[number] for number in node.outs])
+            found = _of_operands(planner, node, place.inside(node), [uses.flags[number] for number in node.outs])
             for number, flags in zip(node.ins, found, strict=True):
                 uses.add(number, flags)
         else:

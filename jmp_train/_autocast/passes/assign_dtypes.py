@@ -60,6 +60,7 @@ _ATTENTION = having(Trait.ATTENTION)
 # A constant from which on it is large: three of the 11 or 8 bits of a number of about one are lost where it is added.
 _LARGE = 8
 _TRANSFERS = having(Trait.TRANSFERS | Trait.PLACES)
+_HAVE_NUMBERS = frozenset({"convert_element_type", "gather"})  # of a boolean: zeros and ones; of what is out of bounds
 
 
 def assign_dtypes(program: Program) -> Program:
@@ -90,8 +91,9 @@ class _Walk:
         self.reduce_dtype = context.planner.policy.reduce_dtype
         self.facts: list[Any] = [None] * len(self.avals)
         for number, precision in zip(program.inputs, context.precisions, strict=True):
-            numbers = Numbers(overflows=precision is Precision.OVERFLOWS)
-            precision = Precision.FULL if precision is Precision.OVERFLOWS else precision
+            numbers = UNKNOWN_NUMBERS
+            if precision is Precision.OVERFLOWS:
+                precision, numbers = Precision.FULL, Numbers(overflows=True)
             self.facts[number] = Fact(precision, parameter=precision is Precision.WEAK, numbers=numbers)
         # By the sizes of their axes in any order: the gradient of a weight is recorded transposed, too.
         self.weights = {axes_of(self.avals[number]) for number in program.inputs if self.facts[number].parameter}
@@ -109,11 +111,10 @@ class _Walk:
         return self.program.replace(facts=self.facts, equations=self.equations, result_precisions=results)
 
     def _seen(self, number: int, depth: int, access: Access) -> Precision:
-        """What a reader at `depth` sees of a value."""
+        """What a reader at `depth` sees of a value with a low copy."""
         fact = self.facts[number]
-        narrow = fact.has_low_copy and access is not Access.CARRIED
         # A fused reader on the near side computes the float32 value anew in its own kernel, and pays no bytes for it.
-        narrow = narrow and (access is Access.STORED or depth > fact.depth)
+        narrow = access is Access.STORED or (access is Access.FUSED and depth > fact.depth)
         return Precision.LOW if narrow else fact.precision
 
     def _across(self, number: int, precision: Precision) -> Precision:
@@ -131,7 +132,10 @@ class _Walk:
             # It runs when all of the forward pass has: what that computed is read across a dot, at whatever depth.
             depth = depth if depth > self.forward_depth else self.forward_depth
         accesses = self.accesses.of(node, entry, self.facts)
-        seen = [self._seen(number, depth, access) for number, access in zip(node.ins, accesses, strict=True)]
+        seen = [
+            self._seen(number, depth, access) if self.facts[number].has_low_copy else self.facts[number].precision
+            for number, access in zip(node.ins, accesses, strict=True)
+        ]
         equation, made = self._DECIDE[entry.rule](self, node, entry, seen)
         has_dot = (entry.rule is Rule.LOW or entry.rule is Rule.ENTER) and equation.has_narrow_dot
         equation.depth, equation.accesses = depth, accesses
@@ -154,7 +158,7 @@ class _Walk:
             parameter=(moves and any([operand.parameter for operand in operands])) or equation.entry is UPDATE,
             numbers=_numbers_of(equation.node, operands, precision, self.low),
         )
-        flags = self.uses[number]
+        flags = self.uses.flags[number]
         # The comparison spares most values the call: nothing is known of their numbers.
         exceeds = fact.numbers != UNKNOWN_NUMBERS and fact.numbers.exceed(self.low)
         fact.sensitive = flags.sensitive or exceeds or bool(self.states and id(equation.node) in self.states)
@@ -216,7 +220,7 @@ class _Walk:
         if len(floating) > 1 and len(node.outs) != len(node.ins):
             # The user's `rules` let a primitive of several operands follow them. JAX demands one dtype of these.
             return self._widest(node, entry, seen)
-        if node.name == "rev" and seen == [Precision.WEAK] and self.uses[node.outs[0]].only_dots:
+        if node.name == "rev" and seen == [Precision.WEAK] and self.uses.flags[node.outs[0]].only_dots:
             # XLA for GPUs takes a convolution with a reversed kernel for cuDNN's gradient by the data, but not with a
             # cast between them. So the kernel is cast before it is reversed.
             return self._pairwise(node, entry, seen, Precision.LOW)
@@ -226,7 +230,7 @@ class _Walk:
         if fill is not None and not fill.fits(self.low):
             high = Entry(Rule.HIGH, f"{self.low.name} cannot hold its fill_value")
             return self._pairwise(node, high, seen, Precision.FULL)
-        flags = self.uses[node.outs[0]]
+        flags = self.uses.flags[node.outs[0]]
         # A gate near one would be rounded to one, and a loop multiplies its state by it again and again. In float32 it
         # costs no bytes: the scan stacks its 16-bit operand, from which the backward pass computes it again. A gate
         # that a dot reads is stored, and rounded, for that anyway.
@@ -246,11 +250,11 @@ class _Walk:
     def _is_weight_for_dots(self, node: Node) -> bool:
         """Whether a transfer goes from devices to devices, and only dots read there what it sends."""
         (sent,), (received,) = node.ins, node.outs
-        flags, on_host = self.uses[received], is_on_host(self.avals[sent]) or is_on_host(self.avals[received])
+        flags, on_host = self.uses.flags[received], is_on_host(self.avals[sent]) or is_on_host(self.avals[received])
         return flags.only_dots and not on_host
 
     def _widest(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
-        flags = self.uses[node.outs[0]]
+        flags = self.uses.flags[node.outs[0]]
         wide = flags.only_wide or (flags.is_position and not self._is_stream(node, seen))
         wide = wide and node.name in ROUNDS  # what rounds nothing is as exact in the dtype of its operands
         if node.name == "div" and not wide and self._is_mean_to_store(node):
@@ -304,7 +308,7 @@ class _Walk:
             return False
         mean = divides_by_terms(math.prod(pool.params["window_dimensions"]), self.facts[divisor].numbers.range)
         # What the program returns leaves in float32: a rounding before would be visible and save nothing.
-        return mean and not (node.outs[0] in self.program.outputs or self.uses[node.outs[0]].sensitive)
+        return mean and not (node.outs[0] in self.program.outputs or self.uses.flags[node.outs[0]].sensitive)
 
     def _pairwise(self, node: Node, entry: Entry, seen: list[Precision], precision: Precision) -> Decided:
         reads = [None if p is Precision.RECORDED else dtype_of(precision, self.low) for p in seen]
@@ -399,6 +403,12 @@ class _Walk:
 
 
 def _numbers_of(node: Node, operands: Sequence[Fact], precision: Precision, low: np.dtype) -> Numbers:
+    for operand in operands:  # a loop: of most values nothing is known, and nothing of what is computed from them
+        if operand.numbers != UNKNOWN_NUMBERS:
+            break
+    else:
+        if precision is not Precision.OVERFLOWS and node.name not in _HAVE_NUMBERS:
+            return UNKNOWN_NUMBERS
     floats = [operand.numbers for operand in operands if operand.precision is not Precision.RECORDED]
     found = numbers_through(node, floats, low)
     overflows = precision is Precision.OVERFLOWS or (precision is not Precision.RECORDED and found.overflows)

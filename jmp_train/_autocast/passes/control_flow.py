@@ -66,7 +66,7 @@ class _Entered:
 
 def enter(context: Context, node: Node, entry: Entry, place: Place, seen: list[Precision]) -> Decided:
     """Plans a node with a body."""
-    out_flags = [context.uses[number] for number in node.outs]
+    out_flags = [context.uses.flags[number] for number in node.outs]
     call = _Entered(context, node, entry, place.inside(node), seen, out_flags)
     default = _branches if branches_of(node.eqn)[1] else _boundary
     # A string is the reason for which the bodies stay as recorded.

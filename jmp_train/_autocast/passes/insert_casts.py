@@ -86,14 +86,15 @@ class _Writer:
 
     def read(self, use: Use, at: Node | None) -> Use:
         """The value that a use in the equation `at` is, as it is."""
+        if not use.residual and (use.dtype is None or use.dtype == self.avals[use.value].dtype):
+            return use if use.dtype is None else Use(use.value)
         if use not in self.copies:
-            self.copies[use] = Use(self._derived(use, at) if use.residual else self._plain(use, at))
+            self.copies[use] = Use(self._derived(use, at) if use.residual else self._copy(use, at))
         return self.copies[use]
 
-    def _plain(self, use: Use, at: Node | None) -> int:
+    def _copy(self, use: Use, at: Node | None) -> int:
+        """The value in another dtype than its own."""
         value, dtype = use.value, use.dtype
-        if dtype is None or dtype == self.avals[value].dtype:
-            return value
         constants = self.program.constants
         # A literal in another dtype is another literal. A captured array may be a tracer, or large: XLA casts it.
         if value in constants and value not in self.source.captured:

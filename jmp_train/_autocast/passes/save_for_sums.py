@@ -62,7 +62,7 @@ def _shared_with_sums(program: Program) -> set[int]:
     forward, cotangents = set[int](), set[int]()
     narrow = _narrow(program) if found else ()
     for equation, number, is_read_by_sum in found:
-        fact, name, uses = program.facts[number], equation.node.name, program.context.uses[number]
+        fact, name, uses = program.facts[number], equation.node.name, program.context.uses.flags[number]
         is_operand = fact.has_low_copy or (fact.precision is Precision.LOW and uses.to_dot)  # in memory, in 16 bits
         if is_operand or fact.sensitive or uses.is_position or not uses.reaches_dot:
             continue

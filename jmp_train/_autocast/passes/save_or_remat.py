@@ -64,8 +64,8 @@ def save_or_remat(program: Program) -> Program:
             decisions.add(equation, number)
         uses = equation.uses
         for position, use in enumerate(uses):
-            known = use.value in values and not use.residual
-            if known and decisions.is_residual(equation, use, equation.accesses[position]):
+            crosses = use.value in values and (values[use.value].saved or values[use.value].remat)
+            if crosses and not use.residual and decisions.is_residual(equation, use, equation.accesses[position]):
                 uses = [*uses[:position], use._replace(residual=SHARED), *uses[position + 1 :]]
         equations.append(equation if uses is equation.uses else equation.replace(uses=uses))
     decisions.rematerialize_masks(equations)  # which asks what all other equations read across a dot
@@ -121,7 +121,7 @@ class _Decisions:
 
     def add(self, equation: Equation, number: int) -> None:
         """Decides what result `number` of an equation is to those who read it across a dot."""
-        fact, node, to_dot = self._program.facts[number], equation.node, self._uses[number].to_dot
+        fact, node, to_dot = self._program.facts[number], equation.node, self._uses.flags[number].to_dot
         values = self.values
         operands = [values[operand] for operand in node.ins if operand in values]
         value = values[number] = _Value()
@@ -175,12 +175,12 @@ class _Decisions:
             self._costs.state(number, in_memory=True)
 
     def is_residual(self, equation: Equation, use: Use, access: Access) -> bool:
-        """Whether an operand is read as saved or rematerialized: across a dot, and by some kernels on the near side."""
+        """Whether a saved or rematerialized operand is read as that: across a dot, and by some kernels before it."""
         fact, value = self._program.facts[use.value], self.values[use.value]
         if value.fused_relu:
             return True
         starts_wide = access is Access.CARRIED and use.dtype == FLOAT32
-        if not (value.saved or value.remat) or (fact.has_low_copy and starts_wide):
+        if fact.has_low_copy and starts_wide:
             return False
         # Dots of both sides read the same numbers in the same memory. XLA pads the operands of a dot whose sizes are no
         # multiples of 8; with a barrier between it would do so once for each side: attention over 196 tokens would move

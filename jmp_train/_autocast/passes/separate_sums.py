@@ -19,6 +19,8 @@ Decides which uses read which expression. Does not decide what is rematerialized
 
 from __future__ import annotations
 
+import collections
+
 from ..analysis.residual_costs import fuses, is_expensive
 from ..ir import SEPARATE, Program, Use
 from ..primitives import EXPONENTIALS, Trait, having
@@ -77,10 +79,10 @@ def _nested(program: Program) -> dict[int, int]:
 
 def _kernels(program: Program) -> list[int | None]:
     """For each equation the sum or maximum in whose kernel alone XLA computes it, if there is one."""
-    readers: dict[int, list[int]] = {}
+    readers: dict[int, list[int]] = collections.defaultdict(list)
     for i, equation in enumerate(program.equations):
         for use in equation.uses:
-            readers.setdefault(use.value, []).append(i)
+            readers[use.value].append(i)
     kernels: list[int | None] = [None] * len(program.equations)
     for i, equation in reversed([*enumerate(program.equations)]):
         if equation.entry.has_own_kernel or equation.node.name in _EXTREMES:

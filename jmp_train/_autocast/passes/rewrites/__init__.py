@@ -52,10 +52,7 @@ REWRITES = (
 
 def rewrite_planned(program: Program) -> Program:
     """Applies the rewrites of single equations, then those of programs whose dtypes are decided."""
-    of_equation = {
-        name: find for rewrite in program.context.planner.rewrites for name, find in rewrite.of_equation.items()
-    }
-    equations = [*program.equations]
+    equations, of_equation = [*program.equations], program.context.planner.of_equation
     for i, equation in enumerate(equations):
         name = equation.node.name
         if name in of_equation and (found := of_equation[name](program, equation)):

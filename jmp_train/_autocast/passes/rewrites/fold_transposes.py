@@ -43,7 +43,7 @@ def fold_transposes(program: Program) -> Program:
         if order in (tuple(sorted(order)), swap):
             folded = dot.replace(results=last.results)
             changed[id(dot)] = swapped(folded, swap) if order == swap else folded
-        elif order[-1] == swap[-1] and not program.context.uses[last.results[0]].to_dot:
+        elif order[-1] == swap[-1] and not program.context.uses.flags[last.results[0]].to_dot:
             changed[id(dot)] = swapped(dot, swap)
             avals[dot.results[0]] = _transposed(avals[dot.results[0]], swap)
             permutation = tuple([swap.index(axis) for axis in order])

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
-from ...._jaxpr import FlatJaxpr, Literal, Node, Scope, Var, is_recomputed, open_jaxpr
+from ...._jaxpr import FlatJaxpr, Literal, Node, Scope, Var, open_jaxpr
 
 # What both must agree in: the devices, the mesh axes that the body has to itself, and how JAX checks its results.
 _SAME = ("mesh", "newly_manual_axes", "check_vma")
@@ -66,7 +66,7 @@ def _with_joined(
     """The nodes with two `shard_map`s as one; `None` where that cannot be."""
     alike = all([first.params[key] == second.params[key] for key in _SAME])
     # The equations of a rematerialized function do not say themselves that they are its backward pass.
-    halves = not first.scope.is_backward and (second.scope.is_backward or is_recomputed(first))
+    halves = not first.scope.is_backward and (second.scope.is_backward or first.scope.is_recomputed)
     start, end = nodes.index(first), nodes.index(second)
     # Equations between them change their order, but effects, such as a print, have to keep theirs.
     if not halves or not alike or any([node.eqn.effects for node in nodes[start : end + 1]]):

@@ -20,20 +20,19 @@ from __future__ import annotations
 
 import dataclasses
 
-from ...._jaxpr import FlatJaxpr, Node
+from ...._jaxpr import FlatJaxpr
 from ...analysis.relus import RELUS, is_norm_of_rows, is_positive, relu_operand
 
 
 def relu_mask(program: FlatJaxpr) -> FlatJaxpr:
     """The program whose comparisons of what a relu is given with zero compare what it returned."""
     results: dict[int, int] = {}
-    nodes: list[Node] = []
-    for node in program.nodes:
+    nodes = [*program.nodes]
+    for i, node in enumerate(nodes):
         # By name first: this runs for every equation, and calls no function that need not be.
         if node.name in RELUS and (operand := relu_operand(node, program)) is not None:
             results[operand] = node.outs[0]
         elif node.name == "gt" and node.ins[0] in results and is_positive(node, program):
             if not is_norm_of_rows(node.ins[0], program):
-                node = dataclasses.replace(node, ins=(results[node.ins[0]], node.ins[1]))
-        nodes.append(node)
+                nodes[i] = dataclasses.replace(node, ins=(results[node.ins[0]], node.ins[1]))
     return dataclasses.replace(program, nodes=tuple(nodes)) if results else program
