@@ -220,9 +220,11 @@ class _Walk:
         if len(floating) > 1 and len(node.outs) != len(node.ins):
             # The user's `rules` let a primitive of several operands follow them. JAX demands one dtype of these.
             return self._widest(node, entry, seen)
-        if node.name == "rev" and seen == [Precision.WEAK] and self.uses.flags[node.outs[0]].only_dots:
+        flags = self.uses.flags[node.outs[0]]
+        if node.name == "rev" and seen[0] in (Precision.WEAK, Precision.FULL) and flags.only_dots:
             # XLA for GPUs takes a convolution with a reversed kernel for cuDNN's gradient by the data, but not with a
-            # cast between them. So the kernel is cast before it is reversed.
+            # cast between them: strided, it would be padded. So the kernel is cast before it is reversed, also that of
+            # a frozen network, which is data.
             return self._pairwise(node, entry, seen, Precision.LOW)
         if node.name in _TRANSFERS and seen == [Precision.WEAK] and self._is_weight_for_dots(node):
             return equation_of(node, CAST_FIRST, [FLOAT32], computes=[FLOAT32]), [Precision.LOW]
@@ -230,7 +232,6 @@ class _Walk:
         if fill is not None and not fill.fits(self.low):
             high = Entry(Rule.HIGH, f"{self.low.name} cannot hold its fill_value")
             return self._pairwise(node, high, seen, Precision.FULL)
-        flags = self.uses.flags[node.outs[0]]
         # A gate near one would be rounded to one, and a loop multiplies its state by it again and again. In float32 it
         # costs no bytes: the scan stacks its 16-bit operand, from which the backward pass computes it again. A gate
         # that a dot reads is stored, and rounded, for that anyway.
