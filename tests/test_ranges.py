@@ -90,6 +90,7 @@ THROUGH = {
     "a product with zero": (lambda x: x * x.T, [Range(), LARGE], Range()),
     "a quotient": (lambda x: x / x.T, [LARGE, SMALL], Range(10.0 / 1e-2, 1e4 / 1e-4)),
     "zero divided": (lambda x: x / x.T, [Range(), LARGE], Range()),
+    "divided by zero": (lambda x: x / x.T, [LARGE, Range()], Range()),
     "a function": (lambda x: jnp.sin(x), [SMALL], None),
     "an unknown operand": (lambda x: x * x.T, [SMALL, None], None),
     "unknown operands": (lambda x: x * x.T, [None, None], None),

@@ -88,7 +88,8 @@ def test_it_is_a_value(offset):
     assert hash(offset) == hash(dataclasses.replace(offset))
     values = offset.as_dict()
     assert json.loads(json.dumps(values, allow_nan=False)) == values
-    assert values["kept"] == ["Net/Offset"] and values["met"] and values["rows"][0]["scope"] == "Net/Offset"
+    assert values["kept"] == ["Net/Offset"] and values["met"] and values["error"] == offset.error
+    assert values["rows"] == [dataclasses.asdict(row) for row in offset.rows]
     first, header, *rows, advice, line = str(offset).splitlines()
     assert re.match(r"The gradient's relative error is 0\.\d+, the tolerance 0\.00781 \(params=float32,", first)
     assert header.split() == ["scope", "operations", "alone", "without", "it", "share"]
