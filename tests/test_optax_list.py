@@ -232,6 +232,6 @@ def test_lookahead_has_gradients_of_its_fast_parameters():
             updates, state = tx.update(grads, state, params)
             params = optax.apply_updates(params, updates)
     assert_same_bits((params, state.inner_state), (bare_params, bare_state))
-    message = r"^`grads` must have the structure of `params`: missing \[.*\], not in `params` \[.*\]\."
+    message = r"^`grads` must have the structure of `params`: missing \['b', 'w'\], not in `params` \['fast/b', .*\]\."
     with pytest.raises(ValueError, match=message):
         tx.update(jax.tree.map(jnp.ones_like, params), state, params)

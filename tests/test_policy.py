@@ -78,6 +78,8 @@ def test_repr_is_the_call_that_builds_it():
     policy = FULL.replace(overrides=FULL.overrides[:2])
     assert eval(repr(policy)) == policy
     assert repr(get_policy("mixed_float16")) == "Policy('float32', 'float16', 'float32')"
+    by_function = get_policy("mixed_float16").replace(overrides=len)
+    assert repr(by_function) == "Policy('float32', 'float16', 'float32', overrides=(<built-in function len>,))"
 
 
 def test_as_a_static_argument_of_jit():
