@@ -228,7 +228,7 @@ def _scaled(query: jax.Array, key: jax.Array, scale: Any) -> tuple[jax.Array, ja
     wide = at_least_float32(query.dtype)
     scale = jnp.asarray(scale, wide)
     size = jnp.maximum(jnp.abs(scale), 1)
-    of_key = jnp.floor(jnp.floor(jnp.log2(size)) / 2)  # of no derivative
+    of_key = jnp.floor(jnp.log2(size) / 2)  # of no derivative
     query = (query.astype(wide) * (scale * jnp.exp2(-of_key))).astype(query.dtype)
     return query, (key.astype(wide) * jnp.exp2(of_key)).astype(key.dtype)
 
