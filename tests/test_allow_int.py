@@ -87,13 +87,14 @@ def test_under_vmap_and_scan():
 
 class TestRefusals:
     @pytest.mark.parametrize("argnums", [0, -1])
-    def test_without_it(self, argnums):
+    @pytest.mark.parametrize("transform", [jmp.grad, jmp.value_and_grad])
+    def test_without_it(self, transform, argnums):
         message = (
             "a differentiated argument must hold floating or complex numbers only, got int32[3] for the leaf 'ids'; "
             "pass it as an argument that `argnums` does not name, or pass allow_int=True for a gradient of float0."
         )
         with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-            jmp.grad(loss_fn, "mixed_bfloat16", argnums=argnums)(TRAINED)
+            transform(loss_fn, "mixed_bfloat16", argnums=argnums)(TRAINED)
 
     def test_what_is_no_number_with_it(self):
         message = (
