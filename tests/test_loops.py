@@ -73,6 +73,8 @@ BODIES = {
     "a product and a quotient of terms": (lambda c, d: (c @ d) / (1 + d * d), {LINEAR}),
     "a product and a quotient": (lambda c, d: d / (c @ d), set()),
     "a product, scaled by its sums": (lambda c, d: (c @ d) / jnp.sum(c @ d, -1, keepdims=True), {LINEAR}),
+    "a product, scaled by the reciprocal of its sums": (
+        lambda c, d: (c @ d) * (1 / jnp.sum(c @ d, -1, keepdims=True)), {LINEAR}),
     "scaled by repeated sums": (
         lambda c, d: (c @ d) / jnp.broadcast_to(jnp.sum(c, -1, keepdims=True), (4, 4)), {LINEAR}),
     "a row of a product, times terms": (lambda c, d: (c @ d)[:1] * d, {LINEAR}),
@@ -96,6 +98,16 @@ BODIES = {
         {SOLVES}),
     "a solution, or a function": (
         lambda c, d: lax.cond(d[0, 0] > 0, jnp.sin, lambda c: c, jnp.linalg.solve(c, d)), set()),
+    "updated by recursive least squares": (
+        lambda c, d: c - jnp.outer(c @ d[0] / (1 + d[0] @ c @ d[0]), d[0] @ c), {SOLVES, STREAM}),
+    "updated by recursive least squares, in a network": (
+        lambda c, d: jnp.tanh(c - jnp.outer(c @ d[0] / (1 + d[0] @ c @ d[0]), d[0] @ c)), set()),
+    "updated by products over a known number": (
+        lambda c, d: c - jnp.outer(c @ d[0], d[0] @ c) / (1 + d[0] @ d[0]), {STREAM}),
+    "updated by products over a sum of it": (
+        lambda c, d: c - jnp.outer(c @ d[0], d[0] @ c) / (1 + jnp.sum(c)), {STREAM}),
+    "updated by products, times a reciprocal of one": (
+        lambda c, d: c - jnp.outer(c @ d[0], d[0] @ c) * (1 / (1 + d[0] @ c @ d[0])), {SOLVES, STREAM}),
     "a solution beside": (lambda c, d: (jnp.sin(c), jnp.linalg.solve(c, d))[0], set()),
     "a solution of terms": (lambda c, d: jnp.sin(c) + jnp.linalg.solve(d, d), set()),
 }  # fmt: skip
@@ -107,7 +119,8 @@ def test_what_a_body_makes_of_its_carry(name):
     program = flatten(jax.make_jaxpr(fn)(C, D))
     start, result = program.inputs[0], program.outputs[0]
     found = {ACCUMULATES: accumulates(program, start, result), STREAM: is_residual_stream(program, start, result)}
-    found |= {LINEAR: are_linear(program, [(start, result)])[0], SOLVES: solves(program, start, result)}
+    (linear,) = are_linear(program, [(start, result)])
+    found |= {LINEAR: linear, SOLVES: solves(program, start, result, linear)}
     assert {question for question, answer in found.items() if answer} == expected
 
 
@@ -120,6 +133,23 @@ def test_each_carry_is_linear_in_itself():
     program = flatten(jax.make_jaxpr(body)(C, C, C, D))
     ends = list(zip(program.inputs, program.outputs, strict=True))
     assert are_linear(program, ends) == [are_linear(program, [end])[0] for end in ends] == [True, True, False, True]
+
+
+def test_what_the_gain_of_recursive_least_squares_moves_is_an_estimate():
+    def step(carry, row):
+        p, mean, h = carry
+        gain = p @ row[0] / (1 + row[0] @ p @ row[0])
+        return (
+            p - jnp.outer(gain, row[0] @ p),
+            mean + gain * (row[1, 0] - mean @ row[0]),
+            jnp.tanh(h @ D + gain),
+        ), None
+
+    (eqn,) = jax.make_jaxpr(lambda c, m, rows: lax.scan(step, (c, m, c), rows))(C, C[0], np.stack([C, C])).eqns
+    loop = loop_of(eqn)
+    assert loop is not None
+    kinds = carry_kinds(flatten(loop.body, also=("jit", "custom_jvp_call")), loop, [False])
+    assert [is_estimate for _, is_estimate in kinds] == [True, True, False]
 
 
 # Of a carry and a row of parameters, whether the carry may be in 16 bits.

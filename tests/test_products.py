@@ -193,6 +193,11 @@ WIDE = {
                            jnp.linalg.solve(jnp.eye(64) + c[0], x.T) + w @ c[1]), None),
             (jnp.eye(64), x.T), None, 2)[0][1],
         W / 8, X, Cause.SOLUTION),
+    "recursive least squares on activations": (
+        lambda w, x: lax.scan(
+            lambda p, h: (p - jnp.outer(p @ h / (1 + jnp.sum((p @ h) * h)), h @ p), None), jnp.eye(64), jnp.tanh(x @ w)
+        )[0],
+        W / 8, X, Cause.SOLUTION),
     "means of a learned smoother": (
         lambda w, x: lax.scan(
             lambda m, row: (jnp.linalg.solve(jnp.eye(64) + row, x.T) + w @ m, None), x.T, covariances_of(x))[0],

@@ -102,7 +102,7 @@ class ProductCauses:
         solution = Provenance.SOLUTION in provenances and Provenance.PARAMETER not in provenances
         # Times activations, a kernel matrix is the weights of an attention.
         kernel = Provenance.KERNEL in provenances and Provenance.PARAMETER not in provenances
-        if solution or ((kernel or Provenance.ESTIMATE in provenances) and not rounded):
+        if solution or Provenance.ESTIMATE in provenances or (kernel and not rounded):
             return Cause.SOLUTION
         if not rounded and any(table.differences for table in known):
             return Cause.DIFFERENCES

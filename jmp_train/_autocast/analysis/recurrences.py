@@ -4,6 +4,7 @@
     s -> tanh (dot_general s a)                    none: not linear, as a recurrent layer
     s -> add s x                                   none: no product is between
     p -> dot_general (triangular_solve l p) a      an estimate: a linear system is solved for it, as in a Kalman filter
+    p -> sub p (div (mul q q) (dot_general x q))   the same with one equation, as in recursive least squares: q = p @ x
 
 Decides this by what stands between a carry and what comes back: products and sums of itself, linear systems. Does not
 decide what follows from it; see `provenance.py` and `product_causes.py`.
@@ -25,6 +26,8 @@ from .producers import Producers
 # What combines operands is linear in all of them together.
 _LINEAR = having(Trait.LINEAR | Trait.MOVES | Trait.PICKS) | COMBINES | {"convert_element_type"}
 KEEPS_ESTIMATES = _LINEAR | SYSTEMS | BOUNDS
+_MULTIPLIES = frozenset({"mul", "dot_general"})
+_ONE_EQUATION = frozenset({"div", "dot_general"})  # what solves one
 
 
 def carry_kinds(program: FlatJaxpr, loop: Loop, are_solutions: Sequence[bool]) -> list[tuple[bool, bool]]:
@@ -42,15 +45,17 @@ def carry_kinds(program: FlatJaxpr, loop: Loop, are_solutions: Sequence[bool]) -
     ends = list(zip(program.inputs[loop.consts : first], program.outputs[: loop.carry], strict=True))
     linear = are_linear(program, ends)
     # Without a system there is no estimate. Most loops have none, and the walks below take time.
-    if SYSTEMS.isdisjoint([node.name for node in program.nodes]):
+    names = {node.name for node in program.nodes}
+    if SYSTEMS.isdisjoint(names) and not names.issuperset(_ONE_EQUATION):
         return [(each, False) for each in linear]
-    solved = [solves(program, *end) for end in ends]
+    solved = [solves(program, *end, is_linear) for end, is_linear in zip(ends, linear, strict=True)]
     estimates = [start for (start, _), is_estimate in zip(ends, solved, strict=True) if is_estimate]
     # A linear state that a system of an estimate moves, as the mean is by the gain, is an estimate too. A smoother's
     # systems are of the covariances that it is given row by row, which are solutions.
     solutions = itertools.compress(program.inputs[first:], are_solutions)
     given = dependents(program, [*estimates, *solutions])
     systems = [node for node in program.nodes if node.name in SYSTEMS and not given.isdisjoint(node.ins)]
+    systems += [node for node in program.nodes if node.name == "div" and node.ins[1] in given]
     moved = dependents(program, [number for node in systems for number in node.outs])
     return [
         (is_linear, is_estimate or (is_linear and result in moved))
@@ -81,7 +86,7 @@ def are_linear(program: FlatJaxpr, ends: Sequence[tuple[int, int]]) -> list[bool
             continue
         once = twice = multiplied = nonlinear = 0
         # A state over its own norm: the norm depends on the state, and has a number for a row or for all.
-        several = node.name in ("mul", "div") and depends[node.ins[0]] and depends[node.ins[1]]
+        several = node.name in ("mul", "div") and depends[node.ins[0]] & depends[node.ins[1]]
         operands = _but_for_scale(node, producers) if several else node.ins
         for number in operands:
             twice |= once & depends[number]
@@ -110,14 +115,27 @@ def _but_for_scale(node: Node, producers: Producers) -> tuple[int, ...]:
     return (right,) if node.name == "mul" and one < other else node.ins
 
 
-def solves(program: FlatJaxpr, start: int, result: int) -> bool:
+def solves(program: FlatJaxpr, start: int, result: int, is_linear: bool) -> bool:
     """Whether linear systems, products and bounds stand between a carry and what comes back, and no other function.
 
-    So it is for a Kalman filter's covariance. A network is other functions.
+    So it is for a Kalman filter's covariance. A network is other functions. A system of one equation is a division by a
+    product of the carry; where what comes back `is_linear` in the carry, that only scales it.
     """
     dependent, leading = dependents(program, [start]), sources(program, [result])
     between = [n for n in program.nodes if not (dependent.isdisjoint(n.ins) or leading.isdisjoint(n.outs))]
-    return any(node.name in SYSTEMS for node in between) and _keep_estimates(program, between)
+    solved = any(node.name in SYSTEMS for node in between)
+    solved = solved or (not is_linear and _divides_products(program, between, dependent))
+    return solved and _keep_estimates(program, between)
+
+
+def _divides_products(program: FlatJaxpr, nodes: Sequence[Node], dependent: set[int]) -> bool:
+    """Whether some nodes multiply what depends on a carry by another such value, and divide by a product of it.
+
+    So a matrix is updated by recursive least squares (Sherman and Morrison 1950) and by quasi-Newton methods.
+    """
+    products = dependents(program, [node.outs[0] for node in nodes if node.name == "dot_general"])
+    divides = any(node.name == "div" and node.ins[1] in products for node in nodes)
+    return divides and any(node.name in _MULTIPLIES and dependent.issuperset(node.ins) for node in nodes)
 
 
 def _keep_estimates(program: FlatJaxpr, nodes: Iterable[Node]) -> bool:

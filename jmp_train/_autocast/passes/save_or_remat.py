@@ -65,7 +65,7 @@ def save_or_remat(program: Program) -> Program:
         uses = equation.uses
         for position, use in enumerate(uses):
             crosses = use.value in values and (values[use.value].saved or values[use.value].remat)
-            if crosses and not use.residual and decisions.is_residual(equation, use, equation.accesses[position]):
+            if crosses and decisions.is_residual(equation, use, equation.accesses[position]):
                 uses = [*uses[:position], use._replace(residual=SHARED), *uses[position + 1 :]]
         equations.append(equation if uses is equation.uses else equation.replace(uses=uses))
     decisions.rematerialize_masks(equations)  # which asks what all other equations read across a dot
