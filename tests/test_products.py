@@ -224,6 +224,10 @@ WIDE = {
     "a power of a matrix of data": (lambda w, x: (x * w[0])[:, :32] @ (x * w[0])[:, :32], W, X, Cause.REPEATED),
     "a power iteration": (lambda w, x: unit(x[0] @ w) @ w.T, W, X, Cause.REPEATED),
     "a power iteration of rows of one": (lambda w, x: unit(x[:1] @ w) @ w.T, W, X, Cause.REPEATED),
+    "Gram matrices in a loop that reads rows twice by their number": (
+        lambda w, x: lax.fori_loop(
+            0, 4, lambda i, c: c + (lambda a: a[i].T @ a[i])((x * w[0]).reshape(4, 8, 64)), jnp.zeros((64, 64))),
+        W, X, Cause.SQUARE),
     "a centred Gram matrix": (
         lambda w, x: (w.T @ w) @ (jnp.eye(64) - jnp.full((64, 64), 1 / 64)), W, X, Cause.SOLUTION),
     "a centred kernel of a Gram matrix": (

@@ -34,13 +34,29 @@ _BECOME_WEIGHTS = _MOVES | {"add", "mul", "convert_element_type"}
 _MOST_COMPARED = 64
 
 
+class Outside(tuple):
+    """The token `("outside", source)` of what a program is given by the one around: also of what is computed alike.
+
+    Attributes:
+      around: what answers for the program around. Tokens are equal whatever it is.
+    """
+
+    around: Producers
+
+    @staticmethod
+    def of(around: Producers, number: int) -> Outside:
+        token = Outside(("outside", around.source(number)))
+        token.around = around
+        return token
+
+
 class Producers:
     """Answers questions about the values of one program.
 
     Args:
       program: the program.
-      same: for each of its inputs a token, equal for inputs that are one value outside: `("argument", i)`, `("outside",
-        source)` of a value with this source in the program around, `("row", token)` of what a loop is given row by row.
+      same: for each of its inputs a token, equal for inputs that are one value outside: `("argument", i)`, `Outside` of
+        a value of the program around, `("row", token)` of what a loop is given row by row.
     """
 
     def __init__(self, program: FlatJaxpr, same: tuple[Any, ...] = ()):
@@ -189,6 +205,9 @@ class Producers:
     def _equal(self, left: Any, right: Any, budget: list[int]) -> bool:
         if left == right:  # numbers of one value, or tokens of one value outside
             return True
+        if isinstance(left, Outside) and isinstance(right, Outside):
+            # The indices of `x[i] @ x[i].T` in the derivative of a loop: zeros that JAX computes twice around it.
+            return left.around is right.around and left.around._equal(left[1], right[1], budget)
         if left in self.program.known:
             return self._equal_known(left, right)
         one, other = self._producers.get(left), self._producers.get(right)

@@ -26,7 +26,7 @@ from ..._sizes import is_single
 from ..primitives import DATA_OPERANDS, SYSTEMS, Entry, Rule
 from .constants import Constants
 from .consumers import Consumers
-from .producers import Producers
+from .producers import Outside, Producers
 from .recurrences import KEEPS_ESTIMATES
 from .wide_product import Cause, WideProduct
 
@@ -138,7 +138,7 @@ class Values:
     def fact(self, number: int) -> Known:
         """What is known of a value where it enters another program."""
         sums = functools.partial(self.consumers.sums_outside, number)
-        return Known(self.provenances[number], ("outside", self.producers.source(number)), self._numbers(number), sums)
+        return Known(self.provenances[number], Outside.of(self.producers, number), self._numbers(number), sums)
 
     def result(self, number: int) -> Known:
         """What is known of a result where a call returns it. Its source and sums are of another program: they end."""
