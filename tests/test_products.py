@@ -80,6 +80,10 @@ def fifth_power(a):
     return a @ ((a @ a) @ (a @ a))
 
 
+def reflected(x, v):
+    return x - 2 * (x @ v)[:, None] * v / jnp.sum(v**2)
+
+
 def raised(p):
     """A covariance with more on its diagonal, and bounded."""
     at = jnp.arange(len(p))
@@ -224,6 +228,14 @@ WIDE = {
     "a power of a matrix of data": (lambda w, x: (x * w[0])[:, :32] @ (x * w[0])[:, :32], W, X, Cause.REPEATED),
     "a power iteration": (lambda w, x: unit(x[0] @ w) @ w.T, W, X, Cause.REPEATED),
     "a power iteration of rows of one": (lambda w, x: unit(x[:1] @ w) @ w.T, W, X, Cause.REPEATED),
+    "a reflection": (lambda w, x: reflected(x, w[0]), W, X, Cause.REPEATED),
+    "reflections, one after the other": (
+        lambda w, x: reflected(reflected(reflected(x, w[0]), w[1]), w[2]), W, X, Cause.REPEATED),
+    "reflections in a loop": (
+        lambda w, x: lax.scan(lambda x, v: (reflected(x, v), None), x, w[:4])[0], W, X, Cause.REPEATED),
+    "reflections in a loop that reads its vectors by their number": (
+        lambda w, x: lax.fori_loop(0, 4, lambda i, x: x - 2 * jnp.outer(x @ w[i], w[i]) / jnp.sum(w[i] ** 2), x),
+        W, X, Cause.REPEATED),
     "Gram matrices in a loop that reads rows twice by their number": (
         lambda w, x: lax.fori_loop(
             0, 4, lambda i, c: c + (lambda a: a[i].T @ a[i])((x * w[0]).reshape(4, 8, 64)), jnp.zeros((64, 64))),
@@ -335,6 +347,10 @@ NARROW = {
     "a vector through a weight and its transpose": (lambda w, x: jnp.tanh(x[0] @ w) @ w.T, W, X),
     "rows through a weight and its transpose": (lambda w, x: unit(x @ w) @ w.T, W, X),
     "a power iteration of activations": (lambda w, x: unit(jnp.tanh(x @ w)[0] @ w) @ w.T, W, X),
+    "a projection of activations": (lambda w, x: reflected(jnp.tanh(x @ w), w[0]), W, X),
+    "a gate times its weight": (lambda w, x: jax.nn.sigmoid(x @ w[0])[:, None] * w[0], W, X),
+    "a head times another": (lambda w, x: (x @ w[0])[:, None] * w[1], W, X),
+    "a vector through a matrix and times itself": (lambda w, x: (w @ w[0]) * w[0], W, X),
     "a power iteration in a loop": (
         lambda w, x: lax.fori_loop(0, 3, lambda _, v: unit(unit(v @ w) @ w.T), x[0]), W, X),
     "a power iteration of computed data": (

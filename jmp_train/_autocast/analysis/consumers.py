@@ -13,6 +13,7 @@ bits hold, and more if the product rounds numbers whose squares beside it are of
     c = dot_general a b; e = cholesky c            c is in a system, directly
     c = dot_general a b; e = dot_general c a       c is repeated, as in a quadratic form: `a` is a factor of both
     c = dot_general a b; e = dot_general (div c (norm c)) a       the same, though not directly: a power iteration
+    c = dot_general a v; e = mul c v               c is a component along `v`: `a - e` projects or reflects the rows
 
 Decides which products are such terms, and which are read by a function or a linear system that magnifies their error.
 Does not decide what follows from it; see `product_causes.py`.
@@ -229,6 +230,29 @@ class Consumers:
                     if any([producers.are_one(each, beside) for each in inner.ins]):
                         for result in (*inner.outs, *node.outs):
                             found[result] = found.get(result, False) or directly
+        return found
+
+    @functools.cached_property
+    def components(self) -> set[int]:
+        """The products with a vector that are multiplied by it again, as `outer(x @ v, v)` of a reflection of `x`."""
+        found: set[int] = set()
+        producers, avals = self._producers, self._program.avals
+        for node in self._program.nodes:
+            if node.name != "mul":
+                continue
+            for number, beside in (node.ins, node.ins[::-1]):
+                inner = producers.producer(number)
+                if inner is not None and inner.name in ("mul", "div"):  # over the square of the vector's length
+                    scaled = producers.scaled(inner, computed=True)
+                    inner = None if scaled is None else producers.producer(scaled)
+                sizes = None
+                if inner is not None and inner.name == "dot_general":
+                    sizes = DotSizes.of(self._program, inner)
+                if sizes is None or assumed_size(avals[node.outs[0]]) <= sizes.result:
+                    continue
+                vectors = [each for each, free in zip(inner.ins, (sizes.left, sizes.right), strict=True) if free == 1]
+                if any([producers.are_one(each, beside) for each in vectors]):
+                    found.update(inner.outs)
         return found
 
     @functools.cached_property
