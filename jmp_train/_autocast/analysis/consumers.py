@@ -222,37 +222,33 @@ class Consumers:
                 bases[node.outs[0]] = one
                 found[node.outs[0]] = True
             for number, beside in (node.ins, node.ins[::-1]):
-                inner, directly = producers.producer(number), True
-                if inner is not None and inner.name in ("mul", "div"):
-                    scaled = producers.scaled(inner, computed=True)
-                    inner, directly = None if scaled is None else producers.producer(scaled), False
-                if inner is not None and inner.name == "dot_general":
-                    if any([producers.are_one(each, beside) for each in inner.ins]):
-                        for result in (*inner.outs, *node.outs):
-                            found[result] = found.get(result, False) or directly
+                inner, directly = self._scaled_dot(number)
+                if inner is not None and any([producers.are_one(each, beside) for each in inner.ins]):
+                    for result in (*inner.outs, *node.outs):
+                        found[result] = found.get(result, False) or directly
         return found
+
+    def _scaled_dot(self, number: int) -> tuple[Node | None, bool]:
+        """The dot that a value is, perhaps scaled by a number, and whether the program knows that number."""
+        node, directly = self._producers.producer(number), True
+        if node is not None and node.name in ("mul", "div"):
+            scaled = self._producers.scaled(node, computed=True)
+            node, directly = None if scaled is None else self._producers.producer(scaled), False
+        return (node if node is not None and node.name == "dot_general" else None), directly
 
     @functools.cached_property
     def components(self) -> set[int]:
         """The products with a vector that are multiplied by it again, as `outer(x @ v, v)` of a reflection of `x`."""
         found: set[int] = set()
-        producers, avals = self._producers, self._program.avals
         for node in self._program.nodes:
-            if node.name != "mul":
-                continue
-            for number, beside in (node.ins, node.ins[::-1]):
-                inner = producers.producer(number)
-                if inner is not None and inner.name in ("mul", "div"):  # over the square of the vector's length
-                    scaled = producers.scaled(inner, computed=True)
-                    inner = None if scaled is None else producers.producer(scaled)
-                sizes = None
-                if inner is not None and inner.name == "dot_general":
-                    sizes = DotSizes.of(self._program, inner)
-                if sizes is None or assumed_size(avals[node.outs[0]]) <= sizes.result:
+            for number, beside in (node.ins, node.ins[::-1]) if node.name == "mul" else ():
+                dot, _ = self._scaled_dot(number)  # by the square of the vector's length
+                sizes = None if dot is None else DotSizes.of(self._program, dot)
+                if dot is None or sizes is None or assumed_size(self._program.avals[node.outs[0]]) <= sizes.result:
                     continue
-                vectors = [each for each, free in zip(inner.ins, (sizes.left, sizes.right), strict=True) if free == 1]
-                if any([producers.are_one(each, beside) for each in vectors]):
-                    found.update(inner.outs)
+                free = zip(dot.ins, (sizes.left, sizes.right), strict=True)
+                if any([size == 1 and self._producers.are_one(each, beside) for each, size in free]):
+                    found.update(dot.outs)
         return found
 
     @functools.cached_property

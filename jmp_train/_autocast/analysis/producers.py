@@ -205,9 +205,10 @@ class Producers:
     def _equal(self, left: Any, right: Any, budget: list[int]) -> bool:
         if left == right:  # numbers of one value, or tokens of one value outside
             return True
-        if isinstance(left, Outside) and isinstance(right, Outside):
+        around = getattr(left, "around", None)
+        if around is not None and around is getattr(right, "around", None):
             # The indices of `x[i] @ x[i].T` in the derivative of a loop: zeros that JAX computes twice around it.
-            return left.around is right.around and left.around._equal(left[1], right[1], budget)
+            return around._equal(left[1], right[1], budget)
         if left in self.program.known:
             return self._equal_known(left, right)
         one, other = self._producers.get(left), self._producers.get(right)

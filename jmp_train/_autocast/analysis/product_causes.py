@@ -114,7 +114,7 @@ class ProductCauses:
         # What a power iteration finds scales a whole weight. (In a loop, that would be read in float32 many times.)
         iterates = min(free) == 1 and Provenance.PARAMETER in provenances and not (rounded or self._in_loop)
         # A reflection or projection hands its rows on in float32, the error of their components among them.
-        component = node.outs[0] in self._consumers.components and not rounded
+        component = min(free) == 1 and not rounded and node.outs[0] in self._consumers.components
         if (are_data and directly) or (iterates and directly is not None) or component:
             return Cause.REPEATED
         return self._magnified(node, provenances)
