@@ -93,7 +93,7 @@ def _with_copies(program: Program, inputs: Callable[[Equation], _Inputs | None])
 
 def _hoisted(program: Program, equation: Equation, inputs: _Inputs) -> list[Equation]:
     """The casts of the inputs of an equation's body for dots, and what moves these first; then the equation."""
-    body, at = equation.bodies[0], equation.at or equation.node
+    body = equation.bodies[0]
     names = {body.inputs[i]: equation.given[i] for i in inputs.positions}
     moves = [] if inputs.are_parts else _moves(body, names)
     varying = _varying(body, names) if equation.node.name == "shard_map" else {}
@@ -105,7 +105,7 @@ def _hoisted(program: Program, equation: Equation, inputs: _Inputs) -> list[Equa
         of_cast = [with_dtype(program.avals[number], body.low) for number in operands if each.op is Op.CAST]
         results = tuple(map(program.new, of_cast or [body.avals[number] for number in each.results]))
         entry = _COPY if of_cast else each.entry
-        before.append(each.replace(entry=entry, uses=list(map(Use, operands)), results=results, at=at))
+        before.append(each.replace(entry=entry, uses=list(map(Use, operands)), results=results, at=equation.node))
         names.update(zip(each.results, results, strict=True))
     copies = [names[cast.results[0]] for cast in casts]
     return [*before, _reading(equation, casts, copies, inputs.copies_at, varying)] if casts else [equation]

@@ -130,7 +130,7 @@ def _widens(program: Program, equation: Equation) -> bool:
 
 
 def _cast(at: Equation, operand: int, result: int, dtype: np.dtype) -> Equation:
-    return added(Op.CAST, at.at or at.node, [operand], result, dtype=dtype)
+    return added(Op.CAST, at.node, [operand], result, dtype=dtype)
 
 
 class _Writer:
