@@ -32,8 +32,7 @@ def format_program(program: Program) -> str:
         aval = program.avals[value]
         if value < len(program.facts) and is_float32(aval):
             aval = with_dtype(aval, dtype_of(program.precision(value), program.low))
-        text = aval.str_short(short_dtypes=True) if hasattr(aval, "str_short") else str(aval)
-        return f"{name(value)}:{text}"
+        return f"{name(value)}:{aval.str_short(short_dtypes=True)}"
 
     def operand(use: Use) -> str:
         dtype = f":{use.dtype.name}" if use.dtype is not None else ""
