@@ -23,8 +23,6 @@ from ...ir import Equation, Program
 from ...primitives import Rule
 from .rewrite import Computation
 
-_MODES = ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")
-
 
 def one_hot_scatter(program: Program, equation: Equation) -> Computation | None:
     """What computes a `scatter-add` of one value to each row of its operand, at an index of the row's own."""
@@ -40,7 +38,6 @@ def one_hot_scatter(program: Program, equation: Equation) -> Computation | None:
         and numbers.inserted_window_dims == numbers.scatter_dims_to_operand_dims
         and not numbers.update_window_dims
         and math.prod(updates.shape) == math.prod(operand.shape[row] for row in rows)
-        and _mode(equation.node) in _MODES
     )
     return add_one_per_row if one_per_row else None
 
@@ -52,14 +49,11 @@ def add_one_per_row(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
     size, rows[axis] = rows[axis], 1
     wide = indices.dtype if indices.dtype.itemsize >= 4 else np.int32  # that holds every index
     index = lax.convert_element_type(lax.reshape(indices, rows), wide)
-    if _mode(node) == "CLIP":  # JAX clips when it lowers a scatter, so the recorded indices are not clipped yet
+    # JAX clips when it lowers a scatter, so that the recorded indices are not clipped yet.
+    if node.params["mode"] == lax.GatherScatterMode.CLIP:
         index = lax.clamp(np.zeros((), index.dtype), index, jnp.asarray(size - 1, index.dtype))
     every = range(operand.ndim)
     index, update = (lax.broadcast_in_dim(x, operand.shape, every) for x in (index, lax.reshape(updates, rows)))
     # An index out of bounds is equal to none, so that its update is dropped.
     here = lax.eq(lax.broadcasted_iota(index.dtype, operand.shape, axis), index)
     return [lax.add(operand, lax.select(here, update, lax.full_like(update, 0)))]
-
-
-def _mode(node: Node) -> str:
-    return getattr(node.params["mode"], "name", "")
