@@ -57,6 +57,8 @@ CROSS_TERMS = {
     "of given codes": (
         lambda x, y: squares(x)[:, None] + squares(y)[np.arange(3)] - 2 * x @ y[np.arange(3)].T, BOTH),
     "of fewer parts": (lambda x, y: squares(x)[1:2, None] + squares(y)[:1] - 2 * x[1:] @ y[:3].T, NEITHER),
+    "a convolution beside squares": (
+        lambda x, y: lax.conv((x @ y.T)[None, None], x[None, None, :1, :1], (1, 1), "SAME") + jnp.sum(x**2), NEITHER),
     "printed squares": (
         lambda x, y: (jax.debug.callback(lambda s: None, s := squares(x)), s[:, None] - 2 * x @ y.T)[1], LEFT),
     "squares behind a barrier": (
@@ -126,6 +128,7 @@ DIAGONALS = {
     "a diagonal": (jnp.diag, True),
     "a mean of a diagonal": (lambda p: jnp.mean(jnp.diagonal(3 * p)), True),
     "times the identity": (lambda p: jnp.sum(jnp.eye(4) * p), True),
+    "times the identity twice": (lambda p: jnp.sum(jnp.eye(4) * jnp.eye(4) * p), False),
     "twice": (lambda p: jnp.trace(p) + jnp.sum(jnp.diag(p) ** 2), True),
     "with the product": (lambda p: (jnp.trace(p), p.T), False),
     "with a function of the product": (lambda p: jnp.trace(p) + jnp.sum(jnp.sin(p)), False),

@@ -42,6 +42,8 @@ BODIES = {
         lambda c, d: lax.scan(lambda c, _: (c + d, None), c, None, 2)[0], {ACCUMULATES}),
     "terms added to the second carry of a loop": (
         lambda c, d: lax.scan(lambda s, _: ((s[0] * d, s[1] + d), None), (d, c), None, 2)[0][1], {ACCUMULATES}),
+    "terms added before a branch that keeps the sum": (
+        lambda c, d: lax.cond(d[0, 0] > 0, lambda c: c, lambda c: c.T, c + d), {ACCUMULATES}),
     "added to terms in each iteration of a loop": (
         lambda c, d: lax.scan(lambda s, _: (s + c, None), d, None, 2)[0], set()),
     "its rows added to terms in a loop": (lambda c, d: lax.scan(lambda s, row: (s + row, None), d[0], c)[0], set()),

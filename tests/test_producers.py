@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import export, lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback
 
 from jmp_train._autocast.analysis.producers import Outside, Producers
 from jmp_train._jaxpr import flatten
@@ -51,6 +52,8 @@ def test_what_a_value_was_moved_and_scaled_from(name):
 def test_16_bit_numbers_that_are_widened_are_the_same():
     producers, (x,), (result,) = produced(lambda x: x.astype(jnp.float32).T, X.astype(np.float16))
     assert producers.source(result) == x
+    producers, (x,), (result,) = produced(lambda x: x.astype(jnp.bfloat16), X.astype(np.float16))
+    assert producers.source(result) != x
 
 
 def pad(x, low, high, interior=0):
@@ -89,6 +92,8 @@ SAME = {
     "two values": (lambda x, y: (x, y), False),
     "of one captured array": (lambda x, y: (x + Y, x + Y), True),
     "of two captured arrays": (lambda x, y: (x + Y, x + X), False),
+    "of more operands": (lambda x, y: (jnp.concatenate([x, y]), jnp.concatenate([x, y, y])), False),
+    "of a callback with effects": (lambda x, y: (io_callback(np.sin, x, x), io_callback(np.sin, x, x)), False),
 }
 
 

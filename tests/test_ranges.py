@@ -65,6 +65,7 @@ def test_the_range_of_a_tracer_is_not_known():
         # Beside one, and one in 16 bits: the guard of a logarithm or an arc cosine.
         (Range(0.9999, 0.9999), FLOAT16, False),
         (Range(0.5, 1.0001), FLOAT16, False),
+        (Range(1.0001, 2.0), FLOAT16, False),
         (Range(0.9995, 1.001), FLOAT16, True),
         (Range(0.999, 0.999), BFLOAT16, False),
         (Range(0.998, 1.01), BFLOAT16, True),
