@@ -154,8 +154,7 @@ def _custom_vjp(call: _Entered) -> Decided:
     def derive(rule: Callable, args: Sequence[Any], backward: bool = False) -> Any:
         if not backward:
             return run_rule(call, rule, args, call.seen, call.inside)
-        found = [precision_of(x) if is_array(x) else Precision.RECORDED for x in args]
-        return run_rule(call, rule, args, found, call.inside._replace(backward=True))
+        return run_rule(call, rule, args, list(map(precision_of, args)), call.inside._replace(backward=True))
 
     body = equation.bodies[0].returning_recorded()
     computes = body.dtypes_of(body.result_precisions)
