@@ -130,9 +130,9 @@ class Producers:
         return isinstance(source, tuple)
 
     def are_disjoint(self, one: int, other: int) -> bool:
-        """Whether two values are pads of which one is zero wherever the other is not: their sum joins them."""
-        nodes = map(self._producers.get, (one, other))
-        pads = [node for node in nodes if node is not None and node.name == "pad" and self._is_zero(node.ins[1])]
+        """Whether two computed values are pads, one zero wherever the other is not: their sum joins them."""
+        nodes = (self._producers[number] for number in (one, other))
+        pads = [node for node in nodes if node.name == "pad" and self._is_zero(node.ins[1])]
         if len(pads) < 2 or not is_static(self.program.avals[one].shape):  # `range` takes no symbolic size
             return False
         places = [_padded_places(pad, self.program.avals[pad.ins[0]].shape) for pad in pads]
