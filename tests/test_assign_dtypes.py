@@ -69,6 +69,7 @@ CASES = {
     "a product with a NumPy number": (lambda w, x: (x @ w) * np.float32(3), "mul", [NARROW]),
     "a quotient by a parameter": (lambda w, x: (x @ w) / w[0], "div", [WIDE]),
     "a quotient by what parameters make": (lambda w, x: (x @ w) / (jnp.abs(w[0]) + 1e-6), "div", [WIDE]),
+    "a mean of windows that is squared": (lambda w, x: (pooled(x @ w, lax.add, 0.0) / 2) ** 2, "div", [WIDE]),
     "a quotient by a literal": (lambda w, x: (x @ w) / 3, "div", [NARROW]),
     "a quotient of results": (lambda w, x: (x @ w) / (x @ w.T), "div", [NARROW]),
     "a product with what is too small": (lambda w, x: (x @ w) * 1e-12, "mul", [WIDE]),
@@ -515,3 +516,13 @@ def test_gradients_cross_devices_in_the_reduce_dtype_and_all_else_in_float32():
         policy = jmp.get_policy("mixed_float16").replace(reduce_dtype=dtype)
         forward, backward = ["float32 -> recorded", "float32 -> full"], [f"{dtype} -> full"] * 2
         assert found(jax.grad(loss), "psum", W, X, policy=policy) == [*forward, *backward]
+
+
+def test_a_change_of_the_weak_type_alone_is_one_of_the_dtype_that_the_value_has():
+    def fn(w, x):
+        h = jnp.broadcast_to(w, (16, 16))
+        return x + lax.convert_element_type(jnp.tanh(h) @ h, np.float32)[:2]
+
+    program = after("assign_dtypes", fn, 2.0, X)
+    (conversion,) = (each for each in program.equations if each.node.name == "convert_element_type")
+    assert conversion.params == {"new_dtype": np.float16}

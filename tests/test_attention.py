@@ -450,6 +450,12 @@ def test_queries_known_to_be_beyond_float16_run_in_float32():
     ]
 
 
+def test_a_bias_known_to_be_beyond_float16_masks_in_16_bits():
+    masked = lambda q, k, v: dot_product_attention(q, k, v, bias=jnp.where(MASK, 0, -1e9))  # noqa: E731
+    (equation,) = equations(jax.make_jaxpr(autocast(masked, "mixed_float16"))(*operands()))
+    assert equation.invars[0].aval.dtype == jnp.float16
+
+
 # What it says.
 
 

@@ -11,6 +11,7 @@ import optax
 import pytest
 from battery_tools import primitives
 from comparisons import as_written, assert_same_bits, assert_two_programs_agree, with_and_without
+from jax.custom_derivatives import SymbolicZero
 
 from jmp_train import DEFAULT_RULES, autocast, explain, full_precision
 from jmp_train._autocast.autocast import Plan
@@ -550,6 +551,24 @@ def test_derivative_rules_are_given_what_they_were_recorded_with(rule, policy):
     rows = np.array([3, 0, 0])
     want = 2 * np.repeat((X[0] * np.bincount(rows, minlength=4).sum())[:, None], 8, axis=1)
     np.testing.assert_allclose(jax.jit(jax.grad(autocast(loss, policy)))(W, X, rows), want)
+
+
+def test_a_rule_that_is_given_a_symbolic_zero_and_has_an_integer_result():
+    @jax.custom_jvp
+    def scaled(h, scale):
+        return scale * h, jnp.argmax(h)
+
+    def rule(primals, tangents) -> Any:
+        assert type(tangents[1]) is SymbolicZero
+        return scaled(*primals), (primals[1] * tangents[0], np.zeros((), jax.dtypes.float0))
+
+    scaled.defjvp(rule, symbolic_zeros=True)
+
+    def loss(w, x):
+        return jnp.sum(scaled(x @ w, jax.lax.stop_gradient(x @ w))[0])
+
+    found = primitives(jax.grad(autocast(loss, "mixed_float16")), W, X)
+    assert ("dot_general", "float16") in found
 
 
 def test_repeated_application_changes_nothing():

@@ -111,6 +111,14 @@ def test_a_stream_and_a_biased_product_that_are_rounded_later_stay_narrow():
     assert widths(biased, "mul") == widths(biased, "round") == ["float32"]
 
 
+def test_a_product_of_narrow_values_that_is_rounded_later_is_no_stream():
+    def gated(params, x):
+        h = (x @ params[0].T) * (x[::-1] @ params[0].T)
+        return h @ params[0], jnp.round(h)
+
+    assert widths(gated, "mul") == ["float32"]
+
+
 def test_an_edit_of_a_rounding_holds():
     rules = jmp.DEFAULT_RULES.replace({"floor": "follow"})
     assert widths(lambda params, x: jnp.floor(x @ params[0].T), "floor", rules=rules) == ["float16"]

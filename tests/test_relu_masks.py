@@ -7,7 +7,7 @@ import pytest
 from test_autocast import equations
 
 from jmp_train import autocast
-from jmp_train._autocast.analysis.relus import is_positive
+from jmp_train._autocast.analysis.relus import is_positive, relu_operand
 from jmp_train._jaxpr import flatten
 
 RNG = np.random.default_rng(0)
@@ -155,3 +155,10 @@ def test_a_bound_that_is_an_array_of_the_device(number):
 def test_which_comparisons_say_that_a_number_is_positive(fn, expected):
     program = flatten(jax.make_jaxpr(fn)(np.ones(3, np.float32)))
     assert is_positive(program.nodes[-1], program) == expected
+
+
+def test_an_identity_with_a_derivative_of_its_own_is_no_relu():
+    same = jax.custom_jvp(lambda x: x)
+    same.defjvp(lambda primals, tangents: (primals[0], 2 * tangents[0]))
+    program = flatten(jax.make_jaxpr(same)(X))
+    assert relu_operand(program.nodes[0], program) is None

@@ -336,8 +336,8 @@ def test_bad_edits():
 
 @pytest.mark.parametrize(
     "edits",
-    ["exp", ["exp"], {lax.exp_p: "low"}, (("exp", "low", "high"),), None],
-    ids=["a name", "a list", "a primitive", "two rules for a name", "none"],
+    ["exp", ["exp"], {lax.exp_p: "low"}, (("exp", "low", "high"),), (1,), None],
+    ids=["a name", "a list", "a primitive", "two rules for a name", "a number", "none"],
 )
 def test_edits_that_are_no_dictionary(edits):
     message = "`edits` must be a dictionary from names, such as {'exp': 'follow'}; got "

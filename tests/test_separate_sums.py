@@ -8,6 +8,7 @@ from pass_tools import after
 
 from jmp_train import autocast
 from jmp_train._autocast import planner
+from jmp_train._autocast.format_program import format_program
 from jmp_train._autocast.ir import SEPARATE, SHARED
 
 RNG = np.random.default_rng(0)
@@ -35,6 +36,7 @@ def test_sums_on_the_near_side_share_an_expression():
         h = jnp.exp(x @ w)
         return jnp.sum(h), jnp.sum(h, 0), across(h, w, x)
 
+    assert "reduce_sum d:float32*2" in format_program(after("separate_sums", loss, W, X))
     assert reads(loss, "reduce_sum") == [SEPARATE, SEPARATE, 0]
     assert reads(loss, "mul") == [SHARED]
 
@@ -68,6 +70,7 @@ def test_what_runs_again_has_to_be_expensive_twice(value, expected):
 def test_what_is_cheap_is_shared():
     def loss(w, x):
         scaled = (x @ w) / 3
+        jax.debug.print("{}", x[0, 0])  # an equation without results
         return across(jnp.exp(jnp.tanh(scaled)), w, x), across(scaled, w, x)
 
     assert [residual for residual in reads(loss, "mul") if residual] == [SEPARATE, SHARED]
