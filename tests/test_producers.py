@@ -211,9 +211,10 @@ def test_the_factors_of_a_product():
 def test_what_a_dot_multiplies_by_is_a_weight():
     def fn(x, y):
         weights = x + y, jnp.sin(x), -x, y * jnp.cos(x), jnp.tan(x).astype(jnp.float16)
-        return (x + y).T @ y, [y.T @ weight for weight in weights], x[:2]
+        product = (x + y).T @ y
+        return product, [y.T @ weight for weight in weights], x[:2], product.sum()
 
-    producers, _, (product, *_, part) = produced(fn, X, Y)
+    producers, _, (product, *_, part, _) = produced(fn, X, Y)
     names = ("add", "sin", "neg", "cos", "tan")
     weights = [node.outs[0] for node in producers.program.nodes if node.name in names]
     assert len(weights) == 6 and all(map(producers.becomes_weight, weights))
