@@ -229,6 +229,8 @@ WIDE = {
     "a power iteration": (lambda w, x: unit(x[0] @ w) @ w.T, W, X, Cause.REPEATED),
     "a power iteration of rows of one": (lambda w, x: unit(x[:1] @ w) @ w.T, W, X, Cause.REPEATED),
     "a reflection": (lambda w, x: reflected(x, w[0]), W, X, Cause.REPEATED),
+    "components over the square of a length": (
+        lambda w, x: x - ((x @ w[0]) / jnp.sum(w[0] ** 2))[:, None] * w[0], W, X, Cause.REPEATED),
     "reflections, one after the other": (
         lambda w, x: reflected(reflected(reflected(x, w[0]), w[1]), w[2]), W, X, Cause.REPEATED),
     "reflections in a loop": (
@@ -349,6 +351,7 @@ NARROW = {
     "a power iteration of activations": (lambda w, x: unit(jnp.tanh(x @ w)[0] @ w) @ w.T, W, X),
     "a projection of activations": (lambda w, x: reflected(jnp.tanh(x @ w), w[0]), W, X),
     "a gate times its weight": (lambda w, x: jax.nn.sigmoid(x @ w[0])[:, None] * w[0], W, X),
+    "data times a head of its own": (lambda w, x: (x @ w[0])[:, None] * x, W, X),
     "a head times another": (lambda w, x: (x @ w[0])[:, None] * w[1], W, X),
     "a vector through a matrix and times itself": (lambda w, x: (w @ w[0]) * w[0], W, X),
     "a power iteration in a loop": (
