@@ -64,6 +64,16 @@ def unit(v):
     return v / jnp.linalg.norm(v)
 
 
+def blocks(w, x):
+    """Activations in four blocks of eight rows."""
+    return jnp.tanh(x @ w).reshape(4, 8, -1)
+
+
+def apart(a, b):
+    """The squared distances between the rows of two blocks."""
+    return squares(a)[:, None] + squares(b) - 2 * a @ b.T
+
+
 def squares(x):
     return jnp.sum(x**2, -1)
 
@@ -261,6 +271,14 @@ WIDE = {
     "running sums of activations in a batch": (
         lambda w, x: jnp.einsum("ts,bsd->btd", np.tri(8, dtype=np.float32), (x @ w).reshape(4, 8, 64)), W, X,
         Cause.CUMULATIVE),
+    "distances between blocks of activations, in a loop inside of a loop": (
+        lambda w, x: lax.map(lambda a: lax.map(lambda b: apart(a, b), blocks(w, x)), blocks(w, x)),
+        W / 8, X, Cause.DISTANCE),
+    "distances between every two blocks of activations": (
+        lambda w, x: lax.scan(
+            lambda c, a: (lax.scan(lambda c, b: (c + apart(b, a), None), c, blocks(w, x))[0], None),
+            jnp.zeros((8, 8)), blocks(w, x))[0],
+        W / 8, X, Cause.DISTANCE),
     "distances between two sets": (
         lambda w, x: squares(x * w[0])[:, None] + squares(x + 1) - 2 * (x * w[0]) @ (x + 1).T, W, X, Cause.DISTANCE),
     "squares of codes beside a product with activations": (

@@ -67,7 +67,17 @@ class Consumers:
     """
 
     def __init__(self, program: FlatJaxpr, producers: Producers, given: Mapping[int, Callable[[], Sums]]):
-        self._program, self._producers, self._given = program, producers, given
+        self._program, self._producers, self._given = program, producers, dict(given)
+
+    def give(self, number: int, sums: Sums) -> None:
+        """Notes the sums of squares that are terms of what a loop stacks."""
+        self._given[number] = lambda: sums
+        self.__dict__.pop("_sums_of_squares", None)  # of what came before
+
+    def sums_stacked(self, number: int, stacked: Mapping[Any, Any], length: Any) -> Sums:
+        """The sums of squares that are terms of the array that a scan stacks of a value, if it stacks their sources."""
+        sums = self._sums_of_squares.get(number, _NOTHING)
+        return frozenset((stacked[source], size * length) for source, size in sums if source in stacked)
 
     def sums_outside(self, number: int) -> Sums:
         """The sums of squares that are terms of a value, as a program is told that is given it."""

@@ -63,9 +63,14 @@ class Producers:
         self.program = program
         self._producers = program.producers
         self._tokens = dict(zip(program.inputs, same, strict=True)) if same else {}
+        self._moved: dict[int, Any] = {}  # by arrays that a scan stacks of moved rows, the source of these
         # By the question, how each value answers it: inputs by their tokens.
         self._followed: dict[tuple[frozenset[str], bool], dict[int, Any]]
         self._followed = collections.defaultdict(lambda: dict(self._tokens))
+
+    def give(self, number: int, source: Any) -> None:
+        """Notes the source of a value that a scan stacks, row by row."""
+        self._moved[number] = source
 
     def source(self, number: int) -> Any:
         """What a value is but for moves and factors: the number of another value, or the token of an input."""
@@ -95,6 +100,8 @@ class Producers:
 
     def _operand(self, number: int, primitives: frozenset[str], scales: bool) -> int | None:
         """What a value is but for one of some primitives, or for a factor if it `scales`."""
+        if scales and number in self._moved:
+            return self._moved[number]
         node = self._producers.get(number)
         if node is None:
             return None

@@ -86,6 +86,10 @@ class Products:
             self.planner.starts |= found.starts
             steps |= found.steps
 
+    def values_of(self, site: tuple) -> Values:
+        """What is known of the values of the program at a site, from the last visit."""
+        return self._visits[site].values
+
     def visit(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, facts: Sequence[Known], site: tuple) -> list[Known]:
         """Looks at every product of a program; returns what is known of its results.
 
@@ -174,6 +178,10 @@ class _Visit:
             after = [joined_provenance((a, fact.provenance)) for a, fact in zip(carried, results, strict=False)]
             after = [carried_provenance(each, *kind) for each, kind in zip(after, kinds, strict=True)]
             if after == carried:
+                if node.name == "scan":
+                    inner = self._products.values_of((*self._site, id(node), 0))
+                    arrays = zip(inner.program.outputs[carry:], node.outs[carry:], strict=True)
+                    self.values.stack(dict(arrays), inner, node.params["length"])
                 return [Known(provenance_after_loop(fact.provenance)) for fact in results]
             carried = after
 

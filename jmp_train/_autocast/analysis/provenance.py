@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,6 +153,25 @@ class Values:
         self.provenances[number] = fact.provenance
         if fact.numbers is not None:
             self.constants.give(number, fact.numbers)
+
+    def stack(self, results: Mapping[int, int], inner: Values, length: Any) -> None:
+        """Notes what is known of the arrays that a scan stacks: sums of squares stay so, of what it stacks beside them.
+
+        Args:
+          results: by the value of the body that is a row of it, each array.
+          inner: what is known of the body's values.
+          length: of the scan.
+        """
+        stacked: dict[Any, Any] = {}  # by sources inside, those of the arrays
+        for number, result in results.items():
+            source = inner.producers.source(number)
+            rows = source[1] if isinstance(source, tuple) and source[0] == "row" else None
+            if isinstance(rows, Outside) and rows.around is self.producers:  # a row that the body is given, moved
+                self.producers.give(result, rows[1])
+            stacked.setdefault(source, self.producers.source(result))
+        for number, result in results.items():
+            if sums := inner.consumers.sums_stacked(number, stacked, length):
+                self.consumers.give(result, sums)
 
     def add(self, node: Node, entry: Entry) -> None:
         """Notes what the results of a node are, given its operands and the entry that holds for it.
