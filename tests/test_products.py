@@ -69,6 +69,11 @@ def blocks(w, x):
     return jnp.tanh(x @ w).reshape(4, 8, -1)
 
 
+def squared_blocks(w, x):
+    """Activations in blocks of 8 by 8."""
+    return blocks(w, x)[..., :8]
+
+
 def apart(a, b):
     """The squared distances between the rows of two blocks."""
     return squares(a)[:, None] + squares(b) - 2 * a @ b.T
@@ -274,6 +279,9 @@ WIDE = {
     "distances between blocks of activations, in a loop inside of a loop": (
         lambda w, x: lax.map(lambda a: lax.map(lambda b: apart(a, b), blocks(w, x)), blocks(w, x)),
         W / 8, X, Cause.DISTANCE),
+    "a Gram matrix of activations that a loop transposes": (
+        lambda w, x: jnp.einsum("bij,bjk->bik", squared_blocks(w, x), lax.map(jnp.transpose, squared_blocks(w, x))),
+        W / 8, X, Cause.SQUARE),
     "distances between every two blocks of activations": (
         lambda w, x: lax.scan(
             lambda c, a: (lax.scan(lambda c, b: (c + apart(b, a), None), c, blocks(w, x))[0], None),
@@ -368,6 +376,10 @@ NARROW = {
     "rows through a weight and its transpose": (lambda w, x: unit(x @ w) @ w.T, W, X),
     "a power iteration of activations": (lambda w, x: unit(jnp.tanh(x @ w)[0] @ w) @ w.T, W, X),
     "a projection of activations": (lambda w, x: reflected(jnp.tanh(x @ w), w[0]), W, X),
+    "beside rows that a loop moves, given squares of the weight": (
+        lambda w, x: x @ w + lax.map(
+            lambda row: row[0][::-1], (x.reshape(4, 8, 64), jnp.sum(w**2, 0).reshape(4, 16))).reshape(32, 64),
+        W, X),
     "a gate times its weight": (lambda w, x: jax.nn.sigmoid(x @ w[0])[:, None] * w[0], W, X),
     "data times a head of its own": (lambda w, x: (x @ w[0])[:, None] * x, W, X),
     "a head times another": (lambda w, x: (x @ w[0])[:, None] * w[1], W, X),

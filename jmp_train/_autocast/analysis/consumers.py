@@ -315,8 +315,8 @@ class Consumers:
         return sums
 
     def _moves(self, node: Node) -> bool:
-        """Whether a node moves or scales a value."""
-        return bool(node.outs) and self._producers.source(node.outs[0]) != node.outs[0]
+        """Whether a node moves or scales a value. A scan stacks others beside."""
+        return bool(node.outs) and node.name != "scan" and self._producers.source(node.outs[0]) != node.outs[0]
 
     def _squared_by(self, node: Node) -> int | None:
         """The value whose numbers a node multiplies by themselves; a dot adds these up."""

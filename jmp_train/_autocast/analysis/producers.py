@@ -71,6 +71,7 @@ class Producers:
     def give(self, number: int, source: Any) -> None:
         """Notes the source of a value that a scan stacks, row by row."""
         self._moved[number] = source
+        self._followed.clear()  # what was asked before did not know
 
     def source(self, number: int) -> Any:
         """What a value is but for moves and factors: the number of another value, or the token of an input."""
@@ -151,7 +152,7 @@ class Producers:
         )
 
     def axes_of_source(self, number: int, axes: Sequence[int]) -> frozenset[int] | None:
-        """The axes of its source that `axes` of a value are; `None` where a reshape or a boundary may mix them."""
+        """The axes of its source that `axes` of a value are; `None` where a reshape, scan or boundary may mix them."""
         source, axes = self.source(number), list(axes)
         # What comes from the program around may have been moved there. An argument's token is its own here.
         if isinstance(source, tuple) and source[0] != "argument":
@@ -164,7 +165,7 @@ class Producers:
                 of_operand = {axis: i for i, axis in enumerate(node.params["broadcast_dimensions"])}
                 # -1 stands for an axis that the operand does not have.
                 axes = [of_operand.get(axis, -1) for axis in axes]
-            elif self.program.avals[number].shape != self.program.avals[operand].shape:
+            elif node.name == "scan" or self.program.avals[number].shape != self.program.avals[operand].shape:
                 return None
             number = operand
         return frozenset(axes)
