@@ -377,8 +377,8 @@ NARROW = {
     "a power iteration of activations": (lambda w, x: unit(jnp.tanh(x @ w)[0] @ w) @ w.T, W, X),
     "a projection of activations": (lambda w, x: reflected(jnp.tanh(x @ w), w[0]), W, X),
     "beside rows that a loop moves, given squares of the weight": (
-        lambda w, x: x @ w + lax.map(
-            lambda row: row[0][::-1], (x.reshape(4, 8, 64), jnp.sum(w**2, 0).reshape(4, 16))).reshape(32, 64),
+        lambda w, x: lax.map(
+            lambda row: row[0][::-1], (x.reshape(4, 8, 64), jnp.sum(w**2, 0).reshape(4, 16))).reshape(32, 64) + x @ w,
         W, X),
     "a gate times its weight": (lambda w, x: jax.nn.sigmoid(x @ w[0])[:, None] * w[0], W, X),
     "data times a head of its own": (lambda w, x: (x @ w[0])[:, None] * x, W, X),
