@@ -35,10 +35,12 @@ _MOST_COMPARED = 64
 
 
 class Outside(tuple):
-    """The token `("outside", source)` of what a program is given by the one around: also of what is computed alike.
+    """The token `("outside", source)` of a value that a program is given by the one around.
+
+    Tokens of one source are equal. Whether two sources were computed alike, `around` says.
 
     Attributes:
-      around: what answers for the program around. Tokens are equal whatever it is.
+      around: what answers for the program around.
     """
 
     around: Producers
