@@ -26,7 +26,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..._jaxpr import BARRIER, FlatJaxpr, Node, is_in_function_of_jax
-from ..._sizes import assumed_size
+from ..._sizes import assumed_size, is_single
 from ..primitives import ADDS, ARITHMETIC, BOUNDS, DELICATE_OPERAND, PLAIN_DOTS, SYSTEMS, Trait, having
 from .dot_sizes import DotSizes
 from .producers import Producers
@@ -111,12 +111,15 @@ class Consumers:
     def diagonals(self) -> set[int]:
         """The products of which nothing but a diagonal is read: the inner products that a trace adds up."""
         producers, nodes = self._producers, self._program.nodes
-        places, masks = set[int](), set[int]()  # what counts places along an axis; where two of these are equal
+        masks, places = set[int](), dict[int, int]()  # of what counts places along an axis, which one
         for node in nodes:
-            if node.name == "iota" or (node.name == "add" and node.ins[0] in places):  # of another diagonal
-                places.add(node.outs[0])
-            elif node.name == "eq" and places.issuperset(node.ins):
-                masks.add(node.outs[0])
+            if node.name == "iota":
+                places[node.outs[0]] = node.params["dimension"]
+            elif node.name == "add" and node.ins[0] in places and is_single(self._program.avals[node.ins[1]]):
+                places[node.outs[0]] = places[node.ins[0]]  # of another diagonal
+            elif node.name == "eq" and node.ins[0] in places and node.ins[1] in places:
+                if places[node.ins[0]] != places[node.ins[1]]:
+                    masks.add(node.outs[0])
         if not masks:  # as in most programs
             return set()
         read, otherwise = set[Any](), {producers.source(number) for number in self._program.outputs}
