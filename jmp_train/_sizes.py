@@ -35,9 +35,14 @@ def static_size(shape: Sequence[Any]) -> int | None:
     return math.prod(shape) if is_static(shape) else None
 
 
+def assumed(size: Any) -> int:
+    """The size of an axis, a symbolic one taken for a large one."""
+    return size if isinstance(size, int) else _SYMBOLIC
+
+
 def assumed_shape(aval: Any) -> list[int]:
     """The shape of a value, symbolic dimensions taken for large ones."""
-    return [size if isinstance(size, int) else _SYMBOLIC for size in aval.shape]
+    return list(map(assumed, aval.shape))
 
 
 def assumed_size(aval: Any) -> int:

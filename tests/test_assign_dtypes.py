@@ -195,6 +195,8 @@ CASES = {
         lambda w, x: (lambda r: (x @ r, r))(w[::-1]), "rev", ["float32 -> weak"]),
     "a reversed parameter": (lambda w, x: jnp.tanh(w[::-1]), "rev", ["float32 -> weak"]),
     "reversed data for a dot": (lambda w, x: x[::-1] @ w, "rev", ["float16 -> low"]),
+    "reversed data for a dot, masked": (
+        lambda w, x: jnp.where(x > 0, -1e9, x)[::-1] @ w, "rev", ["float32 -> full"]),
     "reversed data for a dot and more": (
         lambda w, x: (lambda r: (r @ w, r))(x[::-1]), "rev", ["float32 -> full"]),
     # Operations that need range, or accumulate.

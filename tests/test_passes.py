@@ -616,6 +616,7 @@ FIRST_AXES = {
     "of images": ((8, 28, 28, 64), (1, 2), [2]),
     "of images, the longer axis": ((32, 56, 14, 64), (1, 2), [1]),
     "of a batch, two axes at once": ((32, 7, 7, 512), (0, 1, 2), [1, 2]),
+    "of one row": ((8, 1, 784, 64), (1, 2), []),
     "of a batch of few places": ((32, 4, 4, 256), (0, 1, 2), [1, 2]),
     "of a batch of few places and more": ((32, 2, 9, 12, 64), (0, 1, 2, 3), [1, 3]),
     "of a batch of tokens": ((32, 128, 768), (0, 1), [1]),

@@ -69,6 +69,22 @@ def blocks(w, x):
     return jnp.tanh(x @ w).reshape(4, 8, -1)
 
 
+def doubled(x, w):
+    """The squared distances, but for a term, between rows of data that a loop doubles and others."""
+    rows, sums = lax.map(lambda r: (2 * r, jnp.sum((2 * r) ** 2, -1)), x.reshape(4, 8, 64))
+    return sums.reshape(32, 1) - 2 * (rows.reshape(32, 64) @ jnp.exp(x).T)
+
+
+def attended(h, p, feature):
+    """A linear attention (Katharopoulos et al. 2020) and its residual connection."""
+    q, k = feature(h @ p), feature(h @ p.T)
+    return h + ((q @ (k.T @ h)) / (q @ jnp.sum(k, 0)[:, None] + 9)) @ p
+
+
+def stacked(w):
+    return jnp.stack([w, w, w])
+
+
 def squared_blocks(w, x):
     """Activations in blocks of 8 by 8."""
     return blocks(w, x)[..., :8]
@@ -282,6 +298,14 @@ WIDE = {
     "a Gram matrix of activations that a loop transposes": (
         lambda w, x: jnp.einsum("bij,bjk->bik", squared_blocks(w, x), lax.map(jnp.transpose, squared_blocks(w, x))),
         W / 8, X, Cause.SQUARE),
+    "distances to rows that a loop doubles, behind a layer of activations": (
+        lambda w, x: (lambda z: doubled(x, w) + 0 * z)(jnp.sum(jnp.tanh(x @ w))), W / 8, X, Cause.DISTANCE),
+    "a Gram matrix of activations that a loop transposes and returns twice": (
+        lambda w, x: (lambda t: jnp.einsum("bij,bjk->bik", squared_blocks(w, x), t[0]) + t[1][0, 0, 0])(
+            lax.map(lambda r: (lambda t: (t, t))(r.T), squared_blocks(w, x))), W / 8, X, Cause.SQUARE),
+    "a value twice, doubled by a loop, behind a layer of activations": (
+        lambda w, x: (lambda z: (x @ jnp.exp(x).T) @ lax.map(lambda r: 2 * r, x) + 0 * z)(jnp.sum(jnp.tanh(x @ w))),
+        W / 8, X, Cause.REPEATED),
     "distances between every two blocks of activations": (
         lambda w, x: lax.scan(
             lambda c, a: (lax.scan(lambda c, b: (c + apart(b, a), None), c, blocks(w, x))[0], None),
@@ -380,6 +404,18 @@ NARROW = {
         lambda w, x: lax.map(
             lambda row: row[0][::-1], (x.reshape(4, 8, 64), jnp.sum(w**2, 0).reshape(4, 16))).reshape(32, 64) + x @ w,
         W, X),
+    "linear attentions in a loop": (
+        lambda w, x: lax.scan(lambda h, p: (attended(h, p, jax.nn.relu), None), x, stacked(w))[0], W / 8, X),
+    "linear attentions without features in a loop": (
+        lambda w, x: lax.scan(lambda h, p: (attended(h, p, lambda x: x), None), x, stacked(w))[0], W / 8, X),
+    "gated by bounds in a loop": (
+        lambda w, x: lax.scan(
+            lambda h, p: (h + (h @ p) * jnp.clip(h @ p.T, 0, 6) / (1 + jax.nn.relu(h @ p)), None), x, stacked(w))[0],
+        W / 8, X),
+    "where a mask picks columns": (
+        lambda w, x: jnp.where((jnp.arange(64) == jnp.arange(64) + (x[0] > 1).astype(int))[None], x @ w, 0.0), W, X),
+    "where data pick a number of each row": (
+        lambda w, x: jnp.where(jnp.arange(32)[:, None] + (x > 1).astype(int) == jnp.arange(64), x @ w, 0.0), W, X),
     "a gate times its weight": (lambda w, x: jax.nn.sigmoid(x @ w[0])[:, None] * w[0], W, X),
     "data times a head of its own": (lambda w, x: (x @ w[0])[:, None] * x, W, X),
     "a head times another": (lambda w, x: (x @ w[0])[:, None] * w[1], W, X),

@@ -72,9 +72,14 @@ class Consumers:
     def give(self, number: int, sums: Sums) -> None:
         """Notes the sums of squares that are terms of what a loop stacks."""
         self._given[number] = lambda: sums
-        self.__dict__.pop("_sums_of_squares", None)  # of what came before
+        self.forget()
 
-    def sums_stacked(self, number: int, stacked: Mapping[Any, Any], length: Any) -> Sums:
+    def forget(self) -> None:
+        """Forgets all answers, since more is known of the values than when they were given."""
+        for name in [name for name in vars(self) if isinstance(vars(Consumers).get(name), functools.cached_property)]:
+            delattr(self, name)
+
+    def sums_stacked(self, number: int, stacked: Mapping[Any, Any], length: int) -> Sums:
         """The sums of squares that are terms of the array that a scan stacks of a value, if it stacks their sources."""
         sums = self._sums_of_squares.get(number, _NOTHING)
         return frozenset((stacked[source], size * length) for source, size in sums if source in stacked)
@@ -364,6 +369,6 @@ class Consumers:
                 pending.append(node.ins[0])
 
 
-def sums_of_rows(sums: Sums, rows: Any) -> Sums:
+def sums_of_rows(sums: Sums, rows: int) -> Sums:
     """The sums of squares that are terms of each of the rows of a value, given those of the value."""
     return frozenset((("row", source), size // rows) for source, size in sums)

@@ -101,7 +101,7 @@ class Producers:
             followed[each] = followed[number]
         return followed[number]
 
-    def _operand(self, number: int, primitives: frozenset[str], scales: bool) -> int | None:
+    def _operand(self, number: int, primitives: frozenset[str], scales: bool) -> Any:
         """What a value is but for one of some primitives, or for a factor if it `scales`."""
         if scales and number in self._moved:
             return self._moved[number]

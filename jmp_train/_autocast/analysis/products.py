@@ -32,6 +32,7 @@ from ..._jaxpr import (
     source_line,
     sub_jaxprs,
 )
+from ..._sizes import assumed
 from ..ir import Place, Precision, is_float32, is_sixteen_bit
 from ..primitives import ADDS, PLAIN_DOTS, SYSTEMS, TABLE, Entry, Rule
 from .consumers import sums_of_rows
@@ -181,7 +182,7 @@ class _Visit:
                 if node.name == "scan":
                     inner = self._products.values_of((*self._site, id(node), 0))
                     arrays = zip(inner.program.outputs[carry:], node.outs[carry:], strict=True)
-                    self.values.stack(dict(arrays), inner, node.params["length"])
+                    self.values.stack(list(arrays), inner, assumed(node.params["length"]))
                 return [Known(provenance_after_loop(fact.provenance)) for fact in results]
             carried = after
 
@@ -189,7 +190,8 @@ class _Visit:
         """What is known of a row of a value, inside of a scan that is given the rows one by one."""
         filtered = estimates and fact.provenance is Provenance.SOLUTION  # in a smoother, what a filter estimated
         provenance = Provenance.ESTIMATE if filtered else fact.provenance
-        return Known(provenance, ("row", fact.token), sums=lambda: sums_of_rows(fact.sums(), node.params["length"]))
+        length = assumed(node.params["length"])
+        return Known(provenance, ("row", fact.token), sums=lambda: sums_of_rows(fact.sums(), length))
 
     def _inside(self, node: Node, body: Any, facts: list[Known], which: int) -> list[Known]:
         # What is one value outside has one token. A carry has none, and gets one that no other value has: two carries

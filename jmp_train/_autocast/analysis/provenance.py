@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -154,22 +154,23 @@ class Values:
         if fact.numbers is not None:
             self.constants.give(number, fact.numbers)
 
-    def stack(self, results: Mapping[int, int], inner: Values, length: Any) -> None:
+    def stack(self, results: Sequence[tuple[int, int]], inner: Values, length: int) -> None:
         """Notes what is known of the arrays that a scan stacks: sums of squares stay so, of what it stacks beside them.
 
         Args:
-          results: by the value of the body that is a row of it, each array.
+          results: values of the body, each with the array of which it is a row.
           inner: what is known of the body's values.
           length: of the scan.
         """
         stacked: dict[Any, Any] = {}  # by sources inside, those of the arrays
-        for number, result in results.items():
+        for number, result in results:
             source = inner.producers.source(number)
             rows = source[1] if isinstance(source, tuple) and source[0] == "row" else None
             if isinstance(rows, Outside) and rows.around is self.producers:  # a row that the body is given, moved
                 self.producers.give(result, rows[1])
+                self.consumers.forget()
             stacked.setdefault(source, self.producers.source(result))
-        for number, result in results.items():
+        for number, result in results:
             if sums := inner.consumers.sums_stacked(number, stacked, length):
                 self.consumers.give(result, sums)
 

@@ -26,7 +26,6 @@ from .producers import Producers
 # What combines operands is linear in all of them together.
 _LINEAR = having(Trait.LINEAR | Trait.MOVES | Trait.PICKS) | COMBINES | {"convert_element_type"}
 KEEPS_ESTIMATES = _LINEAR | SYSTEMS | BOUNDS
-_MULTIPLIES = frozenset({"mul", "dot_general"})
 _ONE_EQUATION = frozenset({"div", "dot_general"})  # what solves one
 
 
@@ -124,18 +123,29 @@ def solves(program: FlatJaxpr, start: int, result: int, is_linear: bool) -> bool
     dependent, leading = dependents(program, [start]), sources(program, [result])
     between = [n for n in program.nodes if not (dependent.isdisjoint(n.ins) or leading.isdisjoint(n.outs))]
     solved = any(node.name in SYSTEMS for node in between)
-    solved = solved or (not is_linear and _divides_products(program, between, dependent))
+    solved = solved or (not is_linear and _is_rank_one_update(program, between, dependent))
     return solved and _keep_estimates(program, between)
 
 
-def _divides_products(program: FlatJaxpr, nodes: Sequence[Node], dependent: set[int]) -> bool:
-    """Whether some nodes multiply what depends on a carry by another such value, and divide by a product of it.
+def _is_rank_one_update(program: FlatJaxpr, nodes: Sequence[Node], dependent: set[int]) -> bool:
+    """Whether some nodes divide by a product of a carry, and make an outer product of what depends on it.
 
-    So a matrix is updated by recursive least squares (Sherman and Morrison 1950) and by quasi-Newton methods.
+    So a matrix is updated by recursive least squares (Sherman and Morrison 1950) and by quasi-Newton methods. A network
+    without other functions, as of linear attentions, multiplies what is as large as the result.
     """
+    producers = Producers(program)
     products = dependents(program, [node.outs[0] for node in nodes if node.name == "dot_general"])
     divides = any(node.name == "div" and node.ins[1] in products for node in nodes)
-    return divides and any(node.name in _MULTIPLIES and dependent.issuperset(node.ins) for node in nodes)
+    return divides and any(dependent.issuperset(node.ins) and _is_outer(node, producers) for node in nodes)
+
+
+def _is_outer(node: Node, producers: Producers) -> bool:
+    """Whether a node multiplies each number of a value by each of another."""
+    if node.name == "dot_general":
+        return not node.params["dimension_numbers"][0][0]
+    avals = producers.program.avals
+    sizes = [assumed_size(avals[producers.source(number)]) for number in node.ins] if node.name == "mul" else []
+    return bool(sizes) and max(sizes) < assumed_size(avals[node.outs[0]])
 
 
 def _keep_estimates(program: FlatJaxpr, nodes: Iterable[Node]) -> bool:

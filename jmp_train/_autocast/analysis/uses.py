@@ -94,7 +94,7 @@ class Uses:
             self.add(number, flags)
 
     def add(self, number: int, flags: Flags) -> None:
-        known = self.flags[number]
+        known, flags = self.flags[number], Flags(*flags) if flags is _UNREAD else flags
         self.flags[number] = flags if known is _UNREAD or known == flags else merged((known, flags))
         self.readers[number] += 1
 

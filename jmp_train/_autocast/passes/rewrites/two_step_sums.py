@@ -65,7 +65,8 @@ def first_axes(shape: Sequence[Any], axes: Sequence[int]) -> list[int]:
         return []
     found, fused = [], 1
     # Not the batch, axis 0: devices may share it, and would have to add up all that is left of the other axes.
-    for axis in sorted(filter(None, axes), key=lambda axis: (shape[axis], axis), reverse=True):
+    others = [axis for axis in axes if axis and shape[axis] > 1]
+    for axis in sorted(others, key=lambda axis: (shape[axis], axis), reverse=True):
         if fused * shape[axis] <= _FEW_ROWS or total >= _RESULTS * fused * shape[axis]:
             found, fused = [axis, *found], fused * shape[axis]
     return sorted(found)
