@@ -304,8 +304,8 @@ WIDE = {
         lambda w, x: (lambda t: jnp.einsum("bij,bjk->bik", squared_blocks(w, x), t[0]) + t[1][0, 0, 0])(
             lax.map(lambda r: (lambda t: (t, t))(r.T), squared_blocks(w, x))), W / 8, X, Cause.SQUARE),
     "a value twice, doubled by a loop, behind a layer of activations": (
-        lambda w, x: (lambda z: (x @ jnp.exp(x).T) @ lax.map(lambda r: 2 * r, x) + 0 * z)(jnp.sum(jnp.tanh(x @ w))),
-        W / 8, X, Cause.REPEATED),
+        lambda w, x: (lambda z, doubled: (x @ jnp.exp(x).T) @ doubled + 0 * z)(
+            jnp.sum(jnp.tanh(x @ w)), lax.map(lambda r: 2 * r, x)), W / 8, X, Cause.REPEATED),
     "distances between every two blocks of activations": (
         lambda w, x: lax.scan(
             lambda c, a: (lax.scan(lambda c, b: (c + apart(b, a), None), c, blocks(w, x))[0], None),
