@@ -296,3 +296,21 @@ def test_dots_are_narrow_whatever_the_size():
     symbolic = []
     export(jax.jit(lambda x: symbolic.extend(dots(x)) or x))(of_symbolic_shape("b, 5, 8"))
     assert symbolic == dots(jnp.ones((4, 5, 8))) and {dtype for dtype, _ in symbolic} == {np.dtype(np.float16)}
+
+
+def test_squares_that_a_scan_of_symbolic_length_stacks_are_those_of_its_rows():
+    """A cross term of distances is float32 for every batch."""
+
+    def apart(x, y):
+        rows, squares = lax.map(lambda r: (2 * r, jnp.sum((2 * r) ** 2, -1)), x)
+        return squares[..., None] - 2 * jnp.einsum("bnd,md->bnm", rows, y)
+
+    found = []
+
+    def trace(x):
+        found.extend(jax.make_jaxpr(jmp.autocast(apart, "mixed_float16"))(x, np.ones((16, 64), np.float32)).eqns)
+        return x
+
+    export(jax.jit(trace))(of_symbolic_shape("b, 8, 64"))
+    (dot,) = (eqn for eqn in found if eqn.primitive.name == "dot_general")
+    assert {var.aval.dtype for var in dot.invars} == {np.dtype(np.float32)}
