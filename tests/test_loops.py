@@ -104,6 +104,10 @@ BODIES = {
         lambda c, d: c - jnp.outer(c @ d[0] / (1 + d[0] @ c @ d[0]), d[0] @ c), {SOLVES, STREAM}),
     "updated by recursive least squares, in a network": (
         lambda c, d: jnp.tanh(c - jnp.outer(c @ d[0] / (1 + d[0] @ c @ d[0]), d[0] @ c)), set()),
+    "updated by recursive least squares, with `einsum`": (
+        lambda c, d: c - jnp.einsum("i,j->ij", c @ d[0] / (1 + d[0] @ c @ d[0]), d[0] @ c), {SOLVES, STREAM}),
+    "updated by itself times a number over a product": (
+        lambda c, d: c - c * (d[0] @ c @ d[0] / (1 + d[0] @ c @ d[0])), {STREAM}),
     "updated by products over a known number": (
         lambda c, d: c - jnp.outer(c @ d[0], d[0] @ c) / (1 + d[0] @ d[0]), {STREAM}),
     "updated by products over a sum of it": (

@@ -237,3 +237,10 @@ def test_which_products_are_the_last_on_their_way(name):
 
 def test_axes_of_one_size_are_counted():
     assert axes_of(jax.ShapeDtypeStruct((4, 4, 16), np.float32)) != axes_of(jax.ShapeDtypeStruct((4, 16), np.float32))
+
+
+def test_a_result_that_nothing_reads_outside_says_nothing_of_its_operands():
+    """As an unread output of a branch: what is computed for it is not for float32 alone."""
+    planner = Planner(jmp.get_policy("mixed_float16"), jmp.DEFAULT_RULES)
+    unread = planner.uses(jax.make_jaxpr(lambda x, y: x)(X, X), TOP, [NOTHING]).flags[1]
+    assert planner.in_flags(jax.make_jaxpr(jnp.transpose)(X), TOP, [unread]) == [Flags()]

@@ -62,6 +62,7 @@ class Planner:
 
     def __init__(self, policy: Policy, rules: Rules, rewrites: Sequence[Rewrite] = REWRITES):
         self.policy, self.rules, self.rewrites = policy, rules, tuple(rewrites)
+        # The rewrites of single equations, by primitive.
         self.of_equation = {name: find for rewrite in rewrites for name, find in rewrite.of_equation.items()}
         self.has_backward = False  # whether a backward pass is in the whole program, loops' and calls' bodies left out
         # By the ids of equations and jaxprs, which `_recorded` keeps alive, so that no other object gets the same.

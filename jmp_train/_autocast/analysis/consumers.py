@@ -69,13 +69,9 @@ class Consumers:
     def __init__(self, program: FlatJaxpr, producers: Producers, given: Mapping[int, Callable[[], Sums]]):
         self._program, self._producers, self._given = program, producers, dict(given)
 
-    def give(self, number: int, sums: Sums) -> None:
-        """Notes the sums of squares that are terms of what a loop stacks."""
-        self._given[number] = lambda: sums
-        self.forget()
-
-    def forget(self) -> None:
-        """Forgets all answers, since more is known of the values than when they were given."""
+    def give(self, sums: Mapping[int, Sums]) -> None:
+        """Notes the sums of squares that are terms of what a scan stacks; what was answered before did not know."""
+        self._given.update({number: functools.partial(frozenset, found) for number, found in sums.items()})
         for name in [name for name in vars(self) if isinstance(vars(Consumers).get(name), functools.cached_property)]:
             delattr(self, name)
 

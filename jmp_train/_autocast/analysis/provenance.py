@@ -162,17 +162,18 @@ class Values:
           inner: what is known of the body's values.
           length: of the scan.
         """
-        stacked: dict[Any, Any] = {}  # by sources inside, those of the arrays
+        stacked, moved = dict[Any, Any](), False  # by sources inside, those of the arrays
         for number, result in results:
             source = inner.producers.source(number)
             rows = source[1] if isinstance(source, tuple) and source[0] == "row" else None
             if isinstance(rows, Outside) and rows.around is self.producers:  # a row that the body is given, moved
                 self.producers.give(result, rows[1])
-                self.consumers.forget()
+                moved = True
             stacked.setdefault(source, self.producers.source(result))
-        for number, result in results:
-            if sums := inner.consumers.sums_stacked(number, stacked, length):
-                self.consumers.give(result, sums)
+        found = ((result, inner.consumers.sums_stacked(number, stacked, length)) for number, result in results)
+        sums = {result: terms for result, terms in found if terms}
+        if moved or sums:
+            self.consumers.give(sums)
 
     def add(self, node: Node, entry: Entry) -> None:
         """Notes what the results of a node are, given its operands and the entry that holds for it.

@@ -133,10 +133,11 @@ def _is_rank_one_update(program: FlatJaxpr, nodes: Sequence[Node], dependent: se
     So a matrix is updated by recursive least squares (Sherman and Morrison 1950) and by quasi-Newton methods. A network
     without other functions, as of linear attentions, multiplies what is as large as the result.
     """
-    producers = Producers(program)
     products = dependents(program, [node.outs[0] for node in nodes if node.name == "dot_general"])
-    divides = any(node.name == "div" and node.ins[1] in products for node in nodes)
-    return divides and any(dependent.issuperset(node.ins) and _is_outer(node, producers) for node in nodes)
+    if not any(node.name == "div" and node.ins[1] in products for node in nodes):
+        return False
+    producers = Producers(program)
+    return any(dependent.issuperset(node.ins) and _is_outer(node, producers) for node in nodes)
 
 
 def _is_outer(node: Node, producers: Producers) -> bool:

@@ -221,8 +221,8 @@ class _Walk:
             # The user's `rules` let a primitive of several operands follow them. JAX demands one dtype of these.
             return self._widest(node, entry, seen)
         flags = self.uses.flags[node.outs[0]]
-        fits = seen[0] is Precision.WEAK or (seen[0] is Precision.FULL and not self.facts[node.ins[0]].sensitive)
-        if node.name == "rev" and fits and flags.only_dots:
+        for_dots = node.name == "rev" and flags.only_dots and seen[0] in (Precision.WEAK, Precision.FULL)
+        if for_dots and not self.facts[node.ins[0]].numbers.exceed(self.low):
             # XLA for GPUs takes a convolution with a reversed kernel for cuDNN's gradient by the data, but not with a
             # cast between them: strided, it would be padded. So the kernel is cast before it is reversed, also that of
             # a frozen network, which is data.
