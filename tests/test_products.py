@@ -69,9 +69,9 @@ def blocks(w, x):
     return jnp.tanh(x @ w).reshape(4, 8, -1)
 
 
-def doubled(x, w):
-    """The squared distances, but for a term, between rows of data that a loop doubles and others."""
-    rows, sums = lax.map(lambda r: (2 * r, jnp.sum((2 * r) ** 2, -1)), x.reshape(4, 8, 64))
+def apart_from(x, of_row):
+    """The squared distances, but for a term, between rows that a loop computes of data and others."""
+    rows, sums = lax.map(lambda r: (lambda made: (made, jnp.sum(made**2, -1)))(of_row(r)), x.reshape(4, 8, 64))
     return sums.reshape(32, 1) - 2 * (rows.reshape(32, 64) @ jnp.exp(x).T)
 
 
@@ -299,7 +299,10 @@ WIDE = {
         lambda w, x: jnp.einsum("bij,bjk->bik", squared_blocks(w, x), lax.map(jnp.transpose, squared_blocks(w, x))),
         W / 8, X, Cause.SQUARE),
     "distances to rows that a loop doubles, behind a layer of activations": (
-        lambda w, x: (lambda z: doubled(x, w) + 0 * z)(jnp.sum(jnp.tanh(x @ w))), W / 8, X, Cause.DISTANCE),
+        lambda w, x: (lambda z: apart_from(x, lambda r: 2 * r) + 0 * z)(jnp.sum(jnp.tanh(x @ w))),
+        W / 8, X, Cause.DISTANCE),
+    "distances to rows that a loop computes, behind a layer of activations": (
+        lambda w, x: (lambda z: apart_from(x, jnp.sin) + 0 * z)(jnp.sum(jnp.tanh(x @ w))), W / 8, X, Cause.DISTANCE),
     "a Gram matrix of activations that a loop transposes and returns twice": (
         lambda w, x: (lambda t: jnp.einsum("bij,bjk->bik", squared_blocks(w, x), t[0]) + t[1][0, 0, 0])(
             lax.map(lambda r: (lambda t: (t, t))(r.T), squared_blocks(w, x))), W / 8, X, Cause.SQUARE),
