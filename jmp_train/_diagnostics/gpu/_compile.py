@@ -1,14 +1,17 @@
 """Compiles a function for an NVIDIA GPU on a machine that has none.
 
-Decides how arguments are placed on GPUs that are described, not present, and which error says that they cannot be. Does
-not decide what is read from the compiled module; see `_gpu_report.py`.
+Decides how arguments are placed on GPUs that are described, not present, which error says that they cannot be, and that
+no machine code is made. Does not decide what is read from the compiled module; see `_gpu_report.py`.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import math
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +24,6 @@ from ..._paths import leaf_paths
 from ..._sizes import is_static
 from ..._static import hide_static, is_argument, of_hidden
 from ..._values import as_count
-from ._assembler import without_machine_code
 from ._gpus import get_gpu
 
 _PLUGIN = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
@@ -182,8 +184,12 @@ def compile_for_gpu(
 
 def compile_lowered(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, bool]:
     """Compiles for the GPUs that `lowered` is for; and whether XLA could give products to Triton, or to cuBLAS only."""
-    # Autotuning times kernels, for which it needs a GPU.
-    options = {"xla_gpu_autotune_level": 0, **without_machine_code()}
+    options: dict[str, str | int] = {
+        "xla_gpu_autotune_level": 0,  # autotuning times kernels, for which it needs a GPU
+        "xla_gpu_cuda_data_dir": _cuda_without_assembler().name,
+        # JAX's persistent cache ignores the directory in its keys, not this level: no program to run is found there.
+        "xla_backend_optimization_level": 0,
+    }
     try:
         return lowered.compile(compiler_options=options), True
     except jax.errors.JaxRuntimeError as error:
@@ -204,3 +210,35 @@ def module_text(compiled: jax.stages.Compiled) -> str:
             f"jax {jax.__version__} does not tell what it compiled; use the version this was tested with."
         )
     return text
+
+
+# XLA hands every kernel to `ptxas`, CUDA's assembler, and waits for it about as long as for all else, though no report
+# reads machine code. No option stops XLA before that, but one says where to look for CUDA first: there it finds this
+# assembler, which assembles nothing, and a library of device functions without any. The optimized module is made before
+# and stays the same. The version is that of the plugin's CUDA: XLA ignores an assembler that is too old for it.
+_ASSEMBLER = """\
+#!/bin/sh
+[ "$1" = --version ] && echo "Cuda compilation tools, release 13.0, V13.0.88"
+while [ $# -gt 0 ]; do
+  [ "$1" = -o ] && echo none > "$2"
+  shift
+done
+exit 0
+"""
+
+
+@functools.cache
+def _cuda_without_assembler() -> tempfile.TemporaryDirectory[str]:
+    """Made once for a process, and removed when it ends.
+
+    Where the directory may hold no programs, XLA goes on to look for a CUDA that is installed.
+    """
+    made = tempfile.TemporaryDirectory(prefix="jmp_train_")
+    assembler = Path(made.name, "bin", "ptxas")
+    assembler.parent.mkdir()
+    assembler.write_text(_ASSEMBLER)
+    assembler.chmod(0o755)
+    functions = Path(made.name, "nvvm", "libdevice", "libdevice.10.bc")
+    functions.parent.mkdir(parents=True)
+    functions.write_text("; no functions\n")  # LLVM's assembly, of an empty module
+    return made
