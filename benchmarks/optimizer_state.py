@@ -28,7 +28,8 @@ from _results import Results, arguments, show
 
 import jmp_train as jmp
 from jmp_train._diagnostics.gpu._compile import gpu_module
-from jmp_train._diagnostics.gpu._kernels import copies, kernels, traffic
+from jmp_train._diagnostics.gpu._findings import copies
+from jmp_train._diagnostics.gpu._kernels import kernels, traffic
 
 SEEDS = (0, 1, 2)
 STEPS = 1500

@@ -21,7 +21,8 @@ from loop_carries import sixteen_bit_carries
 from jmp_train import DEFAULT_RULES, autocast, get_policy
 from jmp_train._diagnostics.gpu._compile import compile_for_gpu, module_text
 from jmp_train._diagnostics.gpu._compiled_products import convolutions, dots
-from jmp_train._diagnostics.gpu._kernels import kernels, sixteen_bit_sums, traffic
+from jmp_train._diagnostics.gpu._findings import NarrowSum, sixteen_bit_sums
+from jmp_train._diagnostics.gpu._kernels import kernels, traffic
 
 Tree = Any
 Leaves = Mapping[str, np.ndarray]
@@ -171,7 +172,7 @@ class Figures(NamedTuple):
 
     dots: tuple[tuple[str, ...], ...]
     convolutions: tuple[tuple[str, ...], ...]
-    sixteen_bit_sums: tuple[str, ...]
+    sixteen_bit_sums: tuple[NarrowSum | str, ...]
     converting: tuple[str, ...]
     bytes: int
     temporary: int

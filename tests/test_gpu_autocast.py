@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec
 
 from jmp_train import autocast, get_policy
 from jmp_train._diagnostics.gpu._compile import gpu_module
-from jmp_train._diagnostics.gpu._kernels import collectives
+from jmp_train._diagnostics.gpu._findings import collectives
 
 pytestmark = pytest.mark.slow
 
@@ -89,7 +89,7 @@ def test_gradients_cross_eight_gpus_in_float32():
     step = our_step(mlp_loss(), get_policy("mixed_float16"))
     specs = (PartitionSpec(), PartitionSpec("data"))
     text = gpu_module(step, state, (x, y), devices=8, in_shardings=specs, donate_argnums=0)
-    assert {dtype for opcode, dtype, _ in collectives(text) if opcode == "all-reduce"} <= {"f32", "pred", "s32"}
+    assert {each.dtypes[0] for each in collectives(text) if each.operation == "all-reduce"} <= {"f32", "pred", "s32"}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from loop_carries import sixteen_bit_carries
 
 from jmp_train._diagnostics.gpu._compile import gpu_module
 from jmp_train._diagnostics.gpu._compiled_products import convolutions, dots, wide_convolutions, wide_dots
-from jmp_train._diagnostics.gpu._kernels import collectives, copies, kernels, sixteen_bit_sums, traffic
+from jmp_train._diagnostics.gpu._findings import collectives, copies, sixteen_bit_sums
+from jmp_train._diagnostics.gpu._kernels import kernels, traffic
 
 HALVES = [jnp.float16, jnp.bfloat16]
 
@@ -31,7 +32,7 @@ def raw_sum(x, dimensions=(0,)):
 class TestSums:
     def test_reduce(self, dtype):
         assert len(sixteen_bit_sums(gpu_module(raw_sum, array(4096, 64, dtype=dtype)))) >= 1
-        assert sixteen_bit_sums(gpu_module(lambda x: jnp.sum(x, 0), array(4096, 64, dtype=dtype))) == []
+        assert sixteen_bit_sums(gpu_module(lambda x: jnp.sum(x, 0), array(4096, 64, dtype=dtype))) == ()
 
     def test_bias_gradient(self, dtype):
         def loss(b, x):
@@ -47,10 +48,10 @@ class TestSums:
         x = array(8, 32, 32, 16, dtype=dtype)
         # XLA has no bfloat16 reduce-window: it widens the window, and rounds to bfloat16 after each of its additions.
         assert len(sixteen_bit_sums(gpu_module(pool, x))) == 1
-        assert sixteen_bit_sums(gpu_module(lambda x: pool(x.astype(jnp.float32)), x)) == []
+        assert sixteen_bit_sums(gpu_module(lambda x: pool(x.astype(jnp.float32)), x)) == ()
 
     def test_maxima_are_exact(self, dtype):
-        assert sixteen_bit_sums(gpu_module(lambda x: jnp.max(x, 0), array(4096, 64, dtype=dtype))) == []
+        assert sixteen_bit_sums(gpu_module(lambda x: jnp.max(x, 0), array(4096, 64, dtype=dtype))) == ()
 
     def test_scatter_add(self, dtype):
         def embedding_gradient(table, ids, g):
@@ -58,7 +59,7 @@ class TestSums:
 
         ids, g = array(512, dtype=jnp.int32), array(512, 64, dtype=dtype)
         assert len(sixteen_bit_sums(gpu_module(embedding_gradient, array(1000, 64, dtype=dtype), ids, g))) >= 1
-        assert sixteen_bit_sums(gpu_module(embedding_gradient, array(1000, 64), ids, array(512, 64))) == []
+        assert sixteen_bit_sums(gpu_module(embedding_gradient, array(1000, 64), ids, array(512, 64))) == ()
 
     def test_all_reduce(self, dtype):
         def mean_gradient(w, x):
@@ -66,7 +67,8 @@ class TestSums:
 
         options = {"devices": 8, "in_shardings": (PartitionSpec(), PartitionSpec("data"))}
         text = gpu_module(mean_gradient, array(64, 64, dtype=dtype), array(512, 64, dtype=dtype), **options)
-        assert [each[:2] for each in collectives(text)] == [("all-reduce", "f16" if dtype == jnp.float16 else "bf16")]
+        (found,) = collectives(text)
+        assert (found.operation, found.dtypes) == ("all-reduce", ("f16" if dtype == jnp.float16 else "bf16",))
         assert len(sixteen_bit_sums(text)) >= 1
 
 
@@ -118,7 +120,7 @@ class TestBytes:
             return a + 1, b + 1
 
         args = (array(100_000), array(100_000))
-        assert copies(gpu_module(keep, *args, donate_argnums=(0, 1))) == []
+        assert copies(gpu_module(keep, *args, donate_argnums=(0, 1))) == ()
         assert len(copies(gpu_module(swap, *args, donate_argnums=(0, 1)))) >= 1
 
     @pytest.mark.parametrize("steps", [10, 100])

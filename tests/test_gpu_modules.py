@@ -6,11 +6,16 @@ Needs no compiler.
 import pytest
 
 from jmp_train._diagnostics.gpu._compiled_products import convolutions, dots, products, wide_convolutions, wide_dots
-from jmp_train._diagnostics.gpu._copies import explained_copies, unused_donors
-from jmp_train._diagnostics.gpu._gpu_report import _collectives, _narrow_sums
+from jmp_train._diagnostics.gpu._findings import (
+    Collective,
+    NarrowSum,
+    collectives,
+    copies,
+    sixteen_bit_sums,
+    unused_donors,
+)
 from jmp_train._diagnostics.gpu._hlo import parse
 from jmp_train._diagnostics.gpu._kernels import kernels, traffic, unknown_loops
-from jmp_train._diagnostics.gpu._report import Collective, NarrowSum
 
 MODULE = """HloModule jit_step, input_output_alias={ {0}: (1, {}, may-alias), {2}: (0, {}, must-alias) }
 
@@ -235,17 +240,17 @@ SWAPPED = "donated buffers go to results of their shape in order. Return each ne
 def test_why_a_buffer_is_copied(donated, instructions, cause):
     pairs = ", ".join(f"{{{result}}}: ({argument}, {{}}, may-alias)" for result, argument in donated.items())
     text = entry(*ARGUMENTS, *instructions, header=f", input_output_alias={{ {pairs} }}")
-    (copy,) = explained_copies(text, {"grads": 0, "loss": 0})
+    (copy,) = copies(text, {"grads": 0, "loss": 0})
     assert (copy.bytes, copy.times, copy.shape, copy.cause) == (2 * 4 * 64, 1, "f32[8,8]", cause)
 
 
 def test_a_copy_in_a_loop_counts_each_time_and_one_of_a_few_numbers_does_not():
     copied = MODULE.replace("%gemm = (f16[8,8]{1,0}", "%again = f16[8,8]{1,0} copy(%h)\n  %gemm = (f16[8,8]{1,0}")
-    (copy,) = explained_copies(copied, 0)
+    (copy,) = copies(copied, 0)
     assert (copy.bytes, copy.times) == (10 * 2 * 2 * 64, 10)
     assert copy.cause == "inside a loop or a branch: a carried value is changed while its old one is still read"
     small = entry("%x = f32[16] parameter(0)", "ROOT %copy = f32[16] copy(%x)")
-    assert explained_copies(small, 0) == () and kernels(small)
+    assert copies(small, 0) == () and kernels(small)
 
 
 def test_donated_arguments_that_nothing_is_written_over():
@@ -292,7 +297,7 @@ ENTRY %main (x: f16[64,8]) -> f16[8] {
 
 
 def test_sums_in_16_bits_are_those_whose_addition_is():
-    assert _narrow_sums(REDUCED) == (
+    assert sixteen_bit_sums(REDUCED) == (
         NarrowSum("reduce", "f16[8]", "jit(step)/Norm/reduce_sum", ""),
         NarrowSum("reduce-window", "f16[64,8]", "", ""),
         NarrowSum("all-reduce", "f16[8]", "jit(step)/psum", ""),
@@ -300,7 +305,7 @@ def test_sums_in_16_bits_are_those_whose_addition_is():
 
 
 def test_collectives_have_the_bytes_of_their_results():
-    assert _collectives(REDUCED) == (
+    assert collectives(REDUCED) == (
         Collective("all-reduce", ("f16",), 16, 1, "jit(step)/psum", ""),
         Collective("all-gather", ("f16",), 64, 1, "", ""),
     )

@@ -25,11 +25,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp_train import explain, full_precision, get_loss_scale, value_and_grad, with_loss_scale
 from jmp_train._diagnostics.gpu._compiled_products import CompiledProduct
-from jmp_train._diagnostics.gpu._copies import Copy
-from jmp_train._diagnostics.gpu._gpu_report import _carried_sums, _unused_donations
+from jmp_train._diagnostics.gpu._findings import Collective, Copy, NarrowSum, carried_sums, unused_donations
+from jmp_train._diagnostics.gpu._gpu_report import Memory
 from jmp_train._diagnostics.gpu._gpus import UNITS, get_gpu
 from jmp_train._diagnostics.gpu._kernels import Kernel
-from jmp_train._diagnostics.gpu._report import Collective, Memory, NarrowSum
 from jmp_train.diagnostics import GPUReport, gpu_report, tensor_core_report
 
 slow = pytest.mark.slow
@@ -328,7 +327,7 @@ def test_sums_that_loops_carry_are_read_from_the_jaxpr():
         add = lambda total, row: (total + row, jnp.sum(row))  # noqa: E731
         return lax.scan(add, x[0], x), lax.scan(add, x[0].astype(f32), x.astype(f32)), lax.reduce_sum(x, (0,))
 
-    (found,) = _carried_sums(explain(carried, "float32")(array(4, 8, dtype=f16)).emitted)
+    (found,) = carried_sums(explain(carried, "float32")(array(4, 8, dtype=f16)).emitted)
     assert (found.kind, found.result) == ("scan carry", "float16") and "test_gpu_report.py" in found.source
 
 
@@ -338,7 +337,7 @@ def test_donations_that_jax_could_not_use():
         warnings.warn("Some donated buffers were not usable: float32[8,4], int32[].\nSee an explanation.", stacklevel=1)
         warnings.warn("another", stacklevel=1)
     with pytest.warns(UserWarning, match="^another$"):
-        assert _unused_donations(raised) == ("float32[8,4]", "int32[]")
+        assert unused_donations(raised) == ("float32[8,4]", "int32[]")
 
 
 def test_a_comparison():

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jmp_train as jmp
 from jmp_train._diagnostics.gpu._compile import gpu_mesh
-from jmp_train._diagnostics.gpu._kernels import collectives
+from jmp_train._diagnostics.gpu._findings import collectives
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,7 @@ def crossing(fn, mesh, spec, **options):
     compiled = jax.jit(fn, **options).lower(*arguments(mesh, spec)).compile()
     text = compiled.as_text()
     assert text is not None
-    return Counter((name, dtype) for name, dtype, _ in collectives(text))
+    return Counter((each.operation, each.dtypes[0]) for each in collectives(text))
 
 
 def gradient(policy, reduce_dtype, loss=loss_fn, axis_name=None):

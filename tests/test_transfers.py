@@ -14,7 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jmp_train import autocast, explain
 from jmp_train._diagnostics.gpu._compile import compile_for_gpu, gpu_mesh, module_text
-from jmp_train._diagnostics.gpu._kernels import collectives, traffic
+from jmp_train._diagnostics.gpu._findings import collectives
+from jmp_train._diagnostics.gpu._kernels import traffic
 from jmp_train._jaxpr import open_jaxpr, sub_jaxprs
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -260,7 +261,7 @@ def test_activations_cross_eight_h200s_in_16_bits(name):
         for shape, spec in (((1024, 1024), jax.P()), ((8192, 1024), jax.P("data")))
     ]
     compiled = jax.jit(autocast(sending(SENT[name], mesh), "mixed_float16")).lower(*args).compile()
-    assert {dtype for _, dtype, _ in collectives(module_text(compiled))} == {"f16"}
+    assert {each.dtypes[0] for each in collectives(module_text(compiled))} == {"f16"}
 
 
 def test_the_cross_terms_of_distances_are_found_on_another_device():
@@ -383,7 +384,7 @@ def test_eight_h200s_gather_weights_in_16_bits_and_sum_gradients_in_32(remateria
     ]
     gradient = autocast(jax.grad(sharded_layers(mesh, rematerialized)), "mixed_float16")
     found = collectives(module_text(jax.jit(gradient).lower(*args).compile()))
-    crossing = {(name, dtype) for name, dtype, _ in found if name != "all-reduce"}  # of the loss
+    crossing = {(each.operation, each.dtypes[0]) for each in found if each.operation != "all-reduce"}  # of the loss
     assert crossing == {("all-gather", "f16"), ("reduce-scatter", "f32")}
 
 

@@ -1,13 +1,14 @@
 """`gpu_report`: what a compiler makes of a function for a GPU that need not be there.
 
-Decides what is read from a compiled program and passed on to `GPUReport`. Does not decide how that is summed up and
-printed; see `_report.py`.
+Decides what is read of a compiled program, how it is summed up and what a person reads of it. Does not decide what is
+in the module: `_kernels.py` has the bytes, `_compiled_products.py` the products, `_findings.py` the rest.
 """
 
 from __future__ import annotations
 
-import re
+import dataclasses
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,9 @@ import jax
 from ..._autocast import autocast
 from ..._explain._emitted import Emitted, emitted_of
 from ..._flops import PRODUCTS
-from ..._jaxpr import LOOPS
+from ..._jaxpr import plain_scope
 from ..._policy import Policy, get_policy
+from ..._text import as_lists, columns, count, megabytes, short_source
 from ..._values import check_callable
 from ._compile import (
     check_sizes,
@@ -29,19 +31,216 @@ from ._compile import (
     module_text,
     traced_program,
 )
-from ._compiled_products import products
-from ._copies import explained_copies, unused_donors
-from ._gpus import GPU, get_gpu
-from ._hlo import parse
-from ._kernels import collective_kernels, kernels, narrow_sums, opcode_of, unknown_loops
-from ._report import Collective, GPUReport, Memory, NarrowSum
+from ._compiled_products import CompiledProduct, products
+from ._findings import (
+    Collective,
+    Copy,
+    NarrowSum,
+    carried_sums,
+    collectives,
+    copies,
+    sixteen_bit_sums,
+    unused_donations,
+    unused_donors,
+)
+from ._gpus import GPU, NARROW_UNITS, UNITS, flops_by_unit, get_gpu
+from ._kernels import Kernel, kernels, unknown_loops
 
-# The warning of `jax.jit` for donated arguments that fit no result.
+# How many rows of a report's longest tables `str` shows.
+_MOST_KERNELS = 8
+_MOST_COPIES = 4
+
 _WITHOUT_TRITON = (
     "Triton's tile sizes do not divide a product, and only a GPU can try others: all products are counted as cuBLAS's, "
     "which fuse with less of what is around them."
 )
-_UNUSED = re.compile(r"^Some donated buffers were not usable: (.*)\.$", re.M)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that one GPU holds.
+
+    Attributes:
+      arguments, results: of the call.
+      donated: the part of the results that stands where arguments did.
+      temporary: everything between, at its peak.
+    """
+
+    arguments: int
+    results: int
+    donated: int
+    temporary: int
+
+    @property
+    def peak(self) -> int:
+        """Arguments, results and temporary memory together, what is donated counted once."""
+        return self.arguments + self.results - self.donated + self.temporary
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What `GPUReport.compare` returns; `str` is a table.
+
+    Attributes:
+      names: what the two reports are called.
+      rows: `(figure, of the first, of the second)`.
+    """
+
+    names: tuple[str, str]
+    rows: tuple[tuple[str, float, float], ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns `{figure: {"first": ..., "second": ...}}` and the names."""
+        figures = {name: {"first": first, "second": second} for name, first, second in self.rows}
+        return {"names": list(self.names), "figures": figures}
+
+    def __str__(self) -> str:
+        rows = [
+            (name, _figure_text(name, first), _figure_text(name, second), f"{second / first:.3f}" if first else "")
+            for name, first, second in self.rows
+        ]
+        return columns(("", *self.names, "second / first"), rows)
+
+
+def _figure_text(name: str, value: float) -> str:
+    if "bytes" in name or "memory" in name:
+        return megabytes(int(value))
+    if "share" in name:
+        return f"{value:.1%}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class GPUReport:
+    """A program as compiled for a GPU: a value to read, print, compare and test. Figures are those of one GPU.
+
+    `str(report)` sums it up; `table()` lists the kernels; `as_dict()` is ready for JSON; `compare` sets two side by
+    side.
+
+    Attributes:
+      gpu: its name.
+      bandwidth, rates: of the GPU, bytes per second and `(arithmetic, FLOP per second)`.
+      devices: how many there are.
+      policy: that of `gpu_report`, as text, if it was given one.
+      jax_version: the compiler is of this version.
+      kernels: every launch, those in loops once with their `times`.
+      products: every dot, convolution and fused attention.
+      collectives: what crosses devices.
+      sixteen_bit_sums: sums that accumulate in float16 or bfloat16, those that loops carry included.
+      copies: buffers that are copied, with the likely cause.
+      unused_donations: donated arguments that fit no result, by shape: their memory is at most used for a while.
+      unknown_loops: how many loops count as one iteration, for the compiler does not know their length.
+      memory: what it holds at its peak.
+      notes: what the program asks for that the GPU does not have, and what was compiled in another way than there.
+    """
+
+    gpu: str
+    bandwidth: float
+    rates: tuple[tuple[str, float], ...]
+    devices: int
+    policy: str | None
+    jax_version: str
+    kernels: tuple[Kernel, ...]
+    products: tuple[CompiledProduct, ...]
+    collectives: tuple[Collective, ...]
+    sixteen_bit_sums: tuple[NarrowSum, ...]
+    copies: tuple[Copy, ...]
+    unused_donations: tuple[str, ...]
+    unknown_loops: int
+    memory: Memory
+    notes: tuple[str, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that one call reads and writes, loops multiplied out."""
+        return sum(kernel.bytes for kernel in self.kernels)
+
+    @property
+    def launches(self) -> int:
+        """Kernels that one call starts, loops multiplied out."""
+        return sum(kernel.times for kernel in self.kernels)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all dots and convolutions, loops multiplied out."""
+        return sum(product.flops * product.times for product in self.products)
+
+    @property
+    def unit_flops(self) -> dict[str, int]:
+        """FLOPs by what multiplies: `8 bits`, `16 bits`, `tf32`, `float32`, `float64`."""
+        return flops_by_unit(self.products, (unit for unit, _ in self.rates))
+
+    @property
+    def tensor_core_share(self) -> float:
+        """The share of `flops` on Tensor Cores in 16 or 8 bits, 0 without any; TF32 has half their rate.
+
+        Whether sizes are aligned is not in it: that is `tensor_core_report`'s.
+        """
+        fast = sum(flops for unit, flops in self.unit_flops.items() if unit in NARROW_UNITS)
+        return fast / self.flops if self.flops else 0.0
+
+    @property
+    def least_seconds(self) -> float:
+        """A lower bound by the GPU's roofline: each kernel at peak bandwidth or peak arithmetic. Nothing is timed."""
+        rates = dict(self.rates)
+        # Memory traffic and arithmetic of one kernel overlap; those of different kernels do not.
+        seconds = {kernel.name: kernel.bytes / self.bandwidth for kernel in self.kernels}
+        arithmetic = dict.fromkeys(seconds, 0.0)
+        for product in self.products:
+            arithmetic[product.kernel] += product.flops * product.times / rates[product.unit]
+        return sum(max(least, arithmetic[name]) for name, least in seconds.items())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns everything as dictionaries, lists, strings and numbers, the sums of the properties included."""
+        names = ("bytes", "launches", "flops", "unit_flops", "tensor_core_share", "least_seconds")
+        values = dataclasses.asdict(self)
+        for row in (*values["kernels"], *values["products"]):
+            del row["line"]  # megabytes of the module's text in a large program
+        values["rates"] = dict(self.rates)
+        values["memory"]["peak"] = self.memory.peak
+        return {name: getattr(self, name) for name in names} | as_lists(values)
+
+    def compare(self, other: GPUReport, names: tuple[str, str] | None = None) -> Comparison:
+        """Returns this report and `other` side by side: of one program under two policies, say.
+
+        Args:
+          other: another report.
+          names: what to call the two; by default their policies, or `before` and `after`.
+
+        Raises:
+          TypeError: `other` is no `GPUReport`.
+        """
+        if not isinstance(other, GPUReport):
+            raise TypeError(f"`other` must be a GPUReport, got {other!r}; pass what gpu_report(fn)(*args) gave.")
+        default = (self.policy or "before", other.policy or "after")
+        first, second = self.figures(), other.figures()
+        return Comparison(names or default, tuple((name, first[name], second[name]) for name in first))
+
+    def figures(self) -> dict[str, float]:
+        """Returns the numbers that `compare` compares, by name."""
+        return {
+            "bytes moved": self.bytes,
+            "peak memory": self.memory.peak,
+            "temporary memory": self.memory.temporary,
+            "launches": self.launches,
+            "GFLOP of dots and convolutions": self.flops / 1e9,
+            "Tensor Core share, 16 or 8 bits": self.tensor_core_share,
+            "least milliseconds, by roofline": self.least_seconds * 1e3,
+            "16-bit sums": len(self.sixteen_bit_sums),
+            "copies": sum(copy.times for copy in self.copies),
+            "collective bytes": sum(each.bytes * each.times for each in self.collectives),
+        }
+
+    def table(self, most: int | None = None) -> str:
+        """Returns a line for every kernel, those that move the most bytes first.
+
+        Args:
+          most: how many to list; all by default.
+        """
+        return _kernel_table(self, most)
+
+    def __str__(self) -> str:
+        return _report_text(self)
 
 
 def gpu_report(
@@ -120,7 +319,7 @@ def gpu_report(
             lowered = lower_for_gpu(program, mesh, args, kwargs, **options)
             compiled, with_triton = compile_lowered(lowered)
         text = module_text(compiled)
-        unused = _unused_donations(raised)
+        unused = unused_donations(raised)
         with jax.set_mesh(mesh):
             emitted = tuple(emitted_of(traced_program(program, args, kwargs)))
         notes = tuple(_notes(emitted, described))
@@ -136,9 +335,9 @@ def gpu_report(
             jax_version=jax.__version__,
             kernels=tuple(kernels(text)),
             products=tuple(products(text, described)),
-            collectives=_collectives(text),
-            sixteen_bit_sums=(*_narrow_sums(text), *_carried_sums(emitted)),
-            copies=explained_copies(text, lowered.out_info),
+            collectives=collectives(text),
+            sixteen_bit_sums=(*sixteen_bit_sums(text), *carried_sums(emitted)),
+            copies=copies(text, lowered.out_info),
             unused_donations=(*unused, *unused_donors(text)),
             unknown_loops=unknown_loops(text),
             memory=_memory(compiled),
@@ -146,17 +345,6 @@ def gpu_report(
         )
 
     return report
-
-
-def _unused_donations(raised: Sequence[warnings.WarningMessage]) -> tuple[str, ...]:
-    """The buffers that JAX says it could not donate; other warnings are warned of again."""
-    unused: list[str] = []
-    for each in raised:
-        if found := _UNUSED.search(str(each.message)):
-            unused += re.findall(r"\w+\[[\d,]*\]", found.group(1))
-        else:
-            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-    return tuple(unused)
 
 
 def _memory(compiled: jax.stages.Compiled) -> Memory:
@@ -169,23 +357,6 @@ def _memory(compiled: jax.stages.Compiled) -> Memory:
     )
 
 
-def _collectives(text: str) -> tuple[Collective, ...]:
-    return tuple(
-        Collective(opcode, kernel.writes, kernel.written, kernel.times, kernel.scope, kernel.source)
-        for opcode, kernel in collective_kernels(text)
-    )
-
-
-def _narrow_sums(text: str) -> tuple[NarrowSum, ...]:
-    module, found = parse(text), []
-    for each, add in narrow_sums(text):
-        # XLA rewrites running sums as reduce-window in float32; only the addition inside keeps its dtype and line.
-        _, _, shape = each.result.strip("()").split("{")[0].partition("[")
-        result = f"{add.result.partition('[')[0]}[{shape}"
-        found.append(NarrowSum(opcode_of(each), result, each.scope, module.source_of(each) or module.source_of(add)))
-    return tuple(found)
-
-
 def _notes(emitted: Sequence[Emitted], gpu: GPU) -> Iterator[str]:
     """What a program asks for that the GPU does not have."""
     if not gpu.has_bfloat16 and any(each.primitive in PRODUCTS and "bfloat16" in each.operands for each in emitted):
@@ -195,11 +366,102 @@ def _notes(emitted: Sequence[Emitted], gpu: GPU) -> Iterator[str]:
         )
 
 
-def _carried_sums(emitted: Sequence[Emitted]) -> tuple[NarrowSum, ...]:
-    """Sums that a loop carries from iteration to iteration. In the compiled module they are additions like any other,
-    hence they are read from the jaxpr."""
-    return tuple(
-        NarrowSum(f"{each.primitive} carry", each.sums_in, each.scope, each.source)
-        for each in emitted
-        if each.primitive in LOOPS and each.sums_in in ("float16", "bfloat16")
+def _report_text(report: GPUReport) -> str:
+    """The summary, and tables of the products and of the largest kernels."""
+    many = f", {report.devices} devices (figures of one)" if report.devices > 1 else ""
+    policy = f", {report.policy}" if report.policy else ""
+    lines = [f"Compiled for {report.gpu}{many}, jax {report.jax_version}{policy}"]
+    lines += report.notes
+    lines += [f"  {name:18s}  {value}" for name, value in _summary(report)]
+    for title, rows in (("16-bit sums", _sums(report)), ("Copies", _copies(report))):
+        lines += ["", f"{title}:", *(f"  {row}" for row in rows)] if rows else []
+    if report.unknown_loops:
+        loops = count(report.unknown_loops, "loop")
+        lines += ["", f"The compiler does not know the length of {loops}, counted as one iteration each."]
+    if report.products:
+        lines += ["", _product_table(report)]
+    return "\n".join([*lines, "", "What moves most:", _kernel_table(report, _MOST_KERNELS)])
+
+
+def _summary(report: GPUReport) -> Iterator[tuple[str, str]]:
+    memory = report.memory
+    launches = "1 launch" if report.launches == 1 else f"{report.launches} launches"
+    yield "memory moved", f"{megabytes(report.bytes)} by {launches}"
+    yield (
+        "peak memory",
+        f"{megabytes(memory.peak)}: arguments {megabytes(memory.arguments)}, results {megabytes(memory.results)} "
+        f"({megabytes(memory.donated)} of them in donated arguments), temporary {megabytes(memory.temporary)}",
     )
+    shares = [f"{flops / report.flops:.1%} {UNITS[unit]}" for unit, flops in report.unit_flops.items()]
+    yield "dots, convolutions", "; ".join([f"{report.flops / 1e9:.4g} GFLOP", *shares]) if report.flops else "none"
+    yield "least time", f"{report.least_seconds * 1e3:.3g} ms at peak bandwidth and arithmetic; nothing was timed"
+    yield "16-bit sums", str(len(report.sixteen_bit_sums) or "none")
+    yield "copies", count(sum(copy.times for copy in report.copies), "buffer") if report.copies else "none"
+    if report.unused_donations:
+        yield "unused donations", ", ".join(report.unused_donations) + ": no result of that shape and dtype"
+    if report.devices > 1:
+        yield "collectives", _collective_bytes(report)
+
+
+def _collective_bytes(report: GPUReport) -> str:
+    """Bytes by operation and dtype."""
+    found: Counter[str] = Counter()
+    for each in report.collectives:
+        found[f"{each.operation} in {', '.join(dict.fromkeys(each.dtypes))}"] += each.bytes * each.times
+    return "; ".join(f"{name}, {megabytes(number)}" for name, number in found.items()) or "none"
+
+
+def _sums(report: GPUReport) -> list[str]:
+    return [
+        f"{each.kind} {each.result}"
+        + "".join(f", {at}" for at in (_scope_text(each.scope), short_source(each.source)) if at)
+        for each in report.sixteen_bit_sums
+    ]
+
+
+def _copies(report: GPUReport) -> list[str]:
+    rows = [f"{megabytes(copy.bytes)}, {copy.shape}: {copy.cause}" for copy in report.copies[:_MOST_COPIES]]
+    rest = report.copies[_MOST_COPIES:]
+    if rest:
+        rows.append(f"{megabytes(sum(copy.bytes for copy in rest))} in {len(rest)} more")
+    return rows
+
+
+def _product_table(report: GPUReport) -> str:
+    """A line for each kind of product and dtypes, with their number and FLOPs."""
+    found: Counter[tuple[str, str, str, str]] = Counter()
+    number: Counter[tuple[str, str, str, str]] = Counter()
+    for each in report.products:
+        key = (each.kind, " x ".join(each.operands[:2]), each.result, UNITS[each.unit])
+        found[key] += each.flops * each.times
+        number[key] += each.times
+    total = max(report.flops, 1)  # the FLOPs of an attention may be unknown
+    rows = [
+        (*what, str(number[*what, unit]), f"{flops / 1e9:.4g}", f"{flops / total:.1%}", unit)
+        for (*what, unit), flops in found.most_common()
+    ]
+    return columns(("product", "operands", "result", "runs", "GFLOP", "share", "on"), rows)
+
+
+def _scope_text(scope: str) -> str:
+    """The scope path of an operation without transforms and without the jitted function around it."""
+    return plain_scope(scope.partition("/")[2] if scope.startswith("jit(") else scope)
+
+
+def _kernel_table(report: GPUReport, most: int | None) -> str:
+    """A line for each kernel, the largest first."""
+    largest = sorted(report.kernels, key=lambda kernel: -kernel.bytes)[:most]
+    rows = [
+        (
+            kernel.name,
+            megabytes(kernel.read),
+            megabytes(kernel.written),
+            str(kernel.times),
+            f"{kernel.bytes / report.bytes:.1%}" if report.bytes else "",
+            ",".join(kernel.reads) + " -> " + ",".join(kernel.writes),
+            ("bwd " if "transpose(" in kernel.scope else "") + _scope_text(kernel.scope),
+            kernel.source,
+        )
+        for kernel in largest
+    ]
+    return columns(("kernel", "read", "written", "runs", "share", "dtypes", "of", "source"), rows)

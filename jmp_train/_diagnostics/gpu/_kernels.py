@@ -1,8 +1,8 @@
-"""The kernels of a compiled module: the bytes each one moves, and which of them copy, sum in 16 bits or cross devices.
+"""The kernels of a compiled module, and the bytes that each one moves.
 
-Decides what is a kernel, how often it runs and which bytes it reads and writes. Does not decide why a buffer is copied
-(`_copies.py`) nor which kernels multiply matrices (`_compiled_products.py`). Bytes are counted without a cache: what a
-kernel reads, it reads from memory.
+Decides what is a kernel, how often it runs and which bytes it reads and writes. Does not decide which kernels multiply
+matrices (`_compiled_products.py`), nor which could be spared or lose accuracy (`_findings.py`). Bytes are counted
+without a cache: what a kernel reads, it reads from memory.
 """
 
 from __future__ import annotations
@@ -28,13 +28,6 @@ _LIBRARY_CALL = re.compile(r'custom_call_target="__cu(?:blas|dnn)')
 _SLICES = ("dynamic-slice", "slice", "gather")
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
 """What writes a slice of its first operand, and which operand holds the new values."""
-
-_SIXTEEN_BITS = frozenset({"f16", "bf16"})
-_REDUCTIONS = frozenset({"reduce", "reduce-window", "scatter", "all-reduce", "reduce-scatter"})
-_COLLECTIVES = (
-    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast",
-    "ragged-all-to-all",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -194,48 +187,3 @@ def _bytes_read(body: Sequence[Instruction], name: str, sizes: Mapping[str, int]
         else:
             return sizes[name]
     return min(total, sizes[name])
-
-
-def copies(text: str) -> list[Kernel]:
-    """Kernels that only copy a buffer, scalars aside: usually a donated argument that matched no output."""
-    return [kernel for kernel in kernels(text) if kernel.opcode.startswith("copy") and kernel.read > 64]
-
-
-def sixteen_bit_sums(text: str) -> list[str]:
-    """Lines whose running sum is float16 or bfloat16: reduce, reduce-window, scatter, all-reduce, reduce-scatter.
-
-    Maxima and minima are exact and not listed. Sums that a loop carries no longer show in a module.
-    """
-    return [instruction.line for instruction, _ in narrow_sums(text)]
-
-
-def opcode_of(instruction: Instruction | Kernel) -> str:
-    """The opcode, of an asynchronous operation too: XLA splits `all-reduce` into `all-reduce-start` and `-done`."""
-    return instruction.opcode.removesuffix("-start")
-
-
-def narrow_sums(text: str) -> list[tuple[Instruction, Instruction]]:
-    """The instructions whose running sum is float16 or bfloat16, each with the addition that it repeats.
-
-    A `reduce-window` of bfloat16 becomes one of float32 whose addition rounds to bfloat16 every time: what counts is
-    the addition.
-    """
-    module = parse(text)
-    adders = {name: each for name, body in module.computations.items() for each in body if each.opcode == "add"}
-    pairs = [
-        (each, adders.get(each.attribute("to_apply").lstrip("%")))
-        for each in module.instructions()
-        if opcode_of(each) in _REDUCTIONS
-    ]
-    return [(each, add) for each, add in pairs if add is not None and _SIXTEEN_BITS & set(dtypes_of(add.result))]
-
-
-def collective_kernels(text: str) -> list[tuple[str, Kernel]]:
-    """`(operation, kernel)` of what crosses devices."""
-    named = ((opcode_of(kernel), kernel) for kernel in kernels(text))
-    return [(opcode, kernel) for opcode, kernel in named if opcode in _COLLECTIVES]
-
-
-def collectives(text: str) -> list[tuple[str, str, str]]:
-    """`(operation, dtype, line)` of what crosses devices."""
-    return [(opcode, kernel.writes[0], kernel.line) for opcode, kernel in collective_kernels(text)]

@@ -1,22 +1,33 @@
-"""Why a compiled module copies a buffer.
+"""What a report lists of a compiled program: copies, unused donations, collectives, and sums in 16 bits.
 
-Decides the likely cause from the instruction that made the copied value and the result it becomes. Does not decide
-which kernels are copies; see `_kernels.py`.
+Decides the likely cause of a copy, from the instruction that made the copied value and the result it becomes, and which
+sums accumulate in 16 bits. Does not decide how many bytes a kernel moves; see `_kernels.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ..._explain._emitted import Emitted
+from ..._jaxpr import LOOPS
 from ..._paths import leaf_paths
-from ._hlo import Instruction, Module, parse
-from ._kernels import Kernel, copies
+from ._hlo import Instruction, Module, dtypes_of, parse
+from ._kernels import Kernel, kernels
 
 # The order of dimensions in memory, as in `f32[8,4]{1,0}`.
 _LAYOUT = re.compile(r"\]\{([\d,]*)")
+# The warning of `jax.jit` for donated arguments that fit no result.
+_UNUSABLE = re.compile(r"^Some donated buffers were not usable: (.*)\.$", re.M)
+_SIXTEEN_BITS = frozenset({"f16", "bf16"})
+_REDUCTIONS = frozenset({"reduce", "reduce-window", "scatter", "all-reduce", "reduce-scatter"})
+_COLLECTIVES = (
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast",
+    "ragged-all-to-all",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,18 +47,39 @@ class Copy:
     cause: str
 
 
-def explained_copies(text: str, outputs: Any) -> tuple[Copy, ...]:
-    """Every copy with its cause, the largest first.
+@dataclasses.dataclass(frozen=True, slots=True)
+class NarrowSum:
+    """A sum that accumulates in 16 bits: what it is, its result as XLA writes it (or its dtype), and where."""
+
+    kind: str
+    result: str
+    scope: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Collective:
+    """An operation across devices: the dtypes and bytes of one run's result, how often it runs, and where."""
+
+    operation: str
+    dtypes: tuple[str, ...]
+    bytes: int
+    times: int
+    scope: str
+    source: str
+
+
+def copies(text: str, outputs: Any = None) -> tuple[Copy, ...]:
+    """Every copy of a buffer with its likely cause, the largest first; scalars and the like are left out.
 
     Args:
       text: the module.
-      outputs: the tree of the function's results, for their names.
+      outputs: the tree of the function's results, for their names; by default they are numbered.
     """
     module = parse(text)
-    found = [
-        Copy(kernel.bytes, kernel.times, _shape(kernel), _cause(module, kernel, outputs)) for kernel in copies(text)
-    ]
-    return tuple(sorted(found, key=lambda copy: -copy.bytes))
+    found = (each for each in kernels(text) if each.opcode.startswith("copy") and each.read > 64)
+    rows = [Copy(each.bytes, each.times, _shape(each), _cause(module, each, outputs)) for each in found]
+    return tuple(sorted(rows, key=lambda copy: -copy.bytes))
 
 
 def _shape(kernel: Kernel) -> str:
@@ -146,3 +178,60 @@ def _output_name(outputs: Any, position: int) -> str:
     if paths == [""]:
         return "the result"
     return f"result {paths[position]}" if position < len(paths) else f"result {position}"
+
+
+def unused_donations(raised: Sequence[warnings.WarningMessage]) -> tuple[str, ...]:
+    """The buffers that JAX says it could not donate; other warnings are warned of again."""
+    unused: list[str] = []
+    for each in raised:
+        if found := _UNUSABLE.search(str(each.message)):
+            unused += re.findall(r"\w+\[[\d,]*\]", found.group(1))
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    return tuple(unused)
+
+
+def collectives(text: str) -> tuple[Collective, ...]:
+    """What crosses devices."""
+    named = ((_opcode(kernel), kernel) for kernel in kernels(text))
+    return tuple(
+        Collective(opcode, each.writes, each.written, each.times, each.scope, each.source)
+        for opcode, each in named
+        if opcode in _COLLECTIVES
+    )
+
+
+def _opcode(instruction: Instruction | Kernel) -> str:
+    """The opcode, of an asynchronous operation too: XLA splits `all-reduce` into `all-reduce-start` and `-done`."""
+    return instruction.opcode.removesuffix("-start")
+
+
+def sixteen_bit_sums(text: str) -> tuple[NarrowSum, ...]:
+    """The sums that accumulate in float16 or bfloat16: reduce, reduce-window, scatter, all-reduce, reduce-scatter.
+
+    Maxima and minima are exact and not listed. Sums that a loop carries no longer show in a module; `carried_sums` has
+    them.
+    """
+    module, found = parse(text), []
+    additions = {name: each for name, body in module.computations.items() for each in body if each.opcode == "add"}
+    for each in module.instructions():
+        add = additions.get(each.attribute("to_apply").lstrip("%"))
+        # A `reduce-window` of bfloat16, as of a running sum, becomes one of float32 whose addition rounds to bfloat16
+        # every time: what counts is the dtype of the addition, which has kept its line too.
+        if _opcode(each) in _REDUCTIONS and add is not None and _SIXTEEN_BITS & set(dtypes_of(add.result)):
+            _, _, shape = each.result.strip("()").split("{")[0].partition("[")
+            result = f"{add.result.partition('[')[0]}[{shape}"
+            found.append(NarrowSum(_opcode(each), result, each.scope, module.source_of(each) or module.source_of(add)))
+    return tuple(found)
+
+
+def carried_sums(emitted: Iterable[Emitted]) -> tuple[NarrowSum, ...]:
+    """The sums that a loop carries from iteration to iteration in float16 or bfloat16.
+
+    In the compiled module they are additions like any other, hence they are read from the jaxpr.
+    """
+    return tuple(
+        NarrowSum(f"{each.primitive} carry", each.sums_in, each.scope, each.source)
+        for each in emitted
+        if each.primitive in LOOPS and each.sums_in in ("float16", "bfloat16")
+    )
