@@ -18,7 +18,7 @@ from product_tools import CONVOLUTIONS, array, convolution, product, products
 from jmp_train import StaticLossScale, autocast, value_and_grad
 from jmp_train import dot_product_attention as jmp_attention
 from jmp_train._diagnostics.gpu._gpus import get_gpu
-from jmp_train._diagnostics.products._amdahl import Estimate, _bytes_in_float32, _bytes_outside_products
+from jmp_train._diagnostics.products._tensor_core_report import Estimate, _bytes_in_float32, _bytes_outside_products
 from jmp_train._jaxpr import flatten
 from jmp_train.diagnostics import TensorCoreReport, gpu_report, round_up, tensor_core_report
 

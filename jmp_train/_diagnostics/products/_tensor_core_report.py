@@ -1,7 +1,17 @@
-"""`tensor_core_report`: which products of a program Tensor Cores run, without compiling or running it.
+"""`tensor_core_report`: which products of a program Tensor Cores run, and how much faster it can become by them.
 
 Decides which equations are looked at, how the products are summed up and what a person reads of them. Does not decide
-what is said of one product (`_products.py`), nor how much faster the program can become (`_amdahl.py`).
+what is said of one product; see `_products.py`. Nothing is compiled or run. The speed-up is Amdahl's law,
+
+    speed-up = 1 / ((1 - f) + f / s)
+
+where f is the share of the time in strict float32 that is spent in products which run on Tensor Cores, and s how many
+times faster these run there. Times are estimated by a roofline: a product takes the longer of its FLOPs at peak rate
+and its bytes at peak bandwidth; everything else is bound by memory, and moves the least bytes possible in float32, as
+if all equations between two products were one fusion. That these fusions move half the bytes in 16 bits is not
+credited.
+
+Reference: Micikevicius et al., Mixed Precision Training, ICLR 2018; Williams et al., Roofline, CACM 2009.
 """
 
 from __future__ import annotations
@@ -9,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,20 +28,41 @@ import jax
 
 from ..._autocast import autocast
 from ..._autocast.ir import TOP
-from ..._explain._operations import Visit, visits
-from ..._flops import PRODUCTS
+from ..._explain._operations import Visit, bodies_of, is_floating_dtype, visits
+from ..._flops import ATTENTION, PRODUCTS
+from ..._jaxpr import FlatJaxpr
 from ..._paths import glob_matches
 from ..._policy import Policy, get_policy
+from ..._sizes import itemsize
 from ..._text import as_lists, columns, count, short_source
 from ..._values import check_callable
-from ..gpu import UNITS, abstract_mesh, check_sizes, flops_by_unit, get_gpu, traced_program
-from ._amdahl import Estimate, estimate, other_bytes
+from ..gpu import GPU, NARROW_UNITS, UNITS, abstract_mesh, check_sizes, flops_by_unit, get_gpu, traced_program
 from ._products import Padding, Product, products_of
 
 # These may multiply matrices, which a jaxpr does not show.
 _OPAQUE = frozenset(
     {"pallas_call", "ffi_call", "pure_callback", "io_callback", "scaled_matmul_wrapper", "cudnn_fusion"}
 )
+# Their result is their operand, or fuses with whatever reads it; in float32 there are no casts.
+_FREE = frozenset({"reshape", "transpose", "squeeze", "convert_element_type", "copy", "name", "optimization_barrier"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Estimate:
+    """Amdahl's law for a program.
+
+    Attributes:
+      f: the share of the float32 time that Tensor Cores can take.
+      s: how many times faster they run that share.
+    """
+
+    f: float
+    s: float
+
+    @property
+    def speedup(self) -> float:
+        """Over strict float32, at best."""
+        return 1 / ((1 - self.f) + self.f / self.s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,18 +189,83 @@ def tensor_core_report(
         with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
             found = list(visits(traced_program(program, args, kwargs), TOP))
         products = tuple(products_of(found, described))
-        others = other_bytes(found)
+        others = _other_bytes(found)
         return TensorCoreReport(
             gpu=described.name,
             policy=None if policy is None else str(get_policy(policy)),
             products=products,
-            estimate=estimate(products, others, described, repaired=False),
-            repaired=estimate(products, others, described, repaired=True),
+            estimate=_estimate(products, others, described, repaired=False),
+            repaired=_estimate(products, others, described, repaired=True),
             opaque=tuple(dict.fromkeys(visit.node.name for visit in found if visit.node.name in _OPAQUE)),
             uncounted_loops=_uncounted_loops(found),
         )
 
     return report
+
+
+def _estimate(products: Sequence[Product], other_bytes: int, gpu: GPU, repaired: bool) -> Estimate:
+    """The estimate for a program.
+
+    A product that is misaligned, or a vector's, counts as no faster than in float32: the worst case.
+
+    Args:
+      products: all of them.
+      other_bytes: what everything else moves in float32.
+      gpu: whose rates.
+      repaired: whether every product is taken to run in 16 bits (or 8, where it does) and aligned.
+    """
+    total = other_bytes / gpu.bandwidth  # seconds in strict float32
+    before = after = 0.0  # seconds of what Tensor Cores take: in strict float32, and there
+    for product in products:
+        unit, fast = product.unit, product.on_tensor_cores or product.unit == "tf32"
+        wide, moved = _bytes_in_float32(product), product.bytes
+        if repaired:
+            unit, fast = (unit if unit in NARROW_UNITS else "16 bits"), True
+            moved = min(moved, wide // 2)  # 16-bit operands are half of float32's, 8-bit ones less
+        slow = product.times * max(product.flops / gpu.rate("float32"), wide / gpu.bandwidth)
+        total += slow
+        if fast:
+            before += slow
+            after += product.times * max(product.flops / gpu.rate(unit), moved / gpu.bandwidth)
+    return Estimate(before / total, before / after) if before else Estimate(0.0, 1.0)
+
+
+def _bytes_in_float32(product: Product) -> int:
+    return 4 * sum(map(math.prod, product.shapes))
+
+
+def _other_bytes(found: Sequence[Visit]) -> int:
+    """The least bytes that everything but products moves in float32, in all programs, loops multiplied out."""
+    times = {visit.program: visit.times for visit in found}
+    return sum(_bytes_outside_products(program) * number for program, number in times.items())
+
+
+def _bytes_outside_products(program: FlatJaxpr) -> int:
+    """Bytes of what fusions read from products or as arguments, and of what they write for products or as results."""
+    source = list(range(len(program.avals)))
+    read: set[int] = set()
+    written: set[int] = set()
+    computed: set[int] = set()
+    for node in program.nodes:
+        operands = [source[number] for number in node.ins]
+        if node.name in _FREE and len(node.ins) == 1:
+            source[node.outs[0]] = operands[0]
+        elif node.name in PRODUCTS or node.name in ATTENTION or bodies_of(node):
+            written |= computed.intersection(operands)
+        else:
+            read |= set(operands) - computed
+            computed |= set(node.outs)
+    written |= computed.intersection(source[number] for number in program.outputs)
+    literals = set(program.known) - program.captured
+    return sum(_nbytes(program.avals[number]) for number in (*(read - literals), *written))
+
+
+def _nbytes(aval: Any) -> int:
+    """Of a value in strict float32: a 16-bit one would be twice as large there."""
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None:
+        return 0
+    return math.prod(aval.shape) * (max(itemsize(dtype), 4) if is_floating_dtype(dtype) else itemsize(dtype))
 
 
 def _uncounted_loops(found: Sequence[Visit]) -> int:
