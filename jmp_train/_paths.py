@@ -70,6 +70,16 @@ def leaf_paths(tree: Any) -> list[str]:
     return paths
 
 
+def argument_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Returns `(path, leaf)` for every leaf of a call's arguments.
+
+    >>> argument_leaves(({"w": 1.0},), {"scale": 2.0})
+    [('0/w', 1.0), ('scale', 2.0)]
+    """
+    paths = [path.partition("/")[2] for path in leaf_paths((args, kwargs))]  # without the number of `args` or `kwargs`
+    return list(zip(paths, jax.tree.leaves((args, kwargs)), strict=True))
+
+
 def missing_and_extra(tree: Any, like: Any) -> tuple[list[str], list[str]]:
     """The paths of leaves that `tree` has not and `like` has, and the other way round.
 

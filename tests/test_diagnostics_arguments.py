@@ -56,7 +56,7 @@ def test_arrays_without_numbers(name):
 def test_sensitivity_inside_jit():
     with pytest.raises(TypeError) as error:
         jax.jit(diagnostics.sensitivity(loss_fn, "mixed_bfloat16"))(X, X)
-    assert str(error.value) == "an argument is traced: sensitivity needs numbers; call it outside jit, on arrays."
+    assert str(error.value) == "the argument '0' is traced: sensitivity needs numbers; call it outside jit, on arrays."
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from hand_tools import relative_error
 
 import jmp_train as jmp
 from jmp_train import DEFAULT_RULES, StaticLossScale
-from jmp_train._diagnostics.formats._gradient_errors import _relative_error
 from jmp_train._diagnostics.formats._sensitivity import Sensitivity, _candidates
 from jmp_train._diagnostics.formats._sensitivity_search import (
     Candidate,
     Measured,
     Search,
+    _relative_error,
     at_most,
     rounding_operations,
     shares_of,

@@ -1,7 +1,7 @@
 """`sensitivity`: which parts of a model cost the accuracy of its gradient, and the smallest set to keep in float32.
 
 Decides what is accepted as an argument, what is returned and how it is printed. Does not decide how parts are found,
-ranked and proposed (`_sensitivity_search.py`), nor how an error is measured (`_gradient_errors.py`).
+measured, ranked and proposed; see `_sensitivity_search.py`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ..._loss_scale import LossScale
 from ..._policy import Policy
 from ..._text import columns, count
 from ..._values import check_callable
-from ._gradient_errors import GradientErrors
 from ._sensitivity_search import (
     Candidate,
+    GradientErrors,
     Measured,
     Search,
     at_most,

@@ -20,7 +20,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ..._jaxpr import ClosedJaxpr, Jaxpr, trace
-from ..._paths import leaf_paths
+from ..._paths import argument_leaves
 from ..._sizes import is_static
 from ..._static import hide_static, is_argument, of_hidden
 from ..._values import as_count
@@ -141,11 +141,11 @@ def lower_for_gpu(
 
 def check_sizes(args: tuple, kwargs: Mapping[str, Any]) -> None:
     """Raises ValueError where an argument has a symbolic dimension."""
-    for path, leaf in zip(leaf_paths((args, kwargs)), jax.tree.leaves((args, kwargs)), strict=True):
+    for path, leaf in argument_leaves(args, kwargs):
         shape = getattr(leaf, "shape", ())
         if not is_static(shape):
             raise ValueError(
-                f"a report needs sizes in numbers, the argument {path.partition('/')[2]!r} has the symbolic shape "
+                f"a report needs sizes in numbers, the argument {path!r} has the symbolic shape "
                 f"{tuple(shape)}; pass arrays, or jax.ShapeDtypeStructs of the sizes that you run with."
             )
 

@@ -2,6 +2,7 @@
 
 from ._interpreter import Call as Call
 from ._interpreter import Interpreter as Interpreter
+from ._interpreter import check_concrete as check_concrete
 from ._interpreter import traced_call as traced_call
 from ._site import Loop as Loop
 from ._site import Site as Site

@@ -27,7 +27,7 @@ from jax.core import Tracer
 from ..._autocast.ir import TOP, Place
 from ..._flops import PRODUCTS
 from ..._jaxpr import ClosedJaxpr, FlatJaxpr, Jaxpr, Node, contexts, flatten, last_reads, scan_counts, sub_jaxprs, trace
-from ..._paths import leaf_paths
+from ..._paths import argument_leaves, leaf_paths
 from ..._static import hide_static, reveal_static
 from ..._values import check_readable
 from ._shard_map import (
@@ -324,17 +324,21 @@ class Call(NamedTuple):
 def traced_call(caller: str, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Call:
     """Traces `fn` on concrete arguments, those that are no arrays left as they are; errors name the `caller`."""
     hidden = hide_static((args, kwargs))
-    leaves = jax.tree.leaves(hidden)
-    in_paths = [path.partition("/")[2] for path in leaf_paths(hidden)]  # without the 0 of `args`, the 1 of `kwargs`
-    for path, leaf in zip(in_paths, leaves, strict=True):
-        check_readable(caller, f"the argument '{path}'", leaf)
-        if isinstance(leaf, Tracer):
-            raise TypeError(f"the argument '{path}' is traced: {caller} needs numbers; call it outside jit, on arrays.")
+    check_concrete(caller, *hidden)
 
     @functools.wraps(fn)
     def program(*args: Any, **kwargs: Any) -> Any:
         return hide_static(fn(*reveal_static(args), **reveal_static(kwargs)))
 
     jaxpr, shape = trace(program, *hidden[0], **hidden[1])
-    arrays = [jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf for leaf in leaves]
-    return Call(Interpreter(jaxpr), list(map(Value, arrays)), in_paths, leaf_paths(shape))
+    leaves = argument_leaves(*hidden)
+    arrays = [jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf for _, leaf in leaves]
+    return Call(Interpreter(jaxpr), list(map(Value, arrays)), [path for path, _ in leaves], leaf_paths(shape))
+
+
+def check_concrete(caller: str, args: tuple, kwargs: dict) -> None:
+    """Raises where an argument has no numbers to compute with: it is traced, a shape only, or was donated."""
+    for path, leaf in argument_leaves(args, kwargs):
+        check_readable(caller, f"the argument '{path}'", leaf)
+        if isinstance(leaf, Tracer):
+            raise TypeError(f"the argument '{path}' is traced: {caller} needs numbers; call it outside jit, on arrays.")
