@@ -511,9 +511,9 @@ def test_a_tolerance_may_be_an_integer():
         (lambda: sensitivity(offset_loss, "float32", tolerance=True), ValueError,
          "`tolerance` must be a positive number, a relative error such as 0.01, got True."),
         (lambda: sensitivity(offset_loss, "float32", max_scopes=0), ValueError,
-         "`max_scopes` must be at least 1, got 0."),
-        (lambda: sensitivity(offset_loss, "float32", max_scopes=2.5), TypeError,  # pyright: ignore[reportArgumentType]
-         "`max_scopes` must be an integer, got 2.5."),
+         "`max_scopes` must be an integer from 1 to 2**31 - 1, got 0."),
+        (lambda: sensitivity(offset_loss, "float32", max_scopes=2.5), ValueError,  # pyright: ignore[reportArgumentType]
+         "`max_scopes` must be an integer, got 2.5. Pass an integer such as 1."),
         (lambda: sensitivity(scores_loss, "bfloat16", by="scope")(W, X), ValueError,
          "`by` is 'scope', but no operation that the policy rounds is in a named scope; use by='primitive', or name "
          "the parts of the model with jax.named_scope."),

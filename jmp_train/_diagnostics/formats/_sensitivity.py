@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from ..._grad_inputs import check_argnums, check_policy
 from ..._loss_scale import LossScale
 from ..._policy import Policy
 from ..._text import columns, count
-from ..._values import check_callable
+from ..._values import as_count, check_callable
 from ._sensitivity_search import (
     Candidate,
     GradientErrors,
@@ -193,7 +192,7 @@ def sensitivity(
       `Sensitivity`.
 
     Raises:
-      TypeError: as `value_and_grad` does; `max_scopes` is no integer.
+      TypeError: as `value_and_grad` does.
       ValueError: `tolerance`, `by` or `max_scopes` cannot be used; by scope, none has an operation that rounds, or
         there are more at the outermost level than `max_scopes`; the float32 gradient is zero or not finite.
 
@@ -210,8 +209,11 @@ def sensitivity(
     ('Cancelling', 'rules=jmp.DEFAULT_RULES.with_scopes({"Cancelling": "float32"})')
     """
     policy, argnums, base = check_policy(policy), check_argnums(argnums), DEFAULT_RULES if rules is None else rules
-    _check_search(loss_fn, base, by)
-    tolerance, max_scopes = _check_tolerance(tolerance, policy), _check_max_scopes(max_scopes)
+    check_callable("loss_fn", loss_fn, "pass the function that is given to value_and_grad")
+    check_rules(base)
+    if by not in (None, "scope", "primitive"):
+        raise ValueError(f"`by` must be 'scope', 'primitive' or None, got {by!r}.")
+    tolerance, max_scopes = _check_tolerance(tolerance, policy), as_count("max_scopes", max_scopes)
 
     def measure(*args: Any, loss_scale: LossScale | None = None, **kwargs: Any) -> Sensitivity:
         gradients = GradientErrors(loss_fn, policy, argnums, has_aux, loss_scale, args, kwargs)
@@ -238,29 +240,12 @@ def sensitivity(
     return measure
 
 
-def _check_search(loss_fn: Any, rules: Any, by: Any) -> None:
-    check_callable("loss_fn", loss_fn, "pass the function that is given to value_and_grad")
-    check_rules(rules)
-    if by not in (None, "scope", "primitive"):
-        raise ValueError(f"`by` must be 'scope', 'primitive' or None, got {by!r}.")
-
-
 def _check_tolerance(tolerance: Any, policy: Policy) -> float:
     if tolerance is None:
         return _EPSILONS * facts(policy.compute_dtype).eps
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 < tolerance < math.inf:
         raise ValueError(f"`tolerance` must be a positive number, a relative error such as 0.01, got {tolerance!r}.")
     return float(tolerance)
-
-
-def _check_max_scopes(max_scopes: Any) -> int:
-    try:
-        number = operator.index(max_scopes)
-    except TypeError:
-        raise TypeError(f"`max_scopes` must be an integer, got {max_scopes!r}.") from None
-    if number < 1:
-        raise ValueError(f"`max_scopes` must be at least 1, got {number}.")
-    return number
 
 
 def _candidates(plan: Explanation, by: str | None, max_scopes: int) -> tuple[str, tuple[Candidate, ...]]:
