@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import jmp_train as jmp
 from jmp_train import diagnostics
 from jmp_train._diagnostics.formats._bits import DOUBLE, SINGLE, magnitudes, target_format
-from jmp_train._diagnostics.formats._underflow_report import OUTCOMES, floor_log2, outcome
+from jmp_train._diagnostics.formats._underflow import OUTCOMES, floor_log2, outcome
 from jmp_train._dtypes import facts
 
 F32 = functools.partial(np.array, dtype=np.float32)

@@ -7,6 +7,6 @@ from ._plots import plot_exponents as plot_exponents
 from ._plots import plot_loss_scale as plot_loss_scale
 from ._sensitivity import Sensitivity as Sensitivity
 from ._sensitivity import sensitivity as sensitivity
-from ._suggest_loss_scale import suggest_loss_scale as suggest_loss_scale
-from ._underflow_report import UnderflowReport as UnderflowReport
-from ._underflow_report import underflow_report as underflow_report
+from ._underflow import UnderflowReport as UnderflowReport
+from ._underflow import suggest_loss_scale as suggest_loss_scale
+from ._underflow import underflow_report as underflow_report

@@ -1,7 +1,7 @@
 """Floating numbers as integers, and exact counts of them: what exponents and underflow are read from.
 
 Decides how a leaf of any floating format becomes bits that order like its absolute values, and how many of something
-are counted beyond 32 bits. Does not decide what is counted; see `_exponent_histogram.py` and `_underflow_report.py`.
+are counted beyond 32 bits. Does not decide what is counted; see `_exponent_histogram.py` and `_underflow.py`.
 
 XLA computes with subnormal float32 numbers as if they were zero, on CPUs and GPUs alike, in comparisons too. Their bits
 are safe: for x >= 0 the bits of an IEEE format, read as an integer, grow with x.

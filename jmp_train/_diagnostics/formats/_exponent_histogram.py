@@ -1,7 +1,7 @@
 """`exponent_histogram` and `backward_histogram`: how many numbers lie between which powers of two.
 
 Decides what is counted, of a tree or of a backward pass, and how histograms add up. Does not decide what becomes of the
-numbers in another format; see `_underflow_report.py`.
+numbers in another format; see `_underflow.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`plot_exponents` and `plot_loss_scale`: the pictures of the loss-scaling literature, from the user's own run.
 
 Decides what is drawn and how. Does not decide what is counted (`_exponent_histogram.py`), nor what a format does to a
-number (`_underflow_report.py`). The only file that imports matplotlib, and only when it draws.
+number (`_underflow.py`). The only file that imports matplotlib, and only when it draws.
 
 Colours are those of Okabe and Ito, which colour-blind readers can tell apart; regions are hatched as well, and lines
 differ in style, for print without colours.
@@ -20,7 +20,7 @@ from ..._dtypes import Format
 from ..._text import count
 from ._bits import target_format
 from ._exponent_histogram import ExponentHistogram, exponent_histogram
-from ._underflow_report import as_scale, underflow_report
+from ._underflow import as_scale, underflow_report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

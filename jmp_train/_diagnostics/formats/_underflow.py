@@ -1,7 +1,8 @@
-"""`underflow_report`: what a 16- or 8-bit format would do to the values of a tree.
+"""`underflow_report` and `suggest_loss_scale`: what a 16- or 8-bit format does to values, and the scale that helps.
 
 Decides at which magnitudes the outcome of scaling and rounding changes, exactly, ties included, for a scale that may be
-traced; and which shares are reported. Does not decide which scale would help; see `_suggest_loss_scale.py`.
+traced; which shares are reported; and which scale still leaves the largest value room. Does not decide how a scale
+moves during training; see `DynamicLossScale`.
 
 Rounding to nearest, ties to even, sends S * |x| to
 
@@ -31,16 +32,19 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from ..._dtypes import Format, facts
-from ..._loss_scale import LossScale, StaticLossScale
+from ..._dtypes import FLOAT64, Format, facts
+from ..._loss_scale import DynamicLossScale, LossScale, StaticLossScale
 from ..._text import columns
-from ..._values import register
+from ..._values import as_number, register
 from ._bits import (
+    DOUBLE,
     SINGLE,
     Wide,
     bin_bits,
+    exponent_bins,
     floating_leaves,
     from_bits,
+    leading_bit,
     magnitudes,
     sum_uint64,
     target_format,
@@ -199,10 +203,74 @@ def underflow_report(tree_or_histogram: Any, dtype: DTypeLike = "float16", loss_
     >>> underflow_report(grads, loss_scale=2.0**15).total.becomes_zero
     0.0
     """
+    return _report(tree_or_histogram, dtype, loss_scale, "underflow_report")
+
+
+def suggest_loss_scale(tree_or_histogram: Any, dtype: DTypeLike = "float16", margin: float = 2.0) -> jax.Array:
+    """The largest power of two S such that S * max|g| stays below the format's largest number / margin.
+
+    The scale to start from: `DynamicLossScale` finds it too, at the price of a skipped step for every power of two that
+    it starts too high, and of `growth_interval` steps for every one too low. S stays within the bounds of
+    `DynamicLossScale`, 1 and 2^24: where S * max|g| is too large at 1, the suggestion is 1.
+
+    Infinities and NaNs are ignored; `underflow_report` and `exponent_histogram` count them. If no value is finite and
+    non-zero, the suggestion is 2^24 where all are zero (nothing can overflow, and gradients that vanished in 16 bits
+    need all the scale there is) and 1 where some are infinite or NaN.
+
+    From a tree it is exact, and from a histogram, of which the highest bin is taken to be full, at most a factor 2 too
+    low. Works inside `jit`, `vmap` and `scan`.
+
+    Args:
+      tree_or_histogram: unscaled gradients, as in `underflow_report`.
+      dtype: the format the scaled gradients will have: float16, bfloat16 or an 8-bit one.
+      margin: at least 1. Activation gradients, which no one sees, are often larger than those of parameters, and the
+        largest gradient changes from batch to batch; 2 leaves room for one doubling. More is safer and costs range.
+
+    Returns:
+      S, float32 `[]`.
+
+    Raises:
+      ValueError: `dtype` is no such format, `margin` no number of at least 1, or no leaf of the tree is floating.
+
+    Reference: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2: any S will do as long as
+    S * max|g| does not exceed 65,504.
+
+    >>> float(suggest_loss_scale({"w": jnp.array([1.0, -3.0])}))
+    8192.0
+    >>> float(suggest_loss_scale({"w": jnp.array([1.0, -3.0])}, "float8_e4m3fn"))
+    64.0
+    """
+    room = as_number("margin", margin)
+    if room < 1:
+        raise ValueError(f"`margin` must be at least 1, got {margin!r}. Pass how many times larger gradients may get.")
+    report = _report(tree_or_histogram, dtype, 1.0, "suggest_loss_scale")
+    if not report.paths and not isinstance(tree_or_histogram, ExponentHistogram) and jax.tree.leaves(tree_or_histogram):
+        raise ValueError("`tree_or_histogram` has leaves, and none is floating; pass gradients.")
+    return _largest_scale(report, Fraction(facts(report.dtype).max) / Fraction(room))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _largest_scale(report: UnderflowReport, limit: Fraction) -> jax.Array:
+    """The largest power of two within `DynamicLossScale`'s bounds that keeps S * max|g| below `limit`."""
+    scale = DynamicLossScale()
+    low, high = (round(math.log2(bound)) for bound in (scale.min_loss_scale, scale.max_loss_scale))
+    # Leaves without a finite value limit nothing as soon as another has one.
+    power, used = jnp.int32(high), jnp.bool_(False)
+    for largest in report.largest:
+        bits = magnitudes(largest)
+        wide = DOUBLE if largest.dtype == FLOAT64 else SINGLE
+        power = jnp.where(bits == 0, power, jnp.minimum(power, _power_below(bits, wide, limit)))
+        used |= bits != 0
+    nonfinite = jnp.any(report.counts[:, _NOT_FINITE] > 0)
+    power = jnp.where(used | ~nonfinite, jnp.maximum(power, low), low)
+    return lax.bitcast_convert_type((power + np.int32(SINGLE.bias)) << SINGLE.mantissa, np.float32)
+
+
+def _report(tree_or_histogram: Any, dtype: DTypeLike, loss_scale: Any, caller: str) -> UnderflowReport:
     target, scale = target_format(dtype), as_scale(loss_scale)
     if isinstance(tree_or_histogram, ExponentHistogram):
         return _from_histogram(tree_or_histogram, target, scale)
-    leaves = floating_leaves(tree_or_histogram, "underflow_report")
+    leaves = floating_leaves(tree_or_histogram, caller)
     found = [_count(leaf.array, scale, leaf.wide, target) for leaf in leaves]
     counts = jnp.stack([counts for counts, _ in found]) if found else jnp.zeros((0, _KINDS, 2), np.uint32)
     paths = tuple(leaf.path for leaf in leaves)
@@ -227,11 +295,6 @@ def _sums_and_maximum(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[ja
     return [*map(lax.add, a[:-1], b[:-1]), lax.max(a[-1], b[-1])]
 
 
-def largest_bits(bits: jax.Array, wide: Wide) -> jax.Array:
-    """The bits of the largest finite magnitude, 0 if there is none."""
-    return jnp.max(jnp.where(bits < wide.infinity, bits, 0), initial=wide.dtype.type(0))
-
-
 def _from_histogram(histogram: ExponentHistogram, target: Format, scale: jax.Array) -> UnderflowReport:
     histogram.check_single()
     counts, largest = _count_bins(jnp.asarray(histogram.counts), scale, histogram.wide, target)
@@ -241,17 +304,12 @@ def _from_histogram(histogram: ExponentHistogram, target: Format, scale: jax.Arr
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _count_bins(counts: jax.Array, scale: jax.Array, wide: Wide, target: Format) -> tuple[jax.Array, list[jax.Array]]:
     """As `_count`, of the bins of a histogram, uint32 `[..., n, bins + 3, 2]`, for each of its n leaves."""
-    middles, _ = bin_bits(wide)
+    middles, ends = bin_bits(wide)
     kinds = jnp.append(outcome(middles, wide, scale, target), np.array([_ZERO, _NOT_FINITE, _NOT_FINITE], np.int32))
     of_each = [sum_uint64(jnp.where((kinds == kind)[:, None], counts, 0), -1) for kind in range(_KINDS)]
-    largest = largest_in_bins(counts, wide)
-    return jnp.stack(of_each, axis=-2), [from_bits(largest[..., i], wide) for i in range(counts.shape[-3])]
-
-
-def largest_in_bins(counts: jax.Array, wide: Wide) -> jax.Array:
-    """The bits of the end of the highest bin in use, `[..., n]`; 0 if none is."""
     used = jnp.any(counts[..., : wide.bins, :] > 0, axis=-1)
-    return jnp.max(jnp.where(used, bin_bits(wide)[1], 0), axis=-1)
+    largest = jnp.max(jnp.where(used, ends, 0), axis=-1)
+    return jnp.stack(of_each, axis=-2), [from_bits(largest[..., i], wide) for i in range(counts.shape[-3])]
 
 
 def as_scale(loss_scale: Any) -> jax.Array:
@@ -330,3 +388,18 @@ def _encode(mantissa: jax.Array, exponent: jax.Array, exact: jax.Array, wide: Wi
     too_large = field > 2 * wide.bias
     bits = jnp.where(field >= 1, normal, subnormal)
     return jnp.where(too_large, wide.dtype.type(wide.infinity - 1), bits), exact & ~too_large
+
+
+def _power_below(bits: jax.Array, wide: Wide, limit: Fraction) -> jax.Array:
+    """The largest k, int32, with 2^k * |x| < limit, for the bits of numbers |x| > 0.
+
+    With |x| = f * 2^e and limit = l * 2^b, both mantissas in [1, 2), that is b - e, or one less where f >= l.
+    """
+    shift = jnp.maximum(wide.mantissa - leading_bit(bits, wide), 0)  # of a subnormal number's mantissa
+    one = wide.dtype.type(1 << wide.mantissa)
+    mantissa = jnp.where(shift == 0, (bits & (one - 1)) | one, bits << shift.astype(wide.dtype))
+    limit_exponent = floor_log2(limit)
+    # Rounded up: an integer is at least l if it is at least the next integer above l.
+    limit_mantissa = math.ceil(limit / Fraction(2) ** (limit_exponent - wide.mantissa))
+    exponent = exponent_bins(bits, wide) + np.int32(wide.lowest)
+    return np.int32(limit_exponent) - exponent - (mantissa >= wide.dtype.type(limit_mantissa)).astype(np.int32)
