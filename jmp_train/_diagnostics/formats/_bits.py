@@ -124,6 +124,15 @@ def _as_array(leaf: Any, path: str, caller: str) -> jax.Array:
     return array
 
 
+def check_single(counts: Any, what: str) -> None:
+    """Raises ValueError where the counts `[n, kinds, 2]` of a "histogram" or "report" have further axes in front."""
+    if jnp.ndim(counts) != 3:
+        raise ValueError(
+            f"this is a stack of {what}s, of shape {jnp.shape(counts)[:-3]}, as vmap and scan return; "
+            f"take one with jax.tree.map(lambda x: x[0], {what})."
+        )
+
+
 def magnitudes(array: jax.Array) -> jax.Array:
     """The bits of |x| as int32, or int64 for float64, in the array's shape; `[2, ...]` for complex numbers."""
     if jnp.iscomplexobj(array):

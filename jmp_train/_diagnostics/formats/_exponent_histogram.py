@@ -25,6 +25,7 @@ from ._bits import (
     SINGLE,
     Wide,
     bincount,
+    check_single,
     exponent_bins,
     floating_leaves,
     magnitudes,
@@ -124,7 +125,7 @@ class ExponentHistogram:
         Raises:
           ValueError: this is a stack of histograms, as `vmap` and `scan` return.
         """
-        self.check_single()
+        check_single(self.counts, "histogram")
         whole = self.total()
         return {"leaves": self._rows(), "total": whole._rows()[0]}
 
@@ -140,14 +141,6 @@ class ExponentHistogram:
             }
             for path, zeros, infinities, nans, values in columns_of
         ]
-
-    def check_single(self) -> None:
-        """Raises a `ValueError` if this is a stack of histograms."""
-        if jnp.ndim(self.counts) != 3:
-            raise ValueError(
-                f"this is a stack of histograms, of shape {jnp.shape(self.counts)[:-3]}, as vmap and scan return; "
-                "take one with jax.tree.map(lambda x: x[0], histogram)."
-            )
 
     def __str__(self) -> str:
         header = ("leaf", "values", "zero", "smallest", "median", "largest", "infinite", "NaN")

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..._dtypes import Format
 from ..._text import count
-from ._bits import target_format
+from ._bits import check_single, target_format
 from ._exponent_histogram import ExponentHistogram, exponent_histogram
 from ._underflow import as_scale, underflow_report
 
@@ -64,7 +64,7 @@ def plot_exponents(
     histogram = histogram_or_tree
     if not isinstance(histogram, ExponentHistogram):
         histogram = exponent_histogram(histogram)
-    histogram.check_single()
+    check_single(histogram.counts, "histogram")
     whole = histogram.total()
     used = np.flatnonzero(whole.values[0])
     shift = 0.0 if loss_scale is None else math.log2(float(as_scale(loss_scale)))

@@ -41,6 +41,7 @@ from ._bits import (
     SINGLE,
     Wide,
     bin_bits,
+    check_single,
     exponent_bins,
     floating_leaves,
     from_bits,
@@ -122,15 +123,8 @@ class UnderflowReport:
         return self._row("total", counts, max(map(float, self.largest), default=0.0))
 
     def _counted(self) -> np.ndarray:
-        self._check_single()
+        check_single(self.counts, "report")
         return to_int64(self.counts)
-
-    def _check_single(self) -> None:
-        if jnp.ndim(self.counts) != 3:
-            raise ValueError(
-                f"this is a stack of reports, of shape {jnp.shape(self.counts)[:-3]}, as vmap and scan return; "
-                "take one with jax.tree.map(lambda x: x[0], report)."
-            )
 
     def _row(self, path: str, counts: np.ndarray, largest: float) -> Underflow:
         becomes = counts[:_ZERO]
@@ -143,7 +137,7 @@ class UnderflowReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns dictionaries, lists, strings and numbers, ready for JSON."""
-        self._check_single()
+        check_single(self.counts, "report")
         settings = {"dtype": self.dtype, "loss_scale": float(self.loss_scale), "exact": self.exact}
         return settings | {
             "leaves": [dataclasses.asdict(row) for row in self.leaves],
@@ -151,7 +145,7 @@ class UnderflowReport:
         }
 
     def __str__(self) -> str:
-        self._check_single()
+        check_single(self.counts, "report")
         scale = float(self.loss_scale)
         title = f"Rounded to {self.dtype}" + (f" after scaling by {scale:g}" if scale != 1 else "")
         note = "" if self.exact else ", to the accuracy of a histogram"
@@ -296,7 +290,7 @@ def _sums_and_maximum(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[ja
 
 
 def _from_histogram(histogram: ExponentHistogram, target: Format, scale: jax.Array) -> UnderflowReport:
-    histogram.check_single()
+    check_single(histogram.counts, "histogram")
     counts, largest = _count_bins(jnp.asarray(histogram.counts), scale, histogram.wide, target)
     return UnderflowReport(counts, tuple(largest), scale, histogram.paths, target.name, False)
 
