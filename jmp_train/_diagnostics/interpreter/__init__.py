@@ -8,7 +8,7 @@ from ._site import Loop as Loop
 from ._site import Site as Site
 from ._site import Value as Value
 from ._site import Watcher as Watcher
-from ._site import is_narrow_dtype as is_narrow_dtype
+from ._site import is_narrow as is_narrow
 from ._site import summed as summed
 from ._site import to_host as to_host
 from ._site import wide_params as wide_params

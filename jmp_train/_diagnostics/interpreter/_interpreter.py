@@ -116,8 +116,8 @@ class _Context(NamedTuple):
     def inside(self, node: Node, backward_only: frozenset[int]) -> _Context:
         return self._replace(place=self.place.inside(node), around=(node, *self.around), backward_only=backward_only)
 
-    def iteration(self, *loop: Any) -> _Context:
-        return self._replace(loops=(*self.loops, Loop(*loop)))
+    def iteration(self, loop: Loop) -> _Context:
+        return self._replace(loops=(*self.loops, loop))
 
 
 _NO_OUTPUTS: frozenset[int] = frozenset()
@@ -210,13 +210,12 @@ class _Run:
         consts, carries = scan_counts(node.eqn)
         length, reverse = node.params["length"], node.params["reverse"]
         carry, xs = inputs[consts : consts + carries], inputs[consts + carries :]
-        inside = inside._replace(
-            backward_only=inside.backward_only - set(range(carries))
-        )  # the next iteration uses a carry
+        # The next iteration uses a carry.
+        inside = inside._replace(backward_only=inside.backward_only - set(range(carries)))
         rows: list[list[Value]] = []
         for i in reversed(range(length)) if reverse else range(length):
             row = [Value(_row(x.array, np.int32(i)), x.tag) for x in xs]
-            at = inside.iteration("scan", i, length)
+            at = inside.iteration(Loop("scan", i, length))
             outs = yield from self.program(node.params["jaxpr"], [*inputs[:consts], *carry, *row], at)
             carry = outs[:carries]
             rows.append(outs[carries:])
@@ -233,7 +232,7 @@ class _Run:
         # Reverse-mode differentiation does not pass a `while`: none of its results is a residual.
         carry, i, inside = inputs[consts:], 0, inside._replace(backward_only=_NO_OUTPUTS)
         while True:
-            at = inside.iteration("while", i, None)
+            at = inside.iteration(Loop("while", i, None))
             (more,) = yield from self.program(params["cond_jaxpr"], [*inputs[:skip], *carry], at)
             if not np.any(more.array):
                 return carry

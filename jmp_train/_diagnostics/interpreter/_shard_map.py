@@ -67,26 +67,31 @@ def _is_known(eqn: JaxprEqn) -> bool:
 # Arrays and their shards
 
 
-def position_along(names: Any, device: Device, last: Device) -> tuple[int, int]:
+def _position_along(names: Any, device: Device, devices: Sequence[Device]) -> tuple[int, int]:
     """The number of a device among those along some axes, of which the last counts fastest, and how many there are.
 
     Args:
       names: one axis, several or `None`.
       device: the device.
-      last: the device with the highest position on every axis.
+      devices: all of them, as `devices_of` lists them.
     """
-    at, sizes = dict(device), {axis: position + 1 for axis, position in last}
+    at, sizes = dict(device), {axis: position + 1 for axis, position in devices[-1]}
     number, total = 0, 1
     for name in () if names is None else names if isinstance(names, tuple) else (names,):
         number, total = number * sizes[name] + at[name], total * sizes[name]
     return number, total
 
 
+def _place(spec: Any, device: Device, devices: Sequence[Device]) -> tuple[tuple[int, int], ...]:
+    """Which shard of an array a device has along each dimension, and of how many."""
+    return tuple(_position_along(names, device, devices) for names in spec.partitions)
+
+
 def shards_of(array: Any, spec: Any, devices: Sequence[Device]) -> Iterator[Any]:
     """What each device gets of an array; devices that get the same share one array."""
     data, made = to_host(array), {}
     for device in devices:
-        where = tuple(position_along(names, device, devices[-1]) for names in spec.partitions)
+        where = _place(spec, device, devices)
         index = tuple(slice(i * data.shape[k] // n, (i + 1) * data.shape[k] // n) for k, (i, n) in enumerate(where))
         if where not in made:
             made[where] = _from_host(data[index], array)
@@ -97,7 +102,7 @@ def assemble(shards: Sequence[Any], spec: Any, devices: Sequence[Device], aval: 
     """The array, of type `aval`, of which devices have shards; of shards at one place the first device's is taken."""
     placed: dict[tuple[tuple[int, int], ...], Any] = {}
     for shard, device in zip(shards, devices, strict=True):
-        where = tuple(position_along(names, device, devices[-1]) for names in spec.partitions)
+        where = _place(spec, device, devices)
         placed.setdefault(where, to_host(shard))
     first = to_host(shards[0])
     splits = [n for _, n in next(iter(placed))]
@@ -158,17 +163,16 @@ def run_program(program: Coroutine, run: Run) -> list[Value]:
 def run_devices(
     programs: Mapping[Device, Coroutine], run: Run, join: Callable[[Sequence[Value]], Any]
 ) -> list[list[Value]]:
-    """The results of every device's program, in the order of `programs`, of which the last device is the last.
+    """The results of every device's program, in the order of `programs`.
 
     Args:
-      programs: by device.
+      programs: by device, in the order of `devices_of`.
       run: runs an equation.
       join: gives what to remember of stacked operands.
 
     Raises:
       ValueError: devices wait in different collectives, or for one that has ended; real ones would hang.
     """
-    last = list(programs)[-1]
     waiting: dict[Device, Request] = {}
     results: dict[Device, list[Value]] = {}
 
@@ -184,7 +188,7 @@ def run_devices(
     while waiting:
         local = [device for device, request in waiting.items() if not request.site.collective_axes]
         for device in local:
-            resume(device, _run_local(waiting[device], device, last, run))
+            resume(device, _run_local(waiting[device], device, list(programs), run))
         if local:
             continue
         group = next(filter(None, (_complete_group(device, waiting, programs) for device in waiting)), None)
@@ -204,13 +208,13 @@ _DEADLOCK = (
 )
 
 
-def _run_local(request: Request, device: Device, last: Device, run: Run) -> list[Value]:
+def _run_local(request: Request, device: Device, devices: Sequence[Device], run: Run) -> list[Value]:
     """Runs an equation that needs no other device."""
     site, inputs = request
     if site.primitive in IDENTITIES:
         return inputs
     if site.primitive == "axis_index":
-        return [Value(np.int32(position_along(site.node.params["axis_name"], device, last)[0]))]
+        return [Value(np.int32(_position_along(site.node.params["axis_name"], device, devices)[0]))]
     return run([site], inputs)[0]
 
 

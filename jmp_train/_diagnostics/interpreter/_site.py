@@ -162,8 +162,12 @@ def _bind_across(eqn: JaxprEqn, axes: tuple[str, ...], arrays: Sequence[Any], **
     return list(jax.vmap(lambda *each: bind(eqn, each, **changed), axis_name=_DEVICES)(*arrays))
 
 
-def is_narrow_dtype(dtype: Any) -> bool:
-    """Whether this is a floating dtype of fewer than 32 bits."""
+def is_narrow(array: Any) -> bool:
+    """Whether an array, a `jax.Ref` or an aval has a floating dtype of fewer than 32 bits."""
+    return _is_narrow_dtype(getattr(array, "dtype", None))
+
+
+def _is_narrow_dtype(dtype: Any) -> bool:
     try:
         return bool(jnp.issubdtype(dtype, jnp.floating)) and np.dtype(dtype).itemsize < 4
     except TypeError:
@@ -192,4 +196,4 @@ def widened(array: Any) -> Any:
 def wide_params(node: Node) -> dict[str, Any]:
     """The parameters of an equation that name a narrow floating dtype, naming float32 instead."""
     params = node.params.items()
-    return {key: FLOAT32 for key, value in params if isinstance(value, np.dtype | type) and is_narrow_dtype(value)}
+    return {key: FLOAT32 for key, value in params if isinstance(value, np.dtype | type) and _is_narrow_dtype(value)}

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..._text import as_lists, count
 from ..._values import check_callable
-from ..interpreter import Call, Interpreter, Loop, Value, Watcher, is_narrow_dtype, to_host, traced_call
+from ..interpreter import Call, Interpreter, Loop, Value, Watcher, is_narrow, to_host, traced_call
 from ._source_lines import between_user_and_jax, user_line
 from ._taint import UNTAINTED, Taint, TaintTracker, argument_tag, has_nonfinite
 from ._verdict import Captured, Verdict, capture, diagnose
@@ -293,44 +293,56 @@ def _innocent(call: Call, tracker: TaintTracker, written: _Written | None) -> Fo
 
 
 def _report(call: Call, tracker: TaintTracker, blamed: _Blamed) -> Found:
-    scale, number = tracker.loss_scale, blamed.number
-    found = capture(call.interpreter, call.args, number)
+    """The report on the equation to blame, which runs a second time for its operands and results."""
+    found = capture(call.interpreter, call.args, blamed.number)
     assert found is not None, "a program runs the same operations twice"
-    fitting = None
+    verdict, why, cure, fitting = _judge(call, tracker, blamed, found)
+    return Found(
+        operations=tracker.ran,
+        not_entered=tuple(call.interpreter.not_entered()),
+        primitive=found.site.primitive,
+        **_line_of(found),
+        scope=found.site.scope,
+        backward=found.site.backward or found.site.derivative,
+        loops=found.site.loops,
+        device=found.site.device,
+        operands=_ranges(found.operands),
+        results=_ranges(found.results),
+        verdict=verdict,
+        why=why,
+        cure=cure,
+        loss_scale=tracker.loss_scale if tracker.loss_scale > 1 else None,
+        fitting_loss_scale=fitting,
+        reached=blamed.reached,
+    )
+
+
+def _judge(
+    call: Call, tracker: TaintTracker, blamed: _Blamed, found: Captured
+) -> tuple[Verdict, str, str, float | None]:
+    """The verdict, why, the cure, and the largest loss scale that is finite, if that is the cure."""
+    scale = tracker.loss_scale
     if blamed.given:
         names = [_name_of(call, tracker, i) for i in sorted(blamed.given)]
-        verdict, why = Verdict.INPUT, f"{' and '.join(names)} {'hold' if names[1:] else 'holds'} infinities or NaN."
-        why = why[0].upper() + why[1:]
+        why = f"{' and '.join(names)} {'hold' if names[1:] else 'holds'} infinities or NaN."
         cure = (
             "Look at the data; a parameter or a state got them in an earlier call, on which find_overflow tells more. "
             "For a mask, use a finite number such as -1e9 where whole rows are masked."
         )
-    elif scale > 1 and (fitting := _largest_finite_scale(call, scale)) is not None:
-        verdict, why = (
-            Verdict.LOWER_SCALE,
-            f"Only the loss scale of {scale:.10g} makes it: at {fitting:.10g} all is finite.",
+        return Verdict.INPUT, why[0].upper() + why[1:], cure, None
+    if scale > 1 and (fitting := _largest_finite_scale(call, scale)) is not None:
+        why = f"Only the loss scale of {scale:.10g} makes it: at {fitting:.10g} all is finite."
+        cure = (
+            f"Use a loss scale of {fitting:.10g} or less; DynamicLossScale finds it by itself, skipping steps, "
+            f"unless its min_loss_scale is larger."
         )
-        cure = f"Use a loss scale of {fitting:.10g} or less; DynamicLossScale finds it by itself, skipping steps, "
-        cure += "unless its min_loss_scale is larger."
-    else:
-        by_user = tracker.origins[number].narrowed_by_user
-        verdict, why, cure = diagnose(call.interpreter, call.args, number, found, by_user, tracker.scopes)
-        if verdict is Verdict.KEEP_FLOAT32 and found.site.backward and (path := _too_narrow(call, blamed)):
-            why += f" Besides, {path} itself is too large for the 16 bits that the program returns it in."
-            cure += f" Have {path} in float32 first: a gradient has the dtype that its parameter is stored in."
-        if scale > 1:
-            why += " No loss scale cures it."
-    return _describe(
-        found,
-        verdict=verdict,
-        why=why,
-        cure=cure,
-        loss_scale=scale if scale > 1 else None,
-        fitting_loss_scale=fitting,
-        reached=blamed.reached,
-        operations=tracker.ran,
-        not_entered=tuple(call.interpreter.not_entered()),
-    )
+        return Verdict.LOWER_SCALE, why, cure, fitting
+    by_user = tracker.origins[blamed.number].narrowed_by_user
+    verdict, why, cure = diagnose(call.interpreter, call.args, blamed.number, found, by_user, tracker.scopes)
+    if verdict is Verdict.KEEP_FLOAT32 and found.site.backward and (path := _too_narrow(call, blamed)):
+        why += f" Besides, {path} itself is too large for the 16 bits that the program returns it in."
+        cure += f" Have {path} in float32 first: a gradient has the dtype that its parameter is stored in."
+    return verdict, why + (" No loss scale cures it." if scale > 1 else ""), cure, None
 
 
 def _name_of(call: Call, tracker: TaintTracker, position: int) -> str:
@@ -345,9 +357,8 @@ def _too_narrow(call: Call, blamed: _Blamed) -> str | None:
     """The first of the results reached that its own 16 bits cannot hold, were everything before it in float32."""
     wide = Interpreter(call.interpreter.jaxpr, wide=True).run(call.args, Watcher())
     for path, value, aval in zip(call.out_paths, wide, call.interpreter.jaxpr.out_avals, strict=True):
-        dtype = getattr(aval, "dtype", None)
-        if (path or "the result") in blamed.reached and is_narrow_dtype(dtype):
-            if not has_nonfinite(value.array) and has_nonfinite(value.array.astype(dtype)):
+        if (path or "the result") in blamed.reached and is_narrow(aval):
+            if not has_nonfinite(value.array) and has_nonfinite(value.array.astype(aval.dtype)):
                 return repr(path) if path else "the result"
     return None
 
@@ -369,21 +380,6 @@ def _largest_finite_scale(call: Call, scale: float) -> float | None:
         else:
             low = middle
     return 2.0**low
-
-
-def _describe(found: Captured, **others: Any) -> Found:
-    """The report on an equation as it ran."""
-    return Found(
-        primitive=found.site.primitive,
-        **_line_of(found),
-        scope=found.site.scope,
-        backward=found.site.backward or found.site.derivative,
-        loops=found.site.loops,
-        device=found.site.device,
-        operands=_ranges(found.operands),
-        results=_ranges(found.results),
-        **others,
-    )
 
 
 def _line_of(found: Captured) -> dict[str, Any]:

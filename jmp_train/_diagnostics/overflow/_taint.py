@@ -26,7 +26,7 @@ import numpy as np
 from ..._autocast.primitives import Trait, having
 from ..._jaxpr import BARRIER
 from ..._tracebacks import is_asked_for
-from ..interpreter import Site, Value, Watcher, is_narrow_dtype, to_host
+from ..interpreter import Site, Value, Watcher, is_narrow, to_host
 from ._source_lines import is_finite_check, is_library_function
 
 _MOST = 8  # the first origins of a value are enough: the one to blame is the first of them
@@ -129,7 +129,7 @@ class TaintTracker(Watcher):
             return tags
         outputs = [*outputs, *contents_of_refs(inputs)]
         nonfinite = list(map(has_nonfinite, outputs))
-        narrow = [is_narrow_dtype(getattr(output, "dtype", None)) for output in outputs]
+        narrow = list(map(is_narrow, outputs))
         by_user = any(tag.narrowed_by_user for tag in tags) or self._user_narrows(site, inputs, any(narrow))
         for position in (position for tag in tags for position in tag.taint.given):
             self.first_uses.setdefault(position, self.ran)
@@ -168,7 +168,7 @@ class TaintTracker(Watcher):
 
     def _user_narrows(self, site: Site, inputs: Sequence[Value], narrow: bool) -> bool:
         """Whether 16 bits begin here because the program says so, rather than autocast."""
-        if not narrow or any(is_narrow_dtype(getattr(value.array, "dtype", None)) for value in inputs):
+        if not narrow or any(is_narrow(value.array) for value in inputs):
             return False
         # Autocast narrows by casts of its own; random numbers and constants are made in the dtype that was asked for.
         return site.primitive != "convert_element_type" or is_asked_for(site.node)
@@ -208,7 +208,7 @@ def _union(tags: Sequence[Tag]) -> Taint:
 def argument_tag(position: int, array: Any) -> Tag:
     """The tag of an argument: its 16 bits, if it has them, are the user's."""
     bad = has_nonfinite(array)
-    return Tag(bad, Taint(given=frozenset({position})) if bad else UNTAINTED, is_narrow_dtype(array.dtype))
+    return Tag(bad, Taint(given=frozenset({position})) if bad else UNTAINTED, is_narrow(array))
 
 
 def contents_of_refs(values: Sequence[Value]) -> list[jax.Array]:

@@ -20,7 +20,7 @@ import numpy as np
 from ..._dtypes import FLOAT16, FLOAT32, FLOAT64, facts
 from ..._paths import glob_matches
 from ..._tracebacks import is_asked_for
-from ..interpreter import Interpreter, Site, Value, Watcher, is_narrow_dtype, to_host, wide_params
+from ..interpreter import Interpreter, Site, Value, Watcher, is_narrow, to_host, wide_params
 from ._source_lines import (
     between_user_and_jax,
     flax_module,
@@ -108,7 +108,7 @@ def diagnose(
         return Verdict.UNKNOWN, why, "Look at what that function returns for these operands."
     if found.site.primitive in interpreter.not_entered():
         return Verdict.UNKNOWN, *_not_entered(found.site)
-    narrow = next((x.dtype for x in (*found.results, *found.operands) if is_narrow_dtype(_dtype(x))), None)
+    narrow = next((x.dtype for x in (*found.results, *found.operands) if is_narrow(x)), None)
     wide = None if narrow is None else _in_float32(found)
     if narrow is not None and wide is not None and not any(map(has_nonfinite, wide)):
         largest = max(float(np.max(np.abs(to_host(x)))) for x in wide if is_inexact(x))
@@ -142,10 +142,6 @@ def _not_entered(site: Site) -> tuple[str, str]:
     return why, cure
 
 
-def _dtype(array: Any) -> Any:
-    return getattr(array, "dtype", None)
-
-
 def _is_same(a: Site, b: Site) -> bool:
     return a.node.eqn is b.node.eqn and a.loops == b.loops
 
@@ -154,7 +150,7 @@ def _in_float32(found: Captured) -> list[Any] | None:
     """The equation's results from the same operands in float32; `None` if it takes no such operands."""
     if any(isinstance(operand, jax.Ref) for operand in found.operands):
         return None  # it has been written to
-    operands = [jnp.asarray(x, FLOAT32) if is_narrow_dtype(_dtype(x)) else x for x in found.operands]
+    operands = [jnp.asarray(x, FLOAT32) if is_narrow(x) else x for x in found.operands]
     try:
         return found.site.bind(operands, **wide_params(found.site.node))
     except Exception:  # primitives reject dtypes they were not recorded with by exceptions of any type
@@ -237,7 +233,8 @@ _UNDEFINED = ("it is not defined for these operands, or infinities cancel inside
 
 def _cause_in_model(found: Captured, narrow: Any) -> tuple[str, str]:
     site = found.site
-    wide = "float64" if any(_dtype(x) in (FLOAT64, np.complex128) for x in found.results) else "float32"
+    is_double = any(getattr(x, "dtype", None) in (FLOAT64, np.complex128) for x in found.results)
+    wide = "float64" if is_double else "float32"
     if _is_too_large(found):
         what, cure = f"the result exceeds {wide}", "make its operands smaller"
         if site.primitive == "div":
