@@ -167,11 +167,11 @@ def sensitivity(
         caused = (alone^2 - floor^2) / error^2        removed = (error^2 - without^2) / error^2
 
     with `floor` the error that is left with every part in float32. Were they independent, both would be the part's
-    share. The share is the larger of the two, because each is blind to something: an operation that follows narrow
-    operands has none when alone, and of two parts each of which ruins the gradient neither removes anything. What is
-    removed counts only if it is more than some other part adds by being wide, which is chance. Shares need not add up
-    to one. A part that is wide widens what follows it, too; therefore, of parts with nearly the same share, those that
-    cause it alone come first, and if there is none the last in the program.
+    share. The share is the larger of the two, because each misses something: a part that runs in 16 bits only where its
+    operands do causes nothing alone, and of two parts each of which ruins the gradient neither removes anything. Some
+    parts raise the error when they are kept in float32, by chance; what is removed counts only where it exceeds the
+    largest such rise. Shares need not add up to one. A part in float32 widens what follows it, too; therefore, of parts
+    with nearly the same share, those that cause it alone come first, and if there is none the last in the program.
 
     The proposal is made of the highest ranked parts that together meet the tolerance, less those that turn out not to
     be needed, and is measured as a whole. It is for the batch that was given; take a typical one.

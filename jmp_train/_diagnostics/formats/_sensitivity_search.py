@@ -32,7 +32,7 @@ from ..interpreter import check_concrete
 _WORTH_DIVIDING = 0.05
 # Shares are measured with rounding noise: those that differ by less count as equal.
 _EQUAL = 0.9
-# A tolerance that is out of reach is replaced by the least error there is, and this much more.
+# A tolerance that is out of reach is replaced by this many times the least error there is.
 _NEAR_LEAST = 1.1
 
 _STRICT = get_policy("float32")

@@ -27,7 +27,7 @@ from ..._values import as_count
 from ._gpus import get_gpu
 
 _PLUGIN = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
-# What XLA says where the tile sizes that it takes without autotuning do not divide a product, as one of 8 x 197 rows.
+# XLA's error where the tile sizes that it uses without autotuning do not divide a product, such as one of 8 x 197 rows.
 _NO_TILES = "Couldn't find output tile sizes"
 
 
@@ -165,7 +165,7 @@ def is_jitted(fn: Callable[..., Any]) -> bool:
 
 
 def _abstract(leaf: Any) -> Any:
-    # Of a weak type, since promotion and hence the program depend on it; without its sharding, on devices of this host.
+    # Keeps the weak type, on which promotion and so the program depend; drops the sharding, over devices of this host.
     if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
     return leaf
@@ -183,7 +183,7 @@ def compile_for_gpu(
 
 
 def compile_lowered(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, bool]:
-    """Compiles for the GPUs that `lowered` is for; and whether XLA could give products to Triton, or to cuBLAS only."""
+    """Compiles a lowered function; also returns whether XLA could use Triton for its products, or cuBLAS only."""
     options: dict[str, str | int] = {
         "xla_gpu_autotune_level": 0,  # autotuning times kernels, for which it needs a GPU
         "xla_gpu_cuda_data_dir": _cuda_without_assembler().name,

@@ -16,7 +16,7 @@ from ._gpus import GPU, get_gpu
 from ._hlo import Instruction, Module, parse, shapes_of
 from ._kernels import launches
 
-HOPPER = get_gpu("H200")
+_H200 = get_gpu("H200")
 
 _GEMM_CALL = re.compile(r'custom_call_target="[^"]*(?:cublas|gemm|matmul)')
 _ATTENTION_CALL = re.compile(r'custom_call_target="__cudnn\$fmha\w*?(Backward)?(?:F8)?"')
@@ -52,8 +52,11 @@ class CompiledProduct:
     line: str
 
 
-def products(text: str, gpu: GPU = HOPPER) -> list[CompiledProduct]:
-    """Every dot, convolution and attention of one call. One row times a matrix is none for XLA: a product and a sum."""
+def products(text: str, gpu: GPU = _H200) -> list[CompiledProduct]:
+    """Every dot, convolution and attention of one call.
+
+    A row times a matrix is none of them: XLA makes it an elementwise product and a sum.
+    """
     module = parse(text)
     found = []
     for launch in launches(module):

@@ -70,7 +70,7 @@ class Collective:
 
 
 def copies(text: str, outputs: Any = None) -> tuple[Copy, ...]:
-    """Every copy of a buffer with its likely cause, the largest first; scalars and the like are left out.
+    """Every copy of a buffer with its likely cause, the largest first; those of at most 64 bytes are left out.
 
     Args:
       text: the module.

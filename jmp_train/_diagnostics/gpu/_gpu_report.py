@@ -1,7 +1,7 @@
 """`gpu_report`: what a compiler makes of a function for a GPU that need not be there.
 
-Decides what is read of a compiled program, how it is summed up and what a person reads of it. Does not decide what is
-in the module: `_kernels.py` has the bytes, `_compiled_products.py` the products, `_findings.py` the rest.
+Decides which figures a report has, how they are summed up, compared and printed. Does not decide how they are read from
+the compiled module: `_kernels.py` reads the bytes, `_compiled_products.py` the products, `_findings.py` the rest.
 """
 
 from __future__ import annotations
@@ -128,10 +128,10 @@ class GPUReport:
       collectives: what crosses devices.
       sixteen_bit_sums: sums that accumulate in float16 or bfloat16, those that loops carry included.
       copies: buffers that are copied, with the likely cause.
-      unused_donations: donated arguments that fit no result, by shape: their memory is at most used for a while.
+      unused_donations: donated arguments that fit no result, by shape: at most temporary values can use their memory.
       unknown_loops: how many loops count as one iteration, for the compiler does not know their length.
       memory: what it holds at its peak.
-      notes: what the program asks for that the GPU does not have, and what was compiled in another way than there.
+      notes: what the program asks for that the GPU does not have, and what a compiler on that GPU would do otherwise.
     """
 
     gpu: str

@@ -29,12 +29,12 @@ UNITS = {
 
 NARROW_UNITS = ("8 bits", "16 bits")
 
-
-# Since which compute capability a GPU multiplies so, and the last that the compiler makes no kernels for.
+# The first compute capability that CUDA 13 makes kernels for, and the first with TF32 and bfloat16, with float8, and
+# with float8 in kernels of Triton's.
+_COMPILED_FOR = (7, 5)
 _TF32 = (8, 0)
 _FLOAT8 = (8, 9)
-_NATIVE_FLOAT8_IN_TRITON = (12, 0)
-_LAST_WITHOUT_COMPILER = (7, 4)
+_FLOAT8_IN_TRITON = (12, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class GPU:
     @property
     def is_compiled_for(self) -> bool:
         """Whether the CUDA 13 compiler makes kernels for it: for Turing and newer."""
-        return self.capability > _LAST_WITHOUT_COMPILER
+        return self.capability >= _COMPILED_FOR
 
     def unit(self, dtypes: Any, is_strict: bool, by_triton: bool = False) -> str:
         """Which of `UNITS` it multiplies operands of these dtypes in; arguments as of `product_unit`.
@@ -79,14 +79,13 @@ class GPU:
         `by_triton`: in a kernel of Triton's, which converts float8 to float16 where it is not tuned.
         """
         unit = product_unit(dtypes, is_strict)
-        upcast = (
-            unit == "16 bits" and any(re.match(r"bf16|bfloat16", name) for name in dtypes) and not self.has_bfloat16
-        )
-        if upcast or (unit == "tf32" and self.capability < _TF32):
+        if unit == "tf32" and self.capability < _TF32:
             return "float32"
-        if unit == "8 bits" and any(re.match(r"f8|float8", name) for name in dtypes):
-            native = self.capability >= (_NATIVE_FLOAT8_IN_TRITON if by_triton else _FLOAT8)
-            return unit if native else "16 bits"
+        if unit == "16 bits" and not self.has_bfloat16 and any(re.match("bf16|bfloat16", name) for name in dtypes):
+            return "float32"
+        first = _FLOAT8_IN_TRITON if by_triton else _FLOAT8
+        if unit == "8 bits" and self.capability < first and any(re.match("f8|float8", name) for name in dtypes):
+            return "16 bits"
         return unit
 
 

@@ -99,7 +99,7 @@ def shards_of(array: Any, spec: Any, devices: Sequence[Device]) -> Iterator[Any]
 
 
 def assemble(shards: Sequence[Any], spec: Any, devices: Sequence[Device], aval: Any) -> Any:
-    """The array, of type `aval`, of which devices have shards; of shards at one place the first device's is taken."""
+    """Puts the devices' shards together to an array of type `aval`; of devices with the same shard the first counts."""
     placed: dict[tuple[tuple[int, int], ...], Any] = {}
     for shard, device in zip(shards, devices, strict=True):
         where = _place(spec, device, devices)

@@ -190,13 +190,19 @@ def find_overflow(fn: Callable[..., Any]) -> Callable[..., Found]:
         call = traced_call("find_overflow", fn, args, kwargs)
         call = call._replace(args=[Value(x, argument_tag(i, x)) for i, (x, _) in enumerate(call.args)])
         tracker, blamed, written = _run(call)
-        return _innocent(call, tracker, written) if blamed is None else _report(call, tracker, blamed)
+        return _report_written(call, tracker, written) if blamed is None else _report_blamed(call, tracker, blamed)
 
     return find
 
 
 class _Blamed(NamedTuple):
-    """The number of the equation to blame, what of `TaintTracker.given` to blame instead, and the results reached."""
+    """What is to blame.
+
+    Attributes:
+      number: of the equation.
+      given: the arguments and captured arrays that are to blame instead, by their positions in `TaintTracker.given`.
+      reached: the paths of the results that became non-finite by it.
+    """
 
     number: int
     given: frozenset[int]
@@ -204,7 +210,13 @@ class _Blamed(NamedTuple):
 
 
 class _Written(NamedTuple):
-    """The results that hold `what` the program writes itself, and the first equation that reads it, if any does."""
+    """Non-finite numbers that are written in the program.
+
+    Attributes:
+      what: `"NaN"` or `"infinity"`.
+      paths: of the results that hold one.
+      number: of the first equation that reads one, `None` if none does.
+    """
 
     what: str
     paths: tuple[str, ...]
@@ -282,7 +294,7 @@ def _reached(tainted: Sequence[tuple[str, Taint]], field: str, blamed: Iterable[
     return tuple(dict.fromkeys(path for path, taint in tainted if not getattr(taint, field).isdisjoint(blamed)))
 
 
-def _innocent(call: Call, tracker: TaintTracker, written: _Written | None) -> Found:
+def _report_written(call: Call, tracker: TaintTracker, written: _Written | None) -> Found:
     """The report where nothing is to blame, with the line of an infinity or NaN that the program writes itself."""
     not_entered = tuple(call.interpreter.not_entered())
     if written is None:
@@ -292,7 +304,7 @@ def _innocent(call: Call, tracker: TaintTracker, written: _Written | None) -> Fo
     return Found(tracker.ran, not_entered, written=written.what, reached=written.paths, **fields)
 
 
-def _report(call: Call, tracker: TaintTracker, blamed: _Blamed) -> Found:
+def _report_blamed(call: Call, tracker: TaintTracker, blamed: _Blamed) -> Found:
     """The report on the equation to blame, which runs a second time for its operands and results."""
     found = capture(call.interpreter, call.args, blamed.number)
     assert found is not None, "a program runs the same operations twice"

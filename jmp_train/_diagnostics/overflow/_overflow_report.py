@@ -107,8 +107,8 @@ def _array(row: OverflowedParameter) -> str:
 def overflow_report(opt_state: Any, params: Any) -> OverflowReport:
     """Which parameters' gradients were infinite or NaN at the last skipped step, and how often each was to blame.
 
-    `with_loss_scale` records it in every step without waiting for the device; this reads the record on the host, so
-    call it outside `jit`, when you wonder.
+    `with_loss_scale` records it in every step without waiting for the device. This reads the record on the host: call
+    it outside `jit`, only when the answer is needed.
 
     Args:
       opt_state: an optimizer's state that holds one `LossScaleState` at any depth, as for `get_loss_scale`.

@@ -198,7 +198,7 @@ def _cure_in_float32(site: Site, narrowed_by_user: bool, scopes: Iterable[str]) 
 
 
 def _has_glob(scope: str) -> bool:
-    """Whether a glob can be written for a scope: not for none, and globs lose spaces at their ends."""
+    """Whether a glob can name a scope: an empty one has no name, and globs lose spaces at their ends."""
     return bool(scope) and scope == scope.strip() and "." not in scope.split("/") and scope.isprintable()
 
 
