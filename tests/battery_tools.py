@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from battery_models import SMALL, Row, Size
 from battery_row import gradient_of
+from gpu_report_tools import convolutions, dots
 from loop_carries import sixteen_bit_carries
 
 from jmp_train import DEFAULT_RULES, autocast, get_policy
 from jmp_train._diagnostics.gpu._compile import compile_for_gpu, module_text
-from jmp_train._diagnostics.gpu._compiled_products import convolutions, dots
 from jmp_train._diagnostics.gpu._findings import NarrowSum, sixteen_bit_sums
 from jmp_train._diagnostics.gpu._kernels import kernels, traffic
 
@@ -189,8 +189,8 @@ def figures(fn: Callable[..., Any], *args: Any, **options: Any) -> Figures:
     text, memory = module_text(compiled), compiled.memory_analysis()
     assert memory is not None
     return Figures(
-        tuple(dtypes for dtypes, _ in dots(text)),
-        tuple(dtypes for dtypes, _ in convolutions(text)),
+        tuple(dots(text)),
+        tuple(convolutions(text)),
         (*sixteen_bit_sums(text), *sixteen_bit_carries(fn)(*args)),
         tuple(each.name for each in kernels(text) if each.name.startswith(("convert.", "wrapped_convert"))),
         traffic(text),

@@ -1,9 +1,10 @@
-"""What the tests of `gpu_report` compile: arguments without data, and a step of Adam."""
+"""What the tests of `gpu_report` compile: arguments without data, and a step of Adam; and the products of a module."""
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jmp_train._diagnostics.gpu._compiled_products import products
 from jmp_train.diagnostics import gpu_report
 
 f16, f32 = jnp.float16, jnp.float32
@@ -15,6 +16,20 @@ def array(*shape, dtype=f32):
 
 def report(fn, *args, **options):
     return gpu_report(fn, **options)(*args)
+
+
+def dots(text):
+    """The dtypes of the operands of every matrix product."""
+    return [each.operands for each in products(text) if each.kind == "dot"]
+
+
+def convolutions(text):
+    return [each.operands for each in products(text) if each.kind == "convolution"]
+
+
+def wide(found):
+    """Those with a float32 operand; asking a 16-bit convolution for a float32 result is enough to get one."""
+    return [dtypes for dtypes in found if "f32" in dtypes]
 
 
 def adam_step(carry, grads):

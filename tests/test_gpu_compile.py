@@ -7,11 +7,11 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from gpu_report_tools import convolutions, dots, wide
 from jax.sharding import PartitionSpec
 from loop_carries import sixteen_bit_carries
 
 from jmp_train._diagnostics.gpu._compile import gpu_module
-from jmp_train._diagnostics.gpu._compiled_products import convolutions, dots, wide_convolutions, wide_dots
 from jmp_train._diagnostics.gpu._findings import collectives, copies, sixteen_bit_sums
 from jmp_train._diagnostics.gpu._kernels import kernels, traffic
 
@@ -79,16 +79,16 @@ class TestProducts:
     def test_dots(self, dtype, shape):
         m, k, n = shape
         low = gpu_module(jnp.matmul, array(m, k, dtype=dtype), array(k, n, dtype=dtype))
-        assert wide_dots(low) == []
+        assert wide(dots(low)) == []
         high = gpu_module(jnp.matmul, array(m, k), array(k, n))
         # One row times a matrix is no dot for XLA, but a fused multiplication and sum, in float32 or 16 bits.
-        assert len(wide_dots(high)) == len(dots(high)) == len(dots(low)) == (1 if m > 1 else 0)
+        assert len(wide(dots(high))) == len(dots(high)) == len(dots(low)) == (1 if m > 1 else 0)
 
     def test_a_widened_operand(self, dtype):
         def mixed(x, w):
             return jax.lax.dot(x.astype(jnp.float32), w)
 
-        assert len(wide_dots(gpu_module(mixed, array(256, 512, dtype=dtype), array(512, 512)))) == 1
+        assert len(wide(dots(gpu_module(mixed, array(256, 512, dtype=dtype), array(512, 512))))) == 1
 
     @pytest.mark.parametrize("batch", [1, 8])
     def test_convolutions(self, dtype, batch):
@@ -101,8 +101,8 @@ class TestProducts:
         narrow = gpu_module(lambda x, k: conv(x, k, None), x, k)
         widened = gpu_module(lambda x, k: conv(x, k, jnp.float32), x, k)
         assert len(convolutions(narrow)) == len(convolutions(widened)) == 1
-        assert wide_convolutions(narrow) == []
-        assert len(wide_convolutions(widened)) == 1
+        assert wide(convolutions(narrow)) == []
+        assert len(wide(convolutions(widened))) == 1
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ Needs no compiler.
 
 import pytest
 
-from jmp_train._diagnostics.gpu._compiled_products import convolutions, dots, products, wide_convolutions, wide_dots
+from jmp_train._diagnostics.gpu._compiled_products import products
 from jmp_train._diagnostics.gpu._findings import (
     Collective,
     NarrowSum,
@@ -79,7 +79,7 @@ def test_a_module_is_read():
     module = parse(MODULE)
     assert module.entry == "main" and module.aliases == {0: 1, 2: 0}
     (gemm,) = products(MODULE)
-    assert (gemm.operands, gemm.result, gemm.unit) == (("f16", "f16"), "f16", "16 bits")
+    assert (gemm.kind, gemm.operands, gemm.result, gemm.unit) == ("dot", ("f16", "f16"), "f16", "16 bits")
     assert (gemm.flops, gemm.times) == (2 * 8 * 8 * 8, 10)
     assert (gemm.scope, gemm.source) == ("jit(step)/Net/dot_general", "model.py:12 (loss)")
 
@@ -187,16 +187,6 @@ def test_how_products_of_float32_multiply(instruction, unit):
     operands = ("%a = f32[4,16] parameter(0)", "%b = f32[16,32] parameter(1)", "%c = f64[4,32] parameter(2)")
     (found,) = products(entry(*operands, f"ROOT %out = f32[4,32] {instruction}"))
     assert (found.kind, found.flops, found.unit) == ("dot", 2 * 4 * 32 * 16, unit)
-
-
-def test_products_by_kind_and_the_wide_ones_of_each():
-    wide = calls("convForward", "f32[8,4,4,2]", "f32[3,1,1,2]", "f32[8,4,4,3]", "dim_labels=b01f_o01i->b01f")
-    assert [dtypes for dtypes, _ in dots(MODULE)] == [("f16", "f16")] and wide_dots(MODULE) == convolutions(
-        MODULE
-    ) == []
-    assert [dtypes for dtypes, _ in convolutions(wide)] == [("f32", "f32")] and dots(wide) == []
-    assert wide_convolutions(wide) == [line for _, line in convolutions(wide)]
-    assert wide_convolutions(wide.replace("f32", "bf16")) == []
 
 
 # Copies

@@ -292,6 +292,8 @@ def test_the_text_of_a_report():
         ["small", "1 B", "3 B", "1", "0.0%", "f16 -> f16,f32", "Net/add", "model.py:12 (loss)"],
     ]
     assert "  collectives         none\n" in str(made_up(devices=2))
+    unknown = dataclasses.replace(made_up().products[0], kind="attention", flops=0)
+    assert "attention" in str(made_up(products=(unknown,)))
     nothing = str(made_up(kernels=(), products=()))
     assert "memory moved        0 B by 0 launches" in nothing and "dots, convolutions  none" in nothing
 

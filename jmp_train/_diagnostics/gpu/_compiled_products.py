@@ -152,27 +152,3 @@ def _convolution_flops(
     channels = right[kernel.index("o")]
     taps = math.prod(size for size, label in zip(right, kernel, strict=False) if label not in "io")
     return 2 * math.prod(left) * taps * channels // int(convolution.attribute("feature_group_count") or 1)
-
-
-def _dtypes_and_lines(text: str, kind: str) -> Iterator[tuple[tuple[str, ...], str]]:
-    return ((each.operands, each.line) for each in products(text) if each.kind == kind)
-
-
-def dots(text: str) -> list[tuple[tuple[str, ...], str]]:
-    """`(dtypes of the operands, line)` of every matrix product: cuBLAS calls, dots in Triton and in other kernels."""
-    return list(_dtypes_and_lines(text, "dot"))
-
-
-def convolutions(text: str) -> list[tuple[tuple[str, ...], str]]:
-    """`(dtypes of the operands, line)` of every convolution."""
-    return list(_dtypes_and_lines(text, "convolution"))
-
-
-def wide_dots(text: str) -> list[str]:
-    """Matrix products with a float32 operand."""
-    return [line for dtypes, line in dots(text) if "f32" in dtypes]
-
-
-def wide_convolutions(text: str) -> list[str]:
-    """Convolutions with a float32 operand; asking 16-bit ones for a float32 result is enough to get one."""
-    return [line for dtypes, line in convolutions(text) if "f32" in dtypes]

@@ -168,7 +168,7 @@ class GPUReport:
     @property
     def unit_flops(self) -> dict[str, int]:
         """FLOPs by what multiplies: `8 bits`, `16 bits`, `tf32`, `float32`, `float64`."""
-        return flops_by_unit(self.products, (unit for unit, _ in self.rates))
+        return flops_by_unit(self.products)
 
     @property
     def tensor_core_share(self) -> float:

@@ -392,9 +392,9 @@ def product_unit(dtypes: Any, is_strict: bool) -> str:
     return "16 bits" if bits == 16 else "8 bits"
 
 
-def flops_by_unit(products: Iterable[Any], units: Iterable[str]) -> dict[str, int]:
-    """FLOPs of products (with `unit`, `flops`, `times`), loops multiplied out, by unit in the order of `units`."""
+def flops_by_unit(products: Iterable[Any]) -> dict[str, int]:
+    """FLOPs of products (with `unit`, `flops`, `times`), loops multiplied out, by unit in the order of `UNITS`."""
     found: Counter[str] = Counter()
     for product in products:
         found[product.unit] += product.flops * product.times
-    return {unit: found[unit] for unit in units if found[unit]}
+    return {unit: found[unit] for unit in UNITS if found[unit]}

@@ -17,14 +17,10 @@ from ..._paths import leaf_paths
 from ..._scale_state import LossScaleState, ScaleStatus, find_state, step_metrics
 from ..._text import columns, count
 
-_WHAT_TO_DO = {
-    ScaleStatus.OK: "",
-    ScaleStatus.BACKING_OFF: "",
-    ScaleStatus.AT_MINIMUM: (
-        "The loss scale can go no lower. At 1 or less, overflows are the model's own: find_overflow(fn)(*args), "
-        "with the step's gradient function and its arguments, finds the operation that makes the first one."
-    ),
-}
+_AT_MINIMUM = (
+    "The loss scale can go no lower. At 1 or less, overflows are the model's own: find_overflow(fn)(*args), with the "
+    "step's gradient function and its arguments, finds the operation that makes the first one."
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,7 +75,7 @@ class OverflowReport:
         return values | {"last": list(self.last)}
 
     def __str__(self) -> str:
-        advice = _WHAT_TO_DO[ScaleStatus[self.status]]
+        advice = _AT_MINIMUM if self.status == ScaleStatus.AT_MINIMUM.name else ""
         scale = f"the loss scale is {self.loss_scale:g} ({self.status})"
         if not self.skipped_steps:
             text = f"No step was skipped: no gradient was infinite or NaN; {scale}."
@@ -87,12 +83,7 @@ class OverflowReport:
         skipped = f"{count(self.skipped_steps, 'step')} skipped, {self.consecutive_skips} since the last one applied"
         blamed = f"{len(self.parameters)} of {count(self.gradients, 'gradient')} overflowed"
         rows = [
-            (
-                row.path,
-                f"{row.skipped_steps}/{self.skipped_steps}",
-                "yes" if row.at_last_skip else "no",
-                _array(row),
-            )
+            (row.path, f"{row.skipped_steps}/{self.skipped_steps}", "yes" if row.at_last_skip else "no", _array(row))
             for row in self.parameters
         ]
         table = columns(("parameter", "skipped steps", "at the last", "array"), rows)

@@ -98,7 +98,7 @@ class TensorCoreReport:
     @property
     def unit_flops(self) -> dict[str, int]:
         """FLOPs by what multiplies: `8 bits`, `16 bits`, `tf32`, `float32`, `float64`."""
-        return flops_by_unit(self.products, UNITS)
+        return flops_by_unit(self.products)
 
     @property
     def tensor_core_share(self) -> float:
@@ -282,10 +282,12 @@ def _report_text(report: TensorCoreReport) -> str:
         return f"No dot and no convolution for the Tensor Cores of {report.gpu}{policy}"
     total = f"{report.flops / 1e9:.4g} GFLOP"
     lines = [f"{count(len(report.products), 'product')}, dots and convolutions, {total}, {report.gpu}{policy}"]
-    lines += [f"  {_share(flops, report)}  {UNITS[unit]}" for unit, flops in report.unit_flops.items()]
+    lines += [f"  {_share(flops, report):>6}  {UNITS[unit]}" for unit, flops in report.unit_flops.items()]
     lines.append(f"  {report.tensor_core_share:6.1%}  on Tensor Cores in 16 or 8 bits with all sizes aligned")
     memory = sum(each.flops * each.times for each in report.products if each.is_memory_bound)
-    lines.append(f"  {_share(memory, report)}  in products bound by memory, which Tensor Cores do not speed up further")
+    lines.append(
+        f"  {_share(memory, report):>6}  in products bound by memory, which Tensor Cores do not speed up further"
+    )
     if report.padding:
         pads = [f"  {each.size} -> {each.padded}  in {share:.1%} of the FLOPs" for each, share in report.padding]
         lines += ["", "Sizes to pad:", *pads]
@@ -297,7 +299,7 @@ def _report_text(report: TensorCoreReport) -> str:
 
 
 def _share(flops: int, report: TensorCoreReport) -> str:
-    return f"{flops / report.flops:6.1%}" if report.flops else "  0.0%"
+    return f"{flops / report.flops:.1%}" if report.flops else "0.0%"
 
 
 def _estimates(report: TensorCoreReport) -> Iterator[str]:
@@ -324,7 +326,7 @@ def _slow(report: TensorCoreReport) -> Iterator[tuple[str, str, str, str]]:
     for reason in sorted(grouped, key=lambda reason: -flops[reason]):
         first = grouped[reason][0]
         where = " ".join(filter(None, (first.scope, short_source(first.source))))
-        yield _share(flops[reason], report).strip(), str(len(grouped[reason])), reason, where
+        yield _share(flops[reason], report), str(len(grouped[reason])), reason, where
 
 
 def _product_table(report: TensorCoreReport, chosen: Sequence[Product]) -> str:
@@ -337,7 +339,7 @@ def _product_table(report: TensorCoreReport, chosen: Sequence[Product]) -> str:
             f"{each.batch} x {each.m} x {each.n} x {each.k}",
             f"{each.dtypes[0]}, {each.dtypes[1]} -> {each.dtypes[2]}",
             str(each.times),
-            _share(each.flops * each.times, report).strip(),
+            _share(each.flops * each.times, report),
             f"{each.intensity:.0f}",
             each.scope,
             short_source(each.source),
