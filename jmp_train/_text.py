@@ -20,12 +20,12 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in padded)
 
 
-def count(number: int, noun: str) -> str:
+def count(number: int, noun: str, plural: str | None = None) -> str:
     """
-    >>> count(1, "cast"), count(2, "cast")
-    ('1 cast', '2 casts')
+    >>> count(1, "cast"), count(2, "cast"), count(2, "leaf", "leaves")
+    ('1 cast', '2 casts', '2 leaves')
     """
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
 def megabytes(number: int) -> str:

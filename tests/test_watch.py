@@ -14,7 +14,7 @@ from jax import lax
 
 import jmp_train as jmp
 from jmp_train._autocast.ir import TOP
-from jmp_train._diagnostics.interpreter._interpreter import Interpreter, backward_only
+from jmp_train._diagnostics.interpreter._interpreter import Interpreter, find_backward_only
 from jmp_train._diagnostics.interpreter._site import Value, Watcher
 from jmp_train._jaxpr import flatten, trace
 
@@ -203,7 +203,7 @@ def test_what_only_the_backward_pass_reads():
     scanned = jax.grad(lambda x: jnp.sum(lax.scan(lambda c, row: (jnp.sin(c) + row, None), x[0], x)[0]))
     assert derivative_primitives(scanned, X) == ["cos"] * 3
     program = flatten(trace(jnp.sin, X)[0])
-    assert backward_only(program, TOP, frozenset({0})).nodes == {0}
+    assert find_backward_only(program, TOP, frozenset({0})).nodes == {0}
 
 
 def test_a_watcher_may_change_the_operands():

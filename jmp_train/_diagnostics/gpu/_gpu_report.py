@@ -385,8 +385,7 @@ def _report_text(report: GPUReport) -> str:
 
 def _summary(report: GPUReport) -> Iterator[tuple[str, str]]:
     memory = report.memory
-    launches = "1 launch" if report.launches == 1 else f"{report.launches} launches"
-    yield "memory moved", f"{megabytes(report.bytes)} by {launches}"
+    yield "memory moved", f"{megabytes(report.bytes)} by {count(report.launches, 'launch', 'launches')}"
     yield (
         "peak memory",
         f"{megabytes(memory.peak)}: arguments {megabytes(memory.arguments)}, results {megabytes(memory.results)} "

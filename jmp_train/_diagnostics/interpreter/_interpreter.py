@@ -80,7 +80,7 @@ class Interpreter:
         """What of the program only the backward pass uses, if only that uses these outputs."""
         key = (id(jaxpr), place, outputs)
         if key not in self._backward_only:
-            self._backward_only[key] = backward_only(self.prepared(jaxpr)[0], place, outputs)
+            self._backward_only[key] = find_backward_only(self.prepared(jaxpr)[0], place, outputs)
         return self._backward_only[key]
 
     def run(self, args: Sequence[Value], watcher: Watcher) -> list[Value]:
@@ -110,11 +110,12 @@ class _Context(NamedTuple):
     place: Place = TOP
     loops: tuple[Loop, ...] = ()
     around: tuple[Node, ...] = ()
-    backward_only: frozenset[int] = frozenset()
+    backward_outputs: frozenset[int] = frozenset()
     device: Device = ()
 
-    def inside(self, node: Node, backward_only: frozenset[int]) -> _Context:
-        return self._replace(place=self.place.inside(node), around=(node, *self.around), backward_only=backward_only)
+    def inside(self, node: Node, backward_outputs: frozenset[int]) -> _Context:
+        place, around = self.place.inside(node), (node, *self.around)
+        return self._replace(place=place, around=around, backward_outputs=backward_outputs)
 
     def iteration(self, loop: Loop) -> _Context:
         return self._replace(loops=(*self.loops, loop))
@@ -150,10 +151,10 @@ class _Run:
                 return values[number]
             return self.from_outside(Value(_concrete(program.known[number], program.avals[number])))
 
-        only_backward = self._interpreter.backward_only(jaxpr, where.place, where.backward_only)
+        backward_only = self._interpreter.backward_only(jaxpr, where.place, where.backward_outputs)
         for position, (node, last_used) in enumerate(zip(program.nodes, last_uses, strict=True)):
-            inside = where.inside(node, only_backward.results.get(position, _NO_OUTPUTS))
-            site = Site(node, where.place, where.loops, where.around, position in only_backward.nodes, where.device)
+            inside = where.inside(node, backward_only.results.get(position, _NO_OUTPUTS))
+            site = Site(node, where.place, where.loops, where.around, position in backward_only.nodes, where.device)
             outputs = yield from self._node(site, [read(number) for number in node.ins], inside)
             values.update(zip(node.outs, outputs, strict=True))
             for number in last_used:
@@ -211,7 +212,7 @@ class _Run:
         length, reverse = node.params["length"], node.params["reverse"]
         carry, xs = inputs[consts : consts + carries], inputs[consts + carries :]
         # The next iteration uses a carry.
-        inside = inside._replace(backward_only=inside.backward_only - set(range(carries)))
+        inside = inside._replace(backward_outputs=inside.backward_outputs - set(range(carries)))
         rows: list[list[Value]] = []
         for i in reversed(range(length)) if reverse else range(length):
             row = [Value(_row(x.array, np.int32(i)), x.tag) for x in xs]
@@ -230,7 +231,7 @@ class _Run:
         params, skip = node.params, node.params["cond_nconsts"]
         consts = skip + params["body_nconsts"]
         # Reverse-mode differentiation does not pass a `while`: none of its results is a residual.
-        carry, i, inside = inputs[consts:], 0, inside._replace(backward_only=_NO_OUTPUTS)
+        carry, i, inside = inputs[consts:], 0, inside._replace(backward_outputs=_NO_OUTPUTS)
         while True:
             at = inside.iteration(Loop("while", i, None))
             (more,) = yield from self.program(params["cond_jaxpr"], [*inputs[:skip], *carry], at)
@@ -288,7 +289,7 @@ class BackwardOnly(NamedTuple):
     results: dict[int, frozenset[int]]
 
 
-def backward_only(program: FlatJaxpr, place: Place, backward_outputs: frozenset[int]) -> BackwardOnly:
+def find_backward_only(program: FlatJaxpr, place: Place, backward_outputs: frozenset[int]) -> BackwardOnly:
     """Walks backwards through a program of which some outputs, by position, are only used by the backward pass."""
     outputs = list(enumerate(program.outputs))
     forward_uses = {number for position, number in outputs if position not in backward_outputs}

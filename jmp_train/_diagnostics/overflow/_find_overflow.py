@@ -121,9 +121,10 @@ class Found:
             return "\n".join([*lines, *not_entered])
         infs, nans = sum(x.infs for x in self.results), sum(x.nans for x in self.results)
         lines = [
-            f"{self.primitive} made {count(infs, 'infinity').replace('infinitys', 'infinities')} and {nans} NaN",
+            f"{self.primitive} made {count(infs, 'infinity', 'infinities')} and {nans} NaN",
             f"  at      {self.file}:{self.line} ({self.function})" if self.file else "  at      no line of a file",
             *([f"          {self.text}"] if self.text else []),
+            *([f"  through {self.through}"] if self.through else []),
             f"  in      {self._place()}",
             *(f"  operand {operand}" for operand in self.operands),
             *(f"  result  {result}" for result in self.results),
@@ -131,8 +132,6 @@ class Found:
             f"Verdict: {_TITLES[self.verdict]}. {self.why}" if self.verdict else "",
             f"Cure: {self.cure}",
         ]
-        if self.through:
-            lines.insert(3, f"  through {self.through}")
         return "\n".join([*lines, *not_entered])
 
     def _place(self) -> str:

@@ -131,7 +131,7 @@ def overflow_report(opt_state: Any, params: Any) -> OverflowReport:
     last, skips = np.asarray(state.last_overflow), np.asarray(state.overflow_counts)
     if len(paths) != len(skips):
         raise ValueError(
-            f"`params` has {count(len(paths), 'leaf').replace('leafs', 'leaves')}, and with_loss_scale saw gradients "
+            f"`params` has {count(len(paths), 'leaf', 'leaves')}, and with_loss_scale saw gradients "
             f"with {len(skips)}. Pass the parameters that it was initialised with, those frozen by a mask as None (of "
             f"optax.lookahead's, params.fast)."
         )

@@ -77,16 +77,20 @@ def is_in_autocast(site: Site) -> bool | None:
 
     `None` where a `jit` of the user's cuts the traceback before it comes to this package.
     """
-    files = [file for node in (site.node, *site.around) for _, file, _ in frames_of(node)]
+    files = _files(site)
     if any(file.startswith(_PACKAGE) and file != _REGION for file in files):
         return _AUTOCAST in files
     return None
 
 
+def _files(site: Site) -> list[str]:
+    """The files in the tracebacks of an equation and of those around it, innermost first."""
+    return [file for node in (site.node, *site.around) for _, file, _ in frames_of(node)]
+
+
 def is_in_region(site: Site) -> bool:
     """Whether the equation is inside a function marked as a precision region, and not in autocast inside of that."""
-    files = (file for node in (site.node, *site.around) for _, file, _ in frames_of(node))
-    return next((file for file in files if file in (_REGION, _AUTOCAST)), None) == _REGION
+    return next((file for file in _files(site) if file in (_REGION, _AUTOCAST)), None) == _REGION
 
 
 def is_cast_for_low_precision(site: Site) -> bool:
@@ -97,8 +101,7 @@ def is_cast_for_low_precision(site: Site) -> bool:
 
 def flax_module(site: Site) -> str:
     """The path of the Flax module that the equation is in, as its scope has it; empty outside of Flax."""
-    files = [file for node in (site.node, *site.around) for _, file, _ in frames_of(node)]
-    if not any(_is_of_library(file, "flax") for file in files):
+    if not any(_is_of_library(file, "flax") for file in _files(site)):
         return ""
     # A method's scope is its module's name and its own, `jnp.einsum` has its subscripts for one.
     names = [name.partition(".")[0] for name in site.scope.split("/")]

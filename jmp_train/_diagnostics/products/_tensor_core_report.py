@@ -162,7 +162,7 @@ def tensor_core_report(
     Args:
       fn: any function of arrays: plain, jitted, under `autocast`, or what `value_and_grad` returned.
       policy: a policy to `autocast` `fn` with first; `None` takes `fn` as it is.
-      gpu: whose rates to reckon with: `"A100"`, `"H100"`, `"H200"`, or the text of a target description.
+      gpu: whose rates to reckon with, as for `gpu_report`.
       devices: a mesh to trace `fn` in, for `shard_map` without one, as for `gpu_report`; `None` for that of the caller.
 
     Returns:
