@@ -20,6 +20,7 @@ from ._kernels import Kernel, kernels
 
 # The order of dimensions in memory, as in `f32[8,4]{1,0}`.
 _LAYOUT = re.compile(r"\]\{([\d,]*)")
+_IN_ORDER = "donated buffers go to results of their shape in order. Return each new value where the old one stood."
 # The warning of `jax.jit` for donated arguments that fit no result.
 _UNUSABLE = re.compile(r"^Some donated buffers were not usable: (.*)\.$", re.M)
 _SIXTEEN_BITS = frozenset({"f16", "bf16"})
@@ -88,6 +89,7 @@ def _shape(kernel: Kernel) -> str:
 
 
 def _cause(module: Module, kernel: Kernel, outputs: Any) -> str:
+    """Why a kernel copies: where it runs, or what made its operand and what becomes of its result."""
     body = next(b for b in module.computations.values() if any(each.name == kernel.name for each in b))
     named = {each.name: each for each in body}
     copy = named[kernel.name]
@@ -137,7 +139,7 @@ def _result_cause(
         argument = _argument(_parameter(body, module.aliases[position]))
         return (
             f"{output} is written over the donated argument {argument}, which is still read when it is computed: "
-            f"donated buffers go to results of their shape in order. Return each new value where the old one stood."
+            f"{_IN_ORDER}"
         )
     if source is not None and source.opcode == "parameter":
         return f"{output} is the argument {_argument(source)} as it came in, not donated. Donate it, or leave it out."
@@ -151,14 +153,13 @@ def _parameter_cause(module: Module, parameter: Instruction, outputs: Any) -> st
     if overwritten:
         return (
             f"the donated argument {argument} is overwritten by {_output_name(outputs, overwritten[0])} before it has "
-            f"been read by all: donated buffers go to results of their shape in order. Return each new value where "
-            f"the old one stood."
+            f"been read by all: {_IN_ORDER}"
         )
     return f"the argument {argument} is not donated, and a loop or an update in place changes its copy. Donate it."
 
 
 def unused_donors(text: str) -> tuple[str, ...]:
-    """The donated arguments that no result is written over, by name and with their shape."""
+    """The donated arguments that XLA writes no result over, by name and with their shape."""
     module = parse(text)
     found = (_parameter(module.computations[module.entry], number) for number in module.unused_donors)
     return tuple(f"{_argument(each)} {each.shape.partition('{')[0]}" for each in found)
@@ -181,7 +182,7 @@ def _output_name(outputs: Any, position: int) -> str:
 
 
 def unused_donations(raised: Sequence[warnings.WarningMessage]) -> tuple[str, ...]:
-    """The buffers that JAX says it could not donate; other warnings are warned of again."""
+    """The shapes of buffers that JAX, by its warnings, did not donate; other warnings are warned of again."""
     unused: list[str] = []
     for each in raised:
         if found := _UNUSABLE.search(str(each.message)):
@@ -219,8 +220,7 @@ def sixteen_bit_sums(text: str) -> tuple[NarrowSum, ...]:
         # A `reduce-window` of bfloat16, as of a running sum, becomes one of float32 whose addition rounds to bfloat16
         # every time: what counts is the dtype of the addition, which has kept its line too.
         if _opcode(each) in _REDUCTIONS and add is not None and _SIXTEEN_BITS & set(dtypes_of(add.result)):
-            _, _, shape = each.result.strip("()").split("{")[0].partition("[")
-            result = f"{add.result.partition('[')[0]}[{shape}"
+            result = dtypes_of(add.result)[0] + re.findall(r"\[[\d,]*\]", each.result)[0]
             found.append(NarrowSum(_opcode(each), result, each.scope, module.source_of(each) or module.source_of(add)))
     return tuple(found)
 
