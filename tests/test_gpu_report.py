@@ -25,8 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp_train import explain, full_precision, get_loss_scale, value_and_grad, with_loss_scale
 from jmp_train._diagnostics.gpu._compiled_products import CompiledProduct
-from jmp_train._diagnostics.gpu._findings import Collective, Copy, NarrowSum, carried_sums, unused_donations
-from jmp_train._diagnostics.gpu._gpu_report import Memory
+from jmp_train._diagnostics.gpu._findings import Collective, Copy, Memory, NarrowSum, carried_sums, unused_donations
 from jmp_train._diagnostics.gpu._gpus import UNITS, get_gpu
 from jmp_train._diagnostics.gpu._kernels import Kernel
 from jmp_train.diagnostics import GPUReport, gpu_report, tensor_core_report

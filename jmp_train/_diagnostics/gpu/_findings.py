@@ -1,4 +1,4 @@
-"""What a report lists of a compiled program: copies, unused donations, collectives, and sums in 16 bits.
+"""What a report lists of a compiled program: memory, copies, unused donations, collectives, and sums in 16 bits.
 
 Decides the likely cause of a copy, from the instruction that made the copied value and the result it becomes, and which
 sums accumulate in 16 bits. Does not decide how many bytes a kernel moves; see `_kernels.py`.
@@ -11,6 +11,8 @@ import re
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+import jax
 
 from ..._explain._emitted import Emitted
 from ..._jaxpr import LOOPS
@@ -29,6 +31,27 @@ _COLLECTIVES = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast",
     "ragged-all-to-all",
 )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that one GPU holds.
+
+    Attributes:
+      arguments, results: of the call.
+      donated: the part of the results that stands where arguments did.
+      temporary: everything between, at its peak.
+    """
+
+    arguments: int
+    results: int
+    donated: int
+    temporary: int
+
+    @property
+    def peak(self) -> int:
+        """Arguments, results and temporary memory together, what is donated counted once."""
+        return self.arguments + self.results - self.donated + self.temporary
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,6 +91,16 @@ class Collective:
     times: int
     scope: str
     source: str
+
+
+def memory_of(compiled: jax.stages.Compiled) -> Memory:
+    analysis: Any = compiled.memory_analysis()
+    return Memory(
+        arguments=analysis.argument_size_in_bytes,
+        results=analysis.output_size_in_bytes,
+        donated=analysis.alias_size_in_bytes,
+        temporary=analysis.temp_size_in_bytes,
+    )
 
 
 def copies(text: str, outputs: Any = None) -> tuple[Copy, ...]:

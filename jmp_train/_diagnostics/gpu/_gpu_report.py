@@ -35,10 +35,12 @@ from ._compiled_products import CompiledProduct, products
 from ._findings import (
     Collective,
     Copy,
+    Memory,
     NarrowSum,
     carried_sums,
     collectives,
     copies,
+    memory_of,
     sixteen_bit_sums,
     unused_donations,
     unused_donors,
@@ -54,27 +56,6 @@ _WITHOUT_TRITON = (
     "Triton's tile sizes do not divide a product, and only a GPU can try others: all products are counted as cuBLAS's, "
     "which fuse with less of what is around them."
 )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes that one GPU holds.
-
-    Attributes:
-      arguments, results: of the call.
-      donated: the part of the results that stands where arguments did.
-      temporary: everything between, at its peak.
-    """
-
-    arguments: int
-    results: int
-    donated: int
-    temporary: int
-
-    @property
-    def peak(self) -> int:
-        """Arguments, results and temporary memory together, what is donated counted once."""
-        return self.arguments + self.results - self.donated + self.temporary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,21 +321,11 @@ def gpu_report(
             copies=copies(text, lowered.out_info),
             unused_donations=(*unused, *unused_donors(text)),
             unknown_loops=unknown_loops(text),
-            memory=_memory(compiled),
+            memory=memory_of(compiled),
             notes=notes,
         )
 
     return report
-
-
-def _memory(compiled: jax.stages.Compiled) -> Memory:
-    analysis: Any = compiled.memory_analysis()
-    return Memory(
-        arguments=analysis.argument_size_in_bytes,
-        results=analysis.output_size_in_bytes,
-        donated=analysis.alias_size_in_bytes,
-        temporary=analysis.temp_size_in_bytes,
-    )
 
 
 def _notes(emitted: Sequence[Emitted], gpu: GPU) -> Iterator[str]:
