@@ -168,7 +168,7 @@ def run_devices(
     Args:
       programs: by device, in the order of `devices_of`.
       run: runs an equation.
-      join: gives what to remember of stacked operands.
+      join: gives the tag of stacked operands.
 
     Raises:
       ValueError: devices wait in different collectives, or for one that has ended; real ones would hang.

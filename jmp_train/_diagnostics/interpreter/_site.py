@@ -30,7 +30,7 @@ _DEVICES = "devices"  # the one axis of `vmap` that stands for all axes of a col
 
 
 class Value(NamedTuple):
-    """A concrete array, and what a watcher wants to remember of it (`None` for what no equation has made)."""
+    """A concrete array, and the tag that a watcher gave it; `None` where it gave none, as of constants."""
 
     array: Any
     tag: Any = None
@@ -109,7 +109,7 @@ class Site:
 
 
 class Watcher:
-    """Sees every equation of a program as it runs; the base class looks at nothing."""
+    """Sees every equation of a program as it runs, and may tag each value; the base class does neither."""
 
     def before(self, site: Site, inputs: list[Value]) -> list[Value]:
         """Returns the operands to run with."""
@@ -117,12 +117,12 @@ class Watcher:
         return inputs
 
     def watch(self, site: Site, inputs: Sequence[Value], outputs: Sequence[Any]) -> Sequence[Any]:
-        """Is shown the results; returns what to remember of each."""
+        """Is shown the results; returns the tag of each."""
         del site, inputs
         return [None] * len(outputs)
 
     def join(self, pieces: Sequence[Value]) -> Any:
-        """What to remember of an array that was put together: a loop's rows, the shards of several devices."""
+        """The tag of an array that is put together, of a loop's rows or the shards of several devices."""
         del pieces
 
 

@@ -253,7 +253,7 @@ def _blame(tracker: TaintTracker, tainted: Sequence[tuple[str, Taint]]) -> _Blam
     given = frozenset(i for i in total.given if not _is_mask(tracker.given[i]))
     if given:
         # What only moves it is named where nothing else reads it.
-        readers = total.readers or {tracker.first_uses[i] for i in given}
+        readers = total.given_readers or {tracker.first_uses[i] for i in given}
         number = min(total.nan_origins, default=min(readers))
         return _Blamed(number, given, _reached(tainted, "given", given))
     if total.origins:
@@ -270,7 +270,7 @@ def _blame(tracker: TaintTracker, tainted: Sequence[tuple[str, Taint]]) -> _Blam
 
 
 def _written(what: str, found: Sequence[tuple[str, Taint]]) -> _Written:
-    numbers = [number for _, taint in found for number in taint.writers]
+    numbers = [number for _, taint in found for number in taint.written_readers]
     return _Written(what, tuple(path for path, _ in found), min(numbers, default=None))
 
 

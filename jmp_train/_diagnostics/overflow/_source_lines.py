@@ -60,7 +60,7 @@ def user_line(site: Site) -> Line | None:
 
 
 def between_user_and_jax(site: Site) -> str | None:
-    """What stands between the user's line and the equation: a library's `file:line (function)`, or a rule."""
+    """What stands between the user's line and the equation: a library's `file:line (function)`, or a backward rule."""
     own, frames = user_line(site), list(frames_of(site.node))
     names = {function for function, _, _ in frames}
     # The equations of a `custom_vjp`'s backward rule are recorded from inside JAX, without the user's frames.

@@ -41,15 +41,15 @@ class Taint(NamedTuple):
       origins, nan_origins: numbers of equations in the order they ran, from 1.
       given: the arguments and captured arrays that brought non-finite values, by their positions in
         `TaintTracker.given`.
-      readers: the equations that read such a value, but for those that move or cast it.
-      writers: the same of an infinity or NaN that is written in the program.
+      given_readers: the equations that read such a value, but for those that only move or cast it.
+      written_readers: the same for an infinity or NaN that is written in the program.
     """
 
     origins: frozenset[int] = frozenset()
     nan_origins: frozenset[int] = frozenset()
     given: frozenset[int] = frozenset()
-    readers: frozenset[int] = frozenset()
-    writers: frozenset[int] = frozenset()
+    given_readers: frozenset[int] = frozenset()
+    written_readers: frozenset[int] = frozenset()
 
     def union(self, other: Taint) -> Taint:
         return Taint(*(_earliest(a | b) for a, b in zip(self, other, strict=True)))
@@ -59,9 +59,12 @@ UNTAINTED = Taint()
 
 
 class Tag(NamedTuple):
-    """Of a value: whether it is non-finite, its taint, and whether its 16 bits were asked for by the user.
+    """What is remembered of a value.
 
-    Of a boolean the taint is that of the values that were tested.
+    Attributes:
+      nonfinite: whether it holds an infinity or NaN.
+      taint: where that comes from; of a boolean, the taint of the values that were tested.
+      narrowed_by_user: whether it has 16 bits because the program itself asks for them, rather than autocast.
     """
 
     nonfinite: bool
@@ -70,8 +73,13 @@ class Tag(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Of an origin: whether the program itself, rather than autocast, computes it in 16 bits; whether it is a forward
-    equation that only the backward pass uses; and whether it is in a backward pass."""
+    """What is remembered of an origin.
+
+    Attributes:
+      narrowed_by_user: whether the program itself, rather than autocast, computes it in 16 bits.
+      derivative: whether it is a forward equation that only the backward pass uses.
+      backward: whether it is in a backward pass.
+    """
 
     narrowed_by_user: bool
     derivative: bool
@@ -86,7 +94,7 @@ class TaintTracker(Watcher):
       given: the arguments; and the captured arrays that hold infinities or NaN, as they are met.
       ran: how many equations have run; an equation's number is this when it ran, from 1.
       origins: the origins and NaN origins, by number.
-      checks: of values whose finiteness the program itself asked for: the answer, and the taint.
+      checks: for each value that the program itself tests for being finite: the answer, and the value's taint.
       first_uses: by position in `given`, the first equation that used it.
       scopes: the scopes of all equations.
       loss_scale: the largest loss scale of this package that multiplied anything; 1 without.
@@ -195,8 +203,8 @@ class TaintTracker(Watcher):
             Taint(
                 origins=this if is_origin else none,
                 nan_origins=this if is_nan_origin else none,
-                readers=this if reads and taint.given else none,
-                writers=this if reads and not taint.given else none,
+                given_readers=this if reads and taint.given else none,
+                written_readers=this if reads and not taint.given else none,
             )
         )
 
@@ -252,8 +260,8 @@ def _selected(arrays: Sequence[Any], nonfinite: Sequence[bool]) -> list[bool]:
 
 
 def _by_element(arrays: Sequence[Any], nonfinite: Sequence[bool], output: Any) -> tuple[list[bool], bool, bool]:
-    """Of an elementwise primitive: which operands taint the result, and whether some element of it originates here, and
-    whether some NaN does."""
+    """For an elementwise primitive: which operands taint the result, whether some element of it became non-finite here,
+    and whether some became NaN here from infinities."""
     out, nan = _nonfinite(output), np.isnan(to_host(output))
     elements = [np.broadcast_to(_nonfinite(array), out.shape) for array in arrays]
     before = np.any(elements, axis=0)
