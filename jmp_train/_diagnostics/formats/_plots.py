@@ -30,7 +30,7 @@ _MARGIN = 0.03  # of the range of exponents, left empty at both ends
 
 
 def plot_exponents(
-    histogram_or_tree: Any, dtype: DTypeLike = "float16", loss_scale: Any = None, ax: Axes | None = None
+    tree_or_histogram: Any, dtype: DTypeLike = "float16", loss_scale: Any = None, ax: Axes | None = None
 ) -> Axes:
     """Draws the share of values at every exponent, over the regions where a 16- or 8-bit format loses them.
 
@@ -39,7 +39,7 @@ def plot_exponents(
     counted together; the shares are of the finite non-zero values, on a logarithmic axis.
 
     Args:
-      histogram_or_tree: an `ExponentHistogram`, or any pytree of arrays.
+      tree_or_histogram: any pytree of arrays, or an `ExponentHistogram`.
       dtype: float16, bfloat16 or an 8-bit format.
       loss_scale: S: a number, an array, a loss scale, or `None` for the values as they are.
       ax: where to draw; by default a new figure.
@@ -61,7 +61,7 @@ def plot_exponents(
     ['zero in float16', 'subnormal in float16']
     """
     target = target_format(dtype)
-    histogram = histogram_or_tree
+    histogram = tree_or_histogram
     if not isinstance(histogram, ExponentHistogram):
         histogram = exponent_histogram(histogram)
     check_single(histogram.counts, "histogram")

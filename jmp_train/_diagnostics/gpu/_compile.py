@@ -184,7 +184,7 @@ def compile_for_gpu(
 
 def compile_lowered(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, bool]:
     """Compiles a lowered function; also returns whether XLA could use Triton for its products, or cuBLAS only."""
-    options: dict[str, str | int] = {
+    options: dict[str, Any] = {
         "xla_gpu_autotune_level": 0,  # autotuning times kernels, for which it needs a GPU
         "xla_gpu_cuda_data_dir": _cuda_without_assembler().name,
         # JAX's persistent cache ignores the directory in its keys, not this level: no program to run is found there.

@@ -406,10 +406,10 @@ def _product_table(report: GPUReport) -> str:
         found[key] += each.flops * each.times
         number[key] += each.times
     total = max(report.flops, 1)  # the FLOPs of an attention may be unknown
-    rows = [
-        (*what, str(number[*what, unit]), f"{flops / 1e9:.4g}", f"{flops / total:.1%}", unit)
-        for (*what, unit), flops in found.most_common()
-    ]
+    rows = []
+    for key, flops in found.most_common():
+        kind, operands, result, unit = key
+        rows.append((kind, operands, result, str(number[key]), f"{flops / 1e9:.4g}", f"{flops / total:.1%}", unit))
     return columns(("product", "operands", "result", "runs", "GFLOP", "share", "on"), rows)
 
 

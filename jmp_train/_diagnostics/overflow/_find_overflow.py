@@ -368,8 +368,9 @@ def _too_narrow(call: Call, blamed: _Blamed) -> str | None:
     """The first of the results reached that its own 16 bits cannot hold, were everything before it in float32."""
     wide = Interpreter(call.interpreter.jaxpr, wide=True).run(call.args, Watcher())
     for path, value, aval in zip(call.out_paths, wide, call.interpreter.jaxpr.out_avals, strict=True):
+        dtype = getattr(aval, "dtype", None)
         if (path or "the result") in blamed.reached and is_narrow(aval):
-            if not has_nonfinite(value.array) and has_nonfinite(value.array.astype(aval.dtype)):
+            if not has_nonfinite(value.array) and has_nonfinite(value.array.astype(dtype)):
                 return repr(path) if path else "the result"
     return None
 
