@@ -1,4 +1,4 @@
-"""Names and facts of the floating formats, and the one cast everything else is made of.
+"""Names and limits of the floating formats, and the one cast that all other casts use.
 
 Decides which names mean which dtype, what each format can hold, and which leaves of a tree a cast touches. Does not
 decide which dtype goes where (see `_policy.py`), and never looks at a device: `half` is float16 everywhere.
@@ -188,7 +188,7 @@ def facts(dtype: DTypeLike) -> Format:
 
 
 def at_least_float32(dtype: DTypeLike) -> np.dtype:
-    """The dtype itself if it is 32 bits or wider, float32 otherwise: what sums of such numbers are computed in.
+    """The dtype in which sums of such numbers are computed: the dtype itself if it is 32 bits or wider, else float32.
 
     As `jnp.promote_types(dtype, float32)`, which raises under `jax_numpy_dtype_promotion="strict"`.
 
@@ -201,8 +201,8 @@ def at_least_float32(dtype: DTypeLike) -> np.dtype:
 def is_floating(leaf: Any) -> bool:
     """Returns whether `leaf` is an array, NumPy scalar or `ShapeDtypeStruct` of real floating numbers, of any width.
 
-    Integers, bools, PRNG keys, complex numbers, `float0`, Python scalars (they have no dtype of their own: JAX lets
-    them follow what they meet) and all other objects are not.
+    Integers, bools, PRNG keys, complex numbers, `float0` and all other objects are not. Python scalars are not either:
+    they have no dtype of their own, since JAX promotes them to the dtype of the other operand.
 
     >>> is_floating(jnp.ones(3)), is_floating(jax.ShapeDtypeStruct((3,), jnp.bfloat16)), is_floating(np.float16(1))
     (True, True, True)
@@ -234,10 +234,10 @@ def cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
 def cast_floating(tree: Tree, dtype: DTypeLike) -> Tree:
     """Casts the floating leaves of `tree` to `dtype` and leaves everything else alone.
 
-    Cast are JAX and NumPy arrays, NumPy scalars and `ShapeDtypeStruct`s of 16, 32 or 64 bits; a NumPy array stays one.
-    A leaf that already has the dtype is returned itself, not a copy. Passed through are integers, bools, PRNG keys,
-    complex numbers, `float0`, `None`, Python scalars and objects that are no arrays. So are floats of 8 bits and
-    fewer: someone chose them as storage, and their scale is kept elsewhere, so that a cast would yield wrong numbers.
+    It casts JAX and NumPy arrays, NumPy scalars and `ShapeDtypeStruct`s of 16, 32 or 64 bits; a NumPy array stays one.
+    A leaf that already has the dtype is returned itself, not a copy. Integers, bools, PRNG keys, complex numbers,
+    `float0`, `None`, Python scalars and objects that are no arrays pass through. Floats of 8 bits and fewer pass
+    through too: they are a storage format whose scale is kept elsewhere, so that a cast would yield wrong numbers.
 
     Args:
       tree: any pytree.

@@ -1,6 +1,6 @@
-"""The parameters of a model that is only run: in 16 bits, checked.
+"""Trained parameters cast to 16 bits for inference, with a check that none overflows.
 
-Decides what becomes of trained parameters for inference. Does not decide how the function that uses them is exported;
+Decides how trained parameters are cast for inference. Does not decide how the function that uses them is exported;
 that is `jax.export`.
 """
 
@@ -20,19 +20,20 @@ Tree = TypeVar("Tree")
 
 
 def export_params(params: Tree, policy: Policy | str) -> Tree:
-    """Returns the parameters in what they compute in: half the bytes to store, send and read for inference.
+    """Returns the parameters in the dtype in which they compute: half the bytes to store, send and read for inference.
 
-    The cast of `policy.cast_to_compute`, overrides included, and a check that it loses no magnitude: a parameter beyond
-    65,504 would silently be infinite in float16. Give it the parameters alone. BatchNorm's statistics are no parameters
-    and stay in float32, as in training; a variance can exceed float16's range.
+    Casts as `policy.cast_to_compute` does, overrides included, and checks that no parameter overflows: a parameter
+    beyond 65,504 would silently be infinite in float16. Pass the parameters alone. BatchNorm's statistics are no
+    parameters and stay in float32, as in training; a variance can exceed float16's range.
 
-    Run them under `autocast`, which reads 16-bit parameters as they are and keeps what needs range wide, as it does in
-    training: softmax and the statistics of norms. A model whose layers choose their own dtype runs them itself.
+    Run the model under `autocast`, which reads 16-bit parameters as they are and keeps the operations that need range
+    in float32, as in training: softmax and the statistics of norms. A model whose layers choose their own dtype needs
+    no `autocast`.
 
     Args:
       params: trained parameters: a tree of arrays, an `nnx.State`, or `master_params(opt_state, params)`. Traced values
         and `ShapeDtypeStruct`s are cast without the check.
-      policy: a `Policy`, or a name for `get_policy`; its compute dtype and `overrides` are what counts.
+      policy: a `Policy`, or a name for `get_policy`; only its compute dtype and `overrides` are used.
 
     Raises:
       ValueError: a parameter is finite and its cast is not; a glob of `overrides` matches nothing.

@@ -19,11 +19,11 @@ from ._values import check_reduced
 
 T = TypeVar("T")
 
-# Leaves of up to 2^16 elements are checked 32 to a kernel. Reading one takes a GPU 0.05 us and starting a kernel a few,
-# so that 1,000 separate checks cost more than the optimizer's arithmetic. 32, because XLA computes smaller groups in
-# the kernels that make the leaves, and stores for them what it would compute twice: with 16, ResNet-50's step moves 1 %
-# more bytes. A larger leaf stays alone: then XLA lets its check share one pass with a gradient norm, and leaves sharded
-# in different ways are not exchanged between devices to be checked together.
+# Leaves of up to 2^16 elements are checked 32 to a kernel. A GPU reads such a leaf in 0.05 us but takes a few us to
+# start a kernel, so that 1,000 separate checks cost more than the optimizer's arithmetic. Groups have 32 leaves,
+# because XLA computes the check of a smaller group in the kernels that make the leaves, and stores values that it would
+# otherwise compute twice: with 16, ResNet-50's step moves 1 % more bytes. A larger leaf is checked alone: then its
+# check can share one pass with a gradient norm, and leaves sharded in different ways are not exchanged between devices.
 _SMALL_LEAF = 2**16
 _LEAVES_PER_KERNEL = 32
 

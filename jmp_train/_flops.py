@@ -1,7 +1,7 @@
-"""How much arithmetic a product is: the FLOPs of dots and convolutions, from their shapes.
+"""The FLOPs of dots and convolutions, from their shapes.
 
-Decides the count for one run of one operation. Does not decide how often a loop runs it, nor what it runs in; see
-`_explain/_operations.py`.
+Decides the count for one run of one operation. Does not decide how often a loop runs it, nor in which dtype it runs;
+see `_explain/_operations.py`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ def product_flops(primitive: str, operands: Sequence[Shape], result: Shape, para
     """Returns the FLOPs of a dot or a convolution, a multiplication and an addition each counted; 0 for all others.
 
     Every element of the result is a sum over K products, hence 2 * K * size(result), with K the contracted dimensions
-    of a dot, and the window times the input channels of one group of a convolution. Padding to the input's size is
-    counted as if it were data. More of it is not, nor are the zeros that a dilation inserts: a transposed convolution,
-    and either gradient of a convolution, has the FLOPs of the convolution it belongs to.
+    of a dot, and the window times the input channels of one group of a convolution. Padding up to the input's size is
+    counted as if it were data. Padding beyond that is not counted, nor are the zeros that a dilation inserts: a
+    transposed convolution, and either gradient of a convolution, has the FLOPs of the convolution it belongs to.
 
     Args:
       primitive: its name.
       operands: their shapes; left and right come first.
-      result: the shape of what comes out.
+      result: the shape of the result.
       params: the primitive's parameters, as the jaxpr has them.
 
     >>> product_flops("dot_general", [(8, 4), (4, 2)], (8, 2), {"dimension_numbers": (((1,), (0,)), ((), ()))})

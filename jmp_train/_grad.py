@@ -1,7 +1,7 @@
 """Gradients under a policy: the scaled, mixed-precision counterpart of `jax.value_and_grad`.
 
-Decides the order of a gradient's life: scale the loss, differentiate, run all of that under autocast, unscale in
-float32. No scaled number leaves this file. Does not decide which operation runs in which dtype (`_autocast`), how large
+Decides the order of the steps: scale the loss, differentiate, run both under autocast, unscale in float32. No scaled
+number leaves this file. Does not decide which operation runs in which dtype (`_autocast`), how large
 the scale is (`_loss_scale.py`) nor what happens to a step whose gradients are not finite (`_optimizer.py`).
 """
 
@@ -52,9 +52,9 @@ def value_and_grad(
         grad = 1/S * d/dp [S * loss_fn(p)]
 
     and runs all of it, forward and backward, in mixed precision: `loss_fn` and the model it calls stay as they are,
-    written for float32. Differentiating comes first and autocast second, so that every sum of the backward pass is seen
-    and accumulates in float32. The unscaling is done in float32. The policy's `matmul_precision` holds throughout; its
-    `output_dtype` is for models to use.
+    written for float32. The loss is differentiated first and autocast second, so that autocast sees every sum of the
+    backward pass and accumulates it in float32. Gradients are unscaled in float32. The policy's `matmul_precision`
+    holds for the whole computation; `output_dtype` is not applied here, but is there for models to use.
 
     Args:
       loss_fn: a function that returns the loss, a real floating scalar `[]`, or `(loss, aux)`. It is traced, as under
@@ -64,8 +64,8 @@ def value_and_grad(
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       autocast: whether to move the operations of `loss_fn` and of its derivative to the compute dtype by the rules of
         `jmp_train.autocast`. If `False`, the differentiated arguments are cast to the compute dtype (or their override;
-        float64 stays unless the policy stores parameters in it), everything else arrives as it is given, and the model
-        decides by its own dtypes.
+        float64 stays unless the policy stores parameters in it), all other arguments are passed as given, and the
+        dtypes of the model's own layers decide.
       rules: which operations run in the compute dtype, for autocast; `None` for `DEFAULT_RULES`.
       axis_name: the axis, or axes, of an enclosing `jax.shard_map` or `jax.pmap` over which the batch is spread.
         `loss_fn` then returns the mean loss of this device's part, and loss and gradients are averaged over the devices
@@ -79,7 +79,7 @@ def value_and_grad(
     Returns:
       A function of `loss_fn`'s arguments and keywords, and of the keyword `loss_scale` (a `LossScale`; required where
       the policy or a differentiated leaf is float16). It returns `(loss, grads)` or `((loss, aux), grads)`:
-      loss: float32 `[]` (float64 if the loss was): the true loss, unscaled, finite even where the scaled one was not.
+      loss: float32 `[]` (float64 if the loss was): the unscaled loss, finite even if the scaled one was not.
       aux: as `loss_fn` returned it.
       grads: shaped like the differentiated arguments, unscaled, float32 (float64 and complex stay what they are; see
         `allow_int`). They hold infinities or NaN where float16 overflowed; `with_loss_scale` skips such a step.
@@ -87,8 +87,8 @@ def value_and_grad(
     Raises:
       TypeError: `policy`, `argnums`, `rules` or `loss_scale` is something else, the loss scale is missing under
         float16, the loss is not a real floating scalar, a differentiated leaf is not floating or complex, an
-        argument holds an NNX module, which `flax_bridge.value_and_grad` is for, or `loss_fn` needs an argument
-        `loss_scale` of its own.
+        argument holds an NNX module (use `flax_bridge.value_and_grad`), or `loss_fn` needs an argument `loss_scale` of
+        its own.
       ValueError: `axis_name` names no enclosing axis, JAX can tell that the loss was averaged over it already, or the
         loss scale is not one number.
 
@@ -168,13 +168,13 @@ def _scaled_grad(
     kwargs: Mapping[str, Any],
     cast: Callable[[Sequence[Any]], Sequence[Any]] = lambda args: args,
 ) -> tuple[Any, tuple[jax.Array, Any]]:
-    """Returns the gradient of the scaled loss of `args` and `kwargs`, and the true loss and aux."""
+    """Returns the gradient of the scaled loss of `args` and `kwargs`, and the unscaled loss and aux."""
 
     def scaled_loss_fn(*args: Any) -> Any:
         loss, aux = split_result(loss_fn(*cast(args), **kwargs), has_aux)
         check_local(loss, axes)
         loss = jnp.asarray(loss)
-        # The true loss travels as aux: dividing the scaled one by S would not undo an overflow.
+        # The unscaled loss is returned as aux: dividing the scaled one by S would not undo an overflow.
         return scale_loss(loss), (loss, aux)
 
     chosen = (argnums,) if isinstance(argnums, int) else argnums
@@ -187,8 +187,8 @@ def _scaled_grad(
 def _under_autocast(
     scaled_grad: Callable[..., Any], policy: Policy, rules: Rules | None, chosen: Sequence[int]
 ) -> Callable[..., Any]:
-    # The program has the scale as its first argument, then the number of a static one, and one for all keywords. As a
-    # literal of the program that number would be taken for one of the model's, whose products do not become infinite.
+    # The program's arguments are the scale, then the number of a static scale, then one for all keywords. As a literal
+    # of the program that number would be taken for a literal of the model, which autocast keeps from becoming infinite.
     def program(scale: LossScale, number: ArrayLike | None, kwargs: Any, *args: Any) -> Any:
         scale_loss = scale.scale if number is None else functools.partial(multiply, scale=number)
         grads, (loss, aux) = scaled_grad(scale_loss, reveal_static(args), reveal_static(kwargs))

@@ -1,4 +1,4 @@
-"""What may go into `value_and_grad` and come out of a loss function, and the sentence for everything else.
+"""Which arguments of `value_and_grad` and which results of a loss function are accepted, and the errors for all others.
 
 Decides what is accepted. Does not decide what is computed; see `_grad.py`.
 """
@@ -20,7 +20,7 @@ from ._values import as_argnums, check_callable
 
 
 def split_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
-    """Returns the loss, an array or a number, and what came with it."""
+    """Returns the loss, an array or a number, and aux."""
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(
             f"`loss_fn` must return the pair (loss, aux) because has_aux=True, got {_describe(result)}; "
@@ -68,7 +68,7 @@ def own_loss_scale(loss_fn: Any) -> float:
     inf
     """
     try:
-        # Not of what a decorator wraps: the wrapper may pass that the argument itself.
+        # Not the signature of the function that a decorator wraps: the wrapper may pass the argument itself.
         parameters = inspect.signature(loss_fn, follow_wrapped=False).parameters
     except (TypeError, ValueError):  # a callable without a signature
         return 0
@@ -95,7 +95,7 @@ def check_argnums(argnums: Any) -> int | tuple[int, ...]:
 
 
 def check_no_modules(arguments: Any) -> None:
-    """Raises for modules, of which the traced program gets a copy: what the loss function changes in it is lost."""
+    """Raises for modules: the traced program gets a copy, so that changes which the loss function makes are lost."""
     for node in jax.tree.leaves(arguments, is_leaf=_is_nnx_module):
         if _is_nnx_module(node):
             raise TypeError(

@@ -4,8 +4,8 @@ Decides how a traced program is flattened, how one of its operations is run agai
 Does not decide any dtype; see `_autocast`. Nothing else in the package imports `jax.extend`.
 
 The interfaces used are `jax.extend.core` and `jax.extend.source_info_util`, public though not frozen; they are the
-part of JAX's interpreter machinery that has survived releases (eval loops do, `Trace` subclasses do not). For
-`_stochastic_rounding.py` there is the primitive of JAX's random numbers beside them.
+part of JAX's interpreter machinery that has survived releases (eval loops do, `Trace` subclasses do not). The primitive
+of JAX's random numbers is imported here too, for `_stochastic_rounding.py`.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ JAX_FOLDER = os.path.dirname(jax.__file__) + os.sep
 FULL_PRECISION_MARK = "jmp_train_full_precision"
 LOW_PRECISION_MARK = "jmp_train_low_precision"
 
-# Call primitives whose body is the parent's business: they change nothing but the name stack.
+# Call primitives whose bodies are inlined: they change nothing but the name stack.
 _INLINED = frozenset({"jit", "closed_call", "call", "eval_jaxpr"})
 # Calls that change when their body runs or how it is differentiated, but not what it computes.
 CALLS = frozenset({"remat2", "custom_jvp_call", "custom_vjp_call"})
-# Whose one body runs once: on the operands, or on what each device has of them.
+# Equations with one body that runs once: on the operands, or on each device's part of them.
 RUN_ONCE = CALLS | {"shard_map"}
 _WITH_ONE_BODY = RUN_ONCE | {"jit"}
 LOOPS = frozenset({"scan", "while"})
 BARRIER = "optimization_barrier"  # of any number of values: each result is the operand of the same place
-# What each scatter does with the element that is there and the update.
+# The function by which each scatter combines the operand's element and the update.
 _COMBINE = {
     "scatter": lambda old, new: new,
     "scatter-add": jax.lax.add,
@@ -62,11 +62,12 @@ class Scope:
 
     Attributes:
       name_stack: as JAX records it.
-      called_at: where the outermost of JAX's own functions around it was called, `None` outside of these. JAX jits most
-        of `jax.numpy`, and a traceback that is recorded inside begins there: it has no line of the user's.
+      called_at: where the outermost of JAX's own functions around its nodes was called, `None` if there is none. JAX
+        jits most of `jax.numpy`, and a traceback that is recorded inside a `jit` begins there, without the user's line.
       is_backward: whether its nodes were made by transposing, that is, belong to a backward pass.
-      in_jvp: whether they were made by differentiating forward, with the function itself or beside it.
-      is_recomputed: whether they are of the forward pass, run again in the backward pass by rematerialization.
+      in_jvp: whether its nodes were recorded under forward-mode differentiation: primal and tangent operations.
+      is_recomputed: whether its nodes belong to the forward pass that rematerialization runs again in the backward
+        pass.
     """
 
     def __init__(self, name_stack: Any, called_at: Any):
@@ -111,7 +112,7 @@ class FlatJaxpr:
 
     Attributes:
       avals: one abstract value per number.
-      known: numbers whose value is known, literals and captured arrays, with that value.
+      known: the values that are known, literals and captured arrays, by their numbers.
       captured: the numbers among `known` that are captured arrays (or tracers) rather than literals.
       inputs, outputs: numbers, in the order of the jaxpr's arguments and results.
     """
@@ -169,8 +170,8 @@ def with_programs(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[
     def new(item: Any) -> Any:
         return change(item) if isinstance(item, (ClosedJaxpr, Jaxpr)) else item
 
-    # Only parameters that `change` replaced, so that an equation whose programs stay can stay itself. To JAX a program
-    # is a leaf, so that `jax.tree.map` reaches it as it is, or in a tuple, named or not.
+    # Only parameters that `change` replaced: an equation whose programs stay can then be kept. `jax.tree.map` reaches a
+    # program alone or in a tuple, named or not, because a program is a leaf to JAX.
     return {
         name: jax.tree.map(new, value)
         for name, value in params.items()
@@ -310,7 +311,7 @@ def _each_array(device_put: JaxprEqn) -> Iterator[JaxprEqn]:
 
 
 def last_reads(steps: Sequence[tuple[Collection[int], Collection[int]]], alive: Iterable[int]) -> list[list[int]]:
-    """For each step, given what it reads and makes, the values that nothing reads afterwards but for those `alive`."""
+    """For each step, given the values that it reads and makes, those not `alive` that no later step reads."""
     alive, dying = {*alive}, []
     for reads, made in reversed(steps):
         touched = {*reads, *made}
@@ -450,7 +451,7 @@ def plain_scope(stack: str) -> str:
 
 
 def leave_out_of_source_lines(path: str) -> None:
-    """Names the caller of the functions in a file or folder as the source of what they record, as for JAX's own."""
+    """Makes JAX name the caller as the source of equations that functions in `path` record, as for JAX's own files."""
     source_info_util.register_exclusion(path)
 
 

@@ -1,7 +1,7 @@
 """The loss scales: the number that multiplies the loss so that 16-bit gradients neither vanish nor overflow.
 
-Decides how large the scale is and how it moves: `NoOpLossScale`, `StaticLossScale`, `DynamicLossScale`. Does not decide
-what a finite gradient is, nor what a skipped step leaves alone; see `_finite.py` and `_optimizer.py`.
+Decides how large the scale is and how it changes: `NoOpLossScale`, `StaticLossScale`, `DynamicLossScale`. Does not
+decide what a finite gradient is, nor what a skipped step leaves unchanged; see `_finite.py` and `_optimizer.py`.
 
 Float16 holds normal numbers down to 2^-14 and subnormal ones down to 2^-24; below, gradients are zero. Since
 differentiation is linear, multiplying the loss by S multiplies every gradient by S, and dividing by S in float32
@@ -105,7 +105,7 @@ class StaticLossScale:
 
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
-    """A loss scale that looks for the largest value that keeps gradients finite.
+    """A loss scale that searches for the largest value at which gradients are finite.
 
     With scale S, counter c and remaining hysteresis h, one `adjust` does
 
@@ -113,11 +113,11 @@ class DynamicLossScale:
                      otherwise:                S <- min(S * growth_factor, max_loss_scale), c <- 0, h <- hysteresis
         non-finite:  c <- 0, h <- max(h - 1, 0);  where h is now 0:  S <- max(S * backoff_factor, min_loss_scale)
 
-    The three values that change are leaves of this pytree and have their dtype from the first moment. They are NumPy
-    scalars until a transformation's `init` puts them on a device, so building one starts no backend. The others are
-    static: part of the program, compared and hashed.
+    The three values that change (S, c, h) are leaves of this pytree and have a fixed dtype from the start. They are
+    NumPy scalars until a transformation's `init` puts them on a device, so that the constructor starts no backend. The
+    other fields are static: part of the program, compared and hashed.
 
-    The names elsewhere (Flax's DynamicScale grows one step later than its `growth_interval` says):
+    The names in other libraries (Flax's DynamicScale grows one step later than its `growth_interval` says):
 
         here               jmp               torch.amp.GradScaler   flax DynamicScale
         loss_scale         loss_scale        init_scale             scale
@@ -132,9 +132,9 @@ class DynamicLossScale:
       growth_factor: what S is multiplied by after `growth_interval` finite steps in a row.
       backoff_factor: what S is multiplied by after a non-finite step.
       growth_interval: in steps. An overflow costs one skipped step, so 2000 bounds their share by about 1/2000.
-      hysteresis: how many non-finite steps it takes before S backs off; 1 backs off on the first. Refilled on growth.
-      min_loss_scale: S never backs off below it. At 1 gradients are no more likely to overflow than without scaling,
-        so further overflows are the model's own.
+      hysteresis: the number of non-finite steps until S backs off; with 1 it does on the first. Reset when S grows.
+      min_loss_scale: S never backs off below it. At 1 gradients are no more likely to overflow than without scaling, so
+        that a further overflow comes from the model itself.
       max_loss_scale: S never grows above it. 2^24 lifts the smallest float16 subnormal to 1; at most 2^126, since the
         reciprocal of a larger scale is subnormal and flushed to zero.
       counter: c, finite steps since S last changed or a step was skipped, int32 `[]`.
@@ -188,7 +188,7 @@ class DynamicLossScale:
             since S itself exceeds what float16 holds; float64 and complex keep their dtype; other leaves are kept.
 
         Returns:
-          The scaled loss or losses. What is differentiated is this; what is logged is the loss.
+          The scaled loss or losses: differentiate these, but log the unscaled loss.
         """
         return multiply(tree, self.loss_scale)
 

@@ -1,10 +1,11 @@
 """An optimizer's state stored in bfloat16, stochastically rounded.
 
-Decides which leaves of a state are stored so, and keeps the transformation inside from seeing it: it reads and writes
-float32. Does not decide how a number is rounded; see `_stochastic_rounding.py`.
+Decides which leaves of a state are stored in 16 bits, and converts them, so that the transformation inside reads and
+writes float32. Does not decide how a number is rounded; see `_stochastic_rounding.py`.
 
-Moments move by less than bfloat16's last bit: Adam's second one falls by 0.1 % a step, where half of that bit is 0.2 %
-to 0.4 %. Rounded to the nearest number it never falls; rounded stochastically it falls on average by what it should.
+Moments change by less than bfloat16's last bit: Adam's second moment falls by 0.1 % per step, and half of that bit is
+0.2 % to 0.4 %. Rounded to the nearest number it never falls; rounded stochastically it falls by the right amount on
+average.
 """
 
 import functools
@@ -49,7 +50,7 @@ def with_low_precision_state(
     key: int | jax.Array = 0,
     where: Where | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer so that what it holds for each parameter takes two bytes instead of four.
+    """Wraps an optimizer so that each number of state that it holds for a parameter takes two bytes instead of four.
 
     With s the stored state, g gradients and p parameters, one update is
 
@@ -60,11 +61,11 @@ def with_low_precision_state(
     inside or around `with_stochastic_rounding` and `with_master_weights`:
     `with_loss_scale(with_stochastic_rounding(with_low_precision_state(adam)))`.
 
-    Stored in 16 bits are the float32 leaves that have the path and shape of a parameter at their end: moments, traces,
-    accumulated gradients. Left alone are scalars, counts, keys, what is smaller than the parameter (the factors of
-    Adafactor) or of another shape (preconditioners), and copies of the parameters, from which small differences are
-    taken (the starting point in Prodigy, the masters of `with_master_weights`). If none of many is stored so, a warning
-    names them.
+    The float32 leaves whose path ends with the path of a parameter, and that have its shape, are stored in 16 bits:
+    moments, traces, accumulated gradients. Other leaves stay as they are: scalars, counts, keys, leaves smaller than
+    the parameter (the factors of Adafactor) or of another shape (preconditioners), and copies of the parameters, from
+    which small differences are taken (the starting point in Prodigy, the masters of `with_master_weights`). If there
+    are leaves as large as parameters and none is stored in 16 bits, a warning names them.
 
     Args:
       inner: any optax transformation but L-BFGS, line searches and centred RMSProp, which take differences of what
@@ -133,7 +134,8 @@ def with_low_precision_state(
         updates = map_gradients(widen, updates)
         if not _rounds_parameters(state.inner_state):
             params = map_gradients(widen, params)
-        # Some are updated without parameters, or with a whole model; then a gradient has the type of its parameter.
+        # Some optimizers are updated without parameters, or with a whole model; then a gradient has the type of its
+        # parameter.
         has_types = params is not None and all(map(is_array, jax.tree.leaves(params)))
         _, leaves = plan_for(params if has_types else updates)
         values, structure = jax.tree.flatten(state.inner_state)
@@ -168,7 +170,7 @@ def _type_of(leaf: Any) -> Any:
 
 
 def _rounds_parameters(inner_state: Any) -> bool:
-    """Whether a wrapper inside has to see the parameters in their own dtype; it widens them itself."""
+    """Whether a wrapper inside must get the parameters in their own dtype, since it widens them itself."""
 
     def is_wrapper(node: Any) -> bool:
         return isinstance(node, MasterWeightsState | StochasticRoundingState)

@@ -63,13 +63,14 @@ def with_master_weights(
         m    <- m + u
         p    <- p + (round(m) - p)                       what `optax.apply_updates` does with the update returned
 
-    The master is the truth. The difference is taken in the masters' dtype and p is its rounding to the last bit, except
-    where an update changes a parameter's magnitude so much that p + (round(m) - p) itself rounds in float32; such an
-    error is below 2^-23 of the old parameter and gone after the next update, which starts from what p is then. A
-    float16 parameter whose master leaves the range is infinite, and no difference added to it makes it finite again.
+    The masters are the parameters of record. The difference is computed in the masters' dtype, and p is the rounding of
+    m to the last bit, except where an update changes a parameter's magnitude so much that p + (round(m) - p) itself
+    rounds in float32; such an error is below 2^-23 of the old parameter and gone after the next update, which starts
+    from the p that is there then. A float16 parameter whose master leaves the range is infinite, and no difference
+    added to it makes it finite again.
 
-    Leaves that are wide already get no copy, and their updates are the inner transformation's. It goes last in a
-    chain, since what follows would change the difference, and inside `with_loss_scale`:
+    Leaves that are wide already get no copy, and their updates are the inner transformation's. The wrapper goes last in
+    a chain, since a transformation after it would change the difference, and inside `with_loss_scale`:
     `with_loss_scale(with_master_weights(optax.chain(clip, adam)))`.
 
     A leaf without a master is `None` in the state, so `optax.tree_map_params`, as for shardings, needs
@@ -130,8 +131,8 @@ def master_params(opt_state: Any, params: Any = None) -> Any:
 
     Args:
       opt_state: a pytree with exactly one `MasterWeightsState`.
-      params: where leaves without a master come from; if left out they are `None`. Of the structure that `init` saw: of
-        an `nnx.Optimizer`, `nnx.as_pure(...)` of both arguments.
+      params: the parameters, from which leaves without a master are taken; without `params` they are `None`. It has the
+        structure that `init` saw: of an `nnx.Optimizer`, pass `nnx.as_pure(...)` of both arguments.
 
     Returns:
       A tree like the parameters.
@@ -155,8 +156,8 @@ def master_params(opt_state: Any, params: Any = None) -> Any:
 def sync_master_weights(opt_state: T, params: Any) -> T:
     """The optimizer state with masters equal to `params`: for callers who changed the parameters themselves.
 
-    Without it the next update would restore the old ones, since the masters are the truth. The masters' buffers are
-    fresh, so that the state returned and `params` may both be donated to the next step.
+    Without it the next update would restore the old parameters, since updates start from the masters. The masters get
+    new buffers, so that the state returned and `params` may both be donated to the next step.
 
     Args:
       opt_state: a pytree with exactly one `MasterWeightsState`.
@@ -261,7 +262,7 @@ def _is_no_master(node: Any) -> bool:
 
 
 def _map_masters(fn: Any, masters: Any, tree: Any) -> Any:
-    """`fn` of each master and the leaf at its place; what is there stays where there is no master."""
+    """`fn` of each master and the leaf at its place; a leaf without a master stays as it is."""
     return jax.tree.map(lambda m, x: m if _is_no_master(m) else fn(m, x), masters, tree, is_leaf=_is_no_master)
 
 
@@ -289,7 +290,7 @@ def _check_same_leaves(masters: Any, params: Any, of_16_bits: bool = False) -> N
 
 
 def _start(inner: optax.GradientTransformation, params: Any, wrapper: str) -> Any:
-    """The state of what is inside a wrapper, which the loss scale must be outside of."""
+    """The initial state of a wrapper's inner transformation, in which there must be no loss scale."""
     state = inner.init(params)
     if find_states(state):
         raise ValueError(

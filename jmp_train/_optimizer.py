@@ -1,7 +1,7 @@
 """Loss scaling as an optax transformation.
 
-Decides which steps are skipped, and that a skipped step leaves no trace. Does not decide how the scale moves
-(`_loss_scale.py`), and does not scale the loss: whoever differentiates reads the scale with `get_loss_scale`.
+Decides which steps are skipped, and that a skipped step changes nothing but the scale and its counters. Does not decide
+how the scale changes (`_loss_scale.py`), and does not scale the loss: `value_and_grad` does, given `get_loss_scale`.
 """
 
 from typing import Any
@@ -37,10 +37,11 @@ def with_loss_scale(
         S      <- S.adjust(finite)
 
     float32(g) widens 16-bit gradients (Adam's epsilon is zero in float16); wider ones keep their dtype, and so does
-    every leaf of s, but for integers that `inner` turns into fractions. The zero is -0.0, the one number that leaves
-    every parameter's bits alone when added (but for subnormal ones, where XLA flushes those to zero, as on CPUs).
+    every leaf of s, except integers that `inner` turns into fractions. The zero is -0.0, the only number that can be
+    added to any parameter without changing its bits (except to subnormal ones where XLA flushes these to zero, as on
+    CPUs).
 
-    **It goes outermost.** Everything that has state or changes a gradient belongs inside, where a skip covers it:
+    **It goes outermost.** A transformation that has state or changes gradients belongs inside, where a skip covers it:
     `with_loss_scale(optax.chain(clip, adamw))`, `with_loss_scale(optax.MultiSteps(adamw, 4))`. Otherwise
 
     - `chain(clip_by_global_norm(1.0), with_loss_scale(tx))` clips [inf, 1] to [nan, 0] and may hide the overflow;
@@ -48,17 +49,17 @@ def with_loss_scale(
     - `chain(with_loss_scale(tx), add_decayed_weights(0.1))` moves the parameters on a skipped step;
     - `MultiSteps(with_loss_scale(tx), 4)` keeps a NaN in its accumulator, which it resets by multiplying with 0.
 
-    After it only stateless maps that send zero to zero may follow, such as `optax.scale` by a positive number.
+    Only stateless maps that map zero to zero may follow it, such as `optax.scale` by a positive number.
 
     **Pass it the loss**, `tx.update(grads, opt_state, params, value=loss)`, and it counts the steps whose loss is
     infinite or NaN although the gradients are finite: a sum of squares may overflow in float16 where its derivative,
     2 x, does not. Such a step is applied, as it is without this wrapper; `step_metrics` has the count.
 
     Args:
-      inner: any optax transformation; `value`, `grad`, `value_fn` and other extra arguments reach it as they are. In
-        gradients that are not finite it sees zeros for the offending elements, so that loops inside it end. Beside
-        16-bit parameters it sees float32 gradients, which `novograd`, `galore`, `mechanize` and `apply_if_finite` (of
-        `adam`, say) refuse; inside of `with_master_weights` they see float32 parameters, too.
+      inner: any optax transformation; `value`, `grad`, `value_fn` and other extra arguments reach it as they are. It
+        gets zeros in place of gradient elements that are not finite, so that loops inside it end. With 16-bit
+        parameters it gets float32 gradients, which `novograd`, `galore`, `mechanize` and `apply_if_finite` (of `adam`,
+        say) refuse; inside `with_master_weights` these get float32 parameters, too.
       loss_scale: where to start, or `None` for `DynamicLossScale()`.
       axis_name: the axis, or axes, of an enclosing `shard_map`, `pmap` or `vmap` over which gradients may differ. If
         one device overflows all skip, and all scales and counts stay equal. Not needed under `jit` over a sharded mesh.
@@ -142,7 +143,7 @@ def _finite_on_all_devices(grads: Any, loss: Any, axes: Any) -> tuple[jax.Array,
 
 
 def _strongly_typed(leaf: Any) -> Any:
-    """A weakly typed number turns strong at the first update, and the second one would be traced anew."""
+    """The leaf without a weak type, which the first update would drop, so that the second would be traced anew."""
     number = isinstance(leaf, bool | int | float | complex)
     return jnp.asarray(leaf).astype(jnp.result_type(leaf)) if number or getattr(leaf, "weak_type", False) else leaf
 
@@ -150,8 +151,8 @@ def _strongly_typed(leaf: Any) -> Any:
 def _finite_elements(leaf: Any) -> jax.Array:
     """The gradient in at least float32, zero where it is not finite.
 
-    Element by element rather than all at once, so that it does not wait for the check: a norm taken inside the inner
-    transformation then shares one pass over the gradient with it.
+    Each element is tested by itself, so that nothing here waits for the check of the whole gradient: a norm that the
+    inner transformation computes then shares one pass over the gradient with that check.
     """
     wide = widen(leaf)
     return jnp.where(jnp.isfinite(wide), wide, jnp.zeros_like(wide))
@@ -186,7 +187,7 @@ def _update_or_zero(finite: jax.Array, update: Any) -> jax.Array:
 
 
 def _new_or_old_state(finite: jax.Array, new: Any, old: Any, integers: list[str]) -> Any:
-    """Selects the inner state; what only an update makes, as `optax.monitor` its measurements, was zero before.
+    """Selects the inner state; leaves that only an update makes, as `optax.monitor` does, count as zero before it.
 
     Args:
       finite: whether the new one is taken.
@@ -235,7 +236,7 @@ def _check_loss_scale(loss_scale: Any) -> LossScale:
 
 
 def _differentiated(params: Any) -> Any:
-    """The parameters that have gradients: of `optax.lookahead`'s two sets the fast one."""
+    """The parameters that have gradients: the fast ones of `optax.lookahead`'s two sets."""
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 

@@ -93,9 +93,9 @@ def missing_and_extra(tree: Any, like: Any) -> tuple[list[str], list[str]]:
 def glob_matches(glob: str, path: str) -> bool:
     """Returns whether the segments of `glob` match as many consecutive whole segments of `path`, at any depth.
 
-    Within a segment `*`, `?` and `[...]` mean what they do for files, upper and lower case differ, and no wildcard
-    crosses a slash. What is below a match is matched as well: the glob of a layer finds its parameters. A last segment
-    `.` leaves out what is below: `Net/.` is what stands in `Net` itself, `.` what stands in nothing.
+    Within a segment `*`, `?` and `[...]` have their meaning in file names, upper and lower case differ, and no wildcard
+    crosses a slash. Paths below a match are matched as well: the glob of a layer finds its parameters. With a last
+    segment `.` they are not: `Net/.` matches paths that end with `Net`, and `.` only the empty path.
 
     >>> glob_matches("BatchNorm*", "params/Block_1/BatchNorm_0/scale")
     True
@@ -117,7 +117,7 @@ def glob_matches(glob: str, path: str) -> bool:
 
 
 def pick(overrides: Iterable[Override], tree: Any, to_dtype: Callable[[DTypeLike], np.dtype]) -> list[np.dtype | None]:
-    """Returns what the last override with an opinion says, or `None`, for each of `jax.tree.leaves(tree)`.
+    """Returns for each of `jax.tree.leaves(tree)` the dtype of the last override that applies to it, or `None`.
 
     Raises:
       ValueError: a glob matches nothing in a tree that has leaves; the message names near misses.
@@ -137,11 +137,11 @@ def pick(overrides: Iterable[Override], tree: Any, to_dtype: Callable[[DTypeLike
 
 
 def to_overrides(value: OverridesLike, to_dtype: Callable[[DTypeLike], np.dtype]) -> tuple[Override, ...]:
-    """Returns overrides in their one form: a tuple of `(glob, np.dtype)` pairs and functions.
+    """Returns overrides in canonical form: a tuple of `(glob, np.dtype)` pairs and functions.
 
     Args:
       value: a dictionary, a function `(path, leaf) -> dtype | None`, or a sequence of pairs and functions.
-      to_dtype: brings a dtype to its one form, or raises.
+      to_dtype: returns the canonical form of a dtype, or raises.
 
     Raises:
       TypeError: something else.

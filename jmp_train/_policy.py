@@ -27,19 +27,20 @@ class Policy:
     dictionary key and a static argument of `jax.jit`. `str(policy)` can be read back by `get_policy`.
 
     Attributes:
-      param_dtype: what parameters are stored in.
-      compute_dtype: what the forward and backward pass run in.
-      output_dtype: what a model returns, and so what a loss is computed in.
-      reduce_dtype: what gradients are summed in, within a device and between devices.
+      param_dtype: the dtype in which parameters are stored.
+      compute_dtype: the dtype in which the forward and backward pass run.
+      output_dtype: the dtype that a model returns, and in which a loss is then computed.
+      reduce_dtype: the dtype in which gradients are summed, within a device and between devices.
       matmul_precision: how float32 products are computed, as in `jax.default_matmul_precision`: `"highest"` is true
-        float32, `"tensorfloat32"` allows TF32, a `jax.lax.DotAlgorithmPreset` may be named. `None`: JAX's default,
-        which on GPUs since Ampere allows TF32; under `autocast` in 16 bits, `"highest"` for what stays in float32.
+        float32, `"tensorfloat32"` allows TF32, a `jax.lax.DotAlgorithmPreset` may be named. `None` is JAX's default,
+        which on GPUs since Ampere allows TF32; under `autocast` in 16 bits it is `"highest"` for products that stay in
+        float32.
       overrides: other dtypes for some parameters; each is `(glob, dtype)` or a function `(path, leaf) -> dtype | None`,
-        and the last that speaks wins. `"BatchNorm*"` finds `params/Block_1/BatchNorm_0/scale`; a glob matches whole
-        segments at any depth. An override is what its leaves compute in; they are also stored in it unless it is
-        narrower than `param_dtype`, because a parameter that is stored narrow loses small updates. Under `autocast` a
-        parameter kept in float32 keeps the element-wise operations that it meets in float32, but a dot or convolution
-        that reads it still runs on operands in `compute_dtype`; `Rules` keep those wide.
+        and the last one that gives a dtype wins. `"BatchNorm*"` finds `params/Block_1/BatchNorm_0/scale`; a glob
+        matches whole segments at any depth. The dtype of an override is that in which its leaves compute; they are also
+        stored in it unless it is narrower than `param_dtype`, because a parameter that is stored narrow loses small
+        updates. Under `autocast`, elementwise operations that read a parameter kept in float32 run in float32, but a
+        dot or convolution that reads it still runs on operands in `compute_dtype`; keep those wide with `Rules`.
 
     Reference: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.
 
@@ -68,7 +69,7 @@ class Policy:
         matmul_precision: str | jax.lax.Precision | None = None,
         overrides: OverridesLike = (),
     ):
-        """Builds a policy; every argument is checked and brought to one form here, and no device is touched.
+        """Builds a policy; every argument is checked and canonicalised here, and no device is touched.
 
         Raises:
           ValueError: a dtype or precision that does not exist, is not floating, or has fewer than 16 bits.
@@ -84,7 +85,7 @@ class Policy:
         set_field(self, "overrides", to_overrides(overrides, _override_dtype))
 
     def cast_to_param(self, tree: Tree) -> Tree:
-        """Casts floating leaves to what they are stored in: `param_dtype`, or a wider override.
+        """Casts floating leaves to the dtype in which they are stored: `param_dtype`, or a wider override.
 
         See `cast_floating` for what is a floating leaf. Flax's `_overwrite_with_gradient` statistics are left alone.
 
@@ -94,7 +95,7 @@ class Policy:
         return self._cast(tree, [self._stored(dtype) for dtype in self.override_dtypes(tree)])
 
     def cast_to_compute(self, tree: Tree) -> Tree:
-        """Casts floating leaves to what they compute in: the override that matches, or `compute_dtype`.
+        """Casts floating leaves to the dtype in which they compute: the override that matches, or `compute_dtype`.
 
         Raises:
           ValueError: a glob of `overrides` matches nothing in a tree that has leaves. To cast a tree without the
@@ -103,7 +104,7 @@ class Policy:
         return self._cast(tree, [dtype or self.compute_dtype for dtype in self.override_dtypes(tree)])
 
     def cast_to_output(self, tree: Tree) -> Tree:
-        """Casts floating leaves to `output_dtype`; `overrides` are about parameters and have no say here.
+        """Casts floating leaves to `output_dtype`; `overrides` are for parameters and are ignored here.
 
         >>> get_policy("mixed_float16").cast_to_output(np.ones(2, np.float16))
         array([1., 1.], dtype=float32)
@@ -223,8 +224,8 @@ def get_policy(policy: str | Policy) -> Policy:
       `float32`, `O0`: everything in float32, and strictly so: no TF32.
       `tensorfloat32`: float32, with products in TF32 where the GPU has it.
       `mixed_float16`, `O1`: parameters and outputs in float32, computation in float16. Needs a loss scale.
-      `mixed_bfloat16`: the same in bfloat16; no loss scale needed, three digits less.
-      `float16`, `O3`; `bfloat16`: parameters and outputs too in 16 bits; for inference, and for knowing the top speed.
+      `mixed_bfloat16`: the same in bfloat16; no loss scale needed, three bits of precision less.
+      `float16`, `O3`; `bfloat16`: parameters and outputs too in 16 bits; for inference, and to know the top speed.
       `O2`: parameters in float16, outputs in float32; train it with `with_master_weights`. Apex's O2 also keeps
         BatchNorm's parameters in float32, which is `.replace(overrides={"BatchNorm*": "float32"})` where a model has
         such layers; their statistics are computed in float32 by autocast in any case.

@@ -1,6 +1,6 @@
-"""The state of `with_loss_scale`, and what one reads in it: the loss scale, and what to log.
+"""The state of `with_loss_scale`, and the functions that read it: the loss scale, and the metrics to log.
 
-Decides what is recorded of the steps. Does not decide what a step does; see `_optimizer.py`.
+Decides what is recorded about the steps. Does not decide what a step does; see `_optimizer.py`.
 """
 
 import enum
@@ -14,7 +14,7 @@ from ._loss_scale import DynamicLossScale, LossScale
 
 
 class ScaleStatus(enum.IntEnum):
-    """How the loss scale fares; the `status` of `step_metrics`."""
+    """The condition of the loss scale; the `status` of `step_metrics`."""
 
     OK = 0
     """The last step was applied."""
@@ -35,9 +35,9 @@ class LossScaleState(NamedTuple):
       skipped_steps: steps skipped so far, int32 `[]`.
       consecutive_skips: steps skipped since the last one applied, int32 `[]`.
       nonfinite_losses: steps applied so far whose loss was infinite or NaN although their gradients were finite,
-        int32 `[]`; of the steps that were given the loss, `update(..., value=loss)`.
+        int32 `[]`; counts only steps that were given the loss, `update(..., value=loss)`.
       last_overflow: which leaves of the gradient were non-finite at the last skip, bool `[n]` in the order of
-        `jax.tree.leaves(params)`. All false before the first skip; steps that are applied leave it alone.
+        `jax.tree.leaves(params)`. All false before the first skip; steps that are applied do not change it.
       overflow_counts: in how many skipped steps each leaf was non-finite, int32 `[n]`.
     """
 
@@ -72,7 +72,7 @@ def get_loss_scale(opt_state: Any) -> LossScale:
 
 
 def step_metrics(opt_state: Any) -> dict[str, jax.Array]:
-    """What to log after a step, as scalars; works inside `jit`, and nothing waits for the device.
+    """The metrics to log after a step, as scalars; works inside `jit`, and nothing waits for the device.
 
     Args:
       opt_state: as in `get_loss_scale`.

@@ -1,7 +1,7 @@
 """The arithmetic of scaling: a tree times S, a tree divided by S.
 
-Decides in which dtype the product is computed and returned, and that nothing is lost in it. Does not decide what S is;
-see `_loss_scale.py`.
+Decides in which dtype products and quotients are computed and returned, so that they lose nothing. Does not decide what
+S is; see `_loss_scale.py`.
 """
 
 from collections.abc import Callable

@@ -1,12 +1,12 @@
-"""Gradients on many devices: differentiate the local loss, then average in a dtype somebody chose.
+"""Gradients on many devices: differentiate the local loss, then average the gradients in `reduce_dtype`.
 
-Decides over which axes a gradient is averaged, where, and in what it crosses the wire. Does not decide whether a step
-is skipped; `with_loss_scale(axis_name=...)` makes all devices agree on that (`_optimizer.py`).
+Decides over which axes a gradient is averaged, where, and in which dtype it is sent. Does not decide whether a step is
+skipped; `with_loss_scale(axis_name=...)` makes all devices agree on that (`_optimizer.py`).
 
 In a `shard_map` that checks which values vary over its axes, JAX sums the gradient of a replicated parameter over the
 devices on its own, in the dtype that the parameter was cast to. A mean taken later is then a mean of equal sums. So the
-parameters are declared varying before they are differentiated, the gradient stays local, and the only sum is the one
-here.
+parameters are declared varying before the loss is differentiated: gradients then stay local, and the only sum over
+devices is the one in this file.
 """
 
 from collections.abc import Hashable, Sequence
@@ -50,7 +50,7 @@ def check_axes(axes: Sequence[Hashable]) -> None:
 
 
 def local(tree: T, axes: Sequence[Hashable]) -> T:
-    """`tree` declared to vary over `axes`, so that differentiating by it sums over no device; integers stay."""
+    """`tree` declared to vary over `axes`, so that its gradient is not summed over devices; integers stay."""
     manual = set(jax.sharding.get_abstract_mesh().manual_axes) & set(axes)  # the axis of a vmap has no such notion
 
     def declare(leaf: Any) -> Any:
@@ -81,10 +81,10 @@ def check_local(loss: ArrayLike, axes: Sequence[Hashable]) -> None:
 
 
 def mean_values(new: Sequence[Any], old: Sequence[Any], axes: Sequence[Hashable]) -> list[Any]:
-    """`new` values of a model's own, such as BatchNorm's statistics, equal on all devices of `axes` where `old` were.
+    """`new` values of a model's state, such as BatchNorm's statistics, made equal on all devices of `axes` as `old` is.
 
-    Floating and complex ones are averaged, in at least float32. Integers and keys are returned as they are, and so is
-    what was a device's own from the start, or is known to be equal already.
+    Floating and complex values are averaged, in at least float32. Integers and keys are returned as they are, and so
+    are values that differed between devices from the start, or that are known to be equal already.
     """
 
     def mean(after: Any, before: Any) -> Any:
@@ -102,17 +102,17 @@ def mean_gradients(grads: T, like: Any, axes: Sequence[Hashable], reduce_dtype: 
 
     Args:
       grads: gradients of the local mean loss; scaled or not.
-      like: what they are the gradients of, before `local`. A leaf that varied over an axis from the start, a shard of a
-        parameter that the loss gathers, has the gradients of all devices summed in its own by the transpose of that
-        gather: over such an axis the mean is a division, and nothing crosses the wire.
+      like: the values of which they are the gradients, before `local`. A leaf may vary over an axis from the start: a
+        shard of a parameter that the loss gathers. The transpose of that gather has already summed the gradients of all
+        devices, so that over such an axis the mean is a division, and nothing is sent.
       axes: the axes.
-      reduce_dtype: what floating gradients of 16 or 32 bits cross the wire in. A narrower one than float32 rounds
-        after the division, so that the sum of the devices' shares is in range where their mean is.
+      reduce_dtype: the dtype in which floating gradients of 16 or 32 bits are sent. If it is narrower than float32,
+        gradients are rounded after the division, so that the sum of the devices' shares is in range if the mean is.
 
     Returns:
-      A tree like `grads`, in the same dtypes, but for 16-bit gradients in float32: their mean is not rounded again.
-      Flax's `_overwrite_with_gradient` statistics, largest magnitudes and what follows from them, are the largest over
-      the devices. What is no gradient (float0, integers) is returned as it is.
+      A tree like `grads`, in the same dtypes, except that 16-bit gradients become float32: the mean is not rounded
+      again. Flax's `_overwrite_with_gradient` statistics (largest magnitudes, and scales computed from them) are the
+      largest over the devices. Leaves that are no gradients (float0, integers) are returned as they are.
     """
 
     def mean(path: Any, grad: Any, value: Any) -> Any:

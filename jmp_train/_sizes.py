@@ -68,7 +68,7 @@ def is_single(aval: Any) -> bool:
 
 
 def itemsize(dtype: Any) -> int:
-    """The bytes of a number; zero of an extended dtype that does not say, as those of Flax's fp8 scales.
+    """The bytes of one element; zero for an extended dtype without a size, such as those of Flax's fp8 scales.
 
     >>> itemsize(jax.numpy.dtype("float32")), itemsize(jax.random.key(0).dtype), itemsize(object())
     (4, 8, 0)
@@ -84,7 +84,7 @@ def size_in_bytes(aval: Any, dtype: Any = None) -> Any:
     >>> size_in_bytes(jax.ShapeDtypeStruct((2, 3), "float32"), jax.numpy.dtype("float16"))
     12
     """
-    # As `itemsize` has it, without the call: planning asks this of every value.
+    # The same as `itemsize` without a call, since planning asks for the size of every value.
     return math.prod(aval.shape) * getattr(dtype or aval.dtype, "itemsize", 0)
 
 

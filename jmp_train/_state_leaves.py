@@ -1,4 +1,4 @@
-"""What each leaf of an optimizer's state is: whose it is, whether it starts as a parameter, whether it can be stored.
+"""Each leaf of an optimizer's state: which parameter it belongs to, whether it starts as a copy, whether it may narrow.
 
 Decides which leaves are stored in 16 bits. Does not decide how; see `_low_precision_state.py`.
 """
@@ -17,7 +17,7 @@ from ._paths import check_glob, glob_matches, leaf_paths, nothing_matches
 
 Where: TypeAlias = str | Sequence[str] | Callable[[str, Any], bool]
 
-# The value passes through these as it is.
+# Primitives that return their operand's values.
 _SAME = frozenset({"copy", "convert_element_type", "device_put", "sharding_constraint", "optimization_barrier"})
 
 
@@ -28,7 +28,7 @@ class StateLeaf(NamedTuple):
       path: in that state.
       shape, dtype: as the transformation makes it.
       parameter: the path of the parameter that it belongs to and has the shape of, if there is one.
-      lane: how many leaves before it belong to the same.
+      lane: how many leaves before it belong to the same parameter.
       is_copy: whether it starts as a parameter.
       is_master: whether it is one of the copies of `with_master_weights`, which are the parameters.
     """

@@ -1,7 +1,7 @@
-"""Passing a tree with things in it that are no arrays through JAX's tracing.
+"""Passing a tree with leaves that are no arrays through JAX's tracing.
 
-Decides what counts as an array: what has a dtype of JAX's. Everything else (flags, strings, functions, Python numbers)
-is moved into the tree's structure, which JAX compares and remembers, and back.
+Decides what counts as an array: a leaf with one of JAX's dtypes. All other leaves (flags, strings, functions, Python
+numbers) are moved into the tree's structure, which JAX compares and caches by, and back.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ Tree = TypeVar("Tree")
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Static:
-    """A leaf turned structure. Equal to another of the same type and value; what cannot be compared is itself only."""
+    """A leaf as part of the structure, equal to one of the same type and value; if not comparable, to itself only."""
 
     value: Any
 
@@ -42,7 +42,7 @@ class _Static:
 
 
 def is_argument(leaf: Any) -> bool:
-    """Whether a leaf is an array or a number that JAX makes one of; a Python boolean is a flag, and says what to run.
+    """Whether a leaf is an array, or a number that JAX makes an array; a Python boolean is a static flag.
 
     >>> [is_argument(leaf) for leaf in (np.ones(2), 0.1, 3, True, "train")]
     [True, True, True, False, False]
@@ -51,7 +51,7 @@ def is_argument(leaf: Any) -> bool:
 
 
 def of_hidden(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` as a function of arguments that `hide_static` has been through."""
+    """`fn` as a function of arguments that `hide_static` returned."""
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -64,14 +64,14 @@ def of_hidden(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-# Of a number where Python needs one, and of one that is static in a `jit` of the user's own.
+# Parts of JAX's errors for a traced number where Python needs its value, or where a `jit` of the user has it static.
 _NEEDS_NUMBER = ("concrete value", "Non-hashable static arguments")
 
 
 def note_numbers(error: Exception, args: Any) -> None:
-    """Adds a note to JAX's errors about a number that Python code needs to know, and that is traced in `args`.
+    """Adds a note to JAX's errors about a number that Python code needs to know, but that is traced in `args`.
 
-    They speak of a `jit` with `static_argnums`.
+    JAX's own message advises `static_argnums` of a `jit`, which does not help here.
     """
     if any(sign in str(error) for sign in _NEEDS_NUMBER) and any(map(_is_traced_number, jax.tree.leaves(args))):
         error.add_note(

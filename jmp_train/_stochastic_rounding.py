@@ -45,16 +45,16 @@ def check_key(key: Any) -> Any:
 
 
 def start_key(key: Any) -> jax.Array:
-    """The data of a key of Threefry's, uint32 `[2]` in a buffer of its own, from what `check_key` lets through.
+    """The data of a Threefry key, uint32 `[2]` in a buffer of its own, from a key or seed that `check_key` accepts.
 
-    Data, which every library saves and restores; `noise_at` makes a key of it.
+    Plain data, because every library saves and restores it; `noise_at` makes a key of it.
     """
     if jnp.ndim(key) == 0 and not jnp.issubdtype(jnp.result_type(key), jax.dtypes.prng_key):
         return jax.random.key_data(jax.random.key(key, impl=_IMPLEMENTATION))
     data = jax.random.key_data(key)
     if data.shape == (2,):
         return jnp.array(data, copy=True)
-    # Of another generator, whose bits would depend on how arrays are divided.
+    # A key of another generator, whose bits would depend on how arrays are divided among devices.
     return jax.random.bits(key, (2,), np.uint32)
 
 
@@ -99,8 +99,7 @@ def round_stochastically(value: jax.Array, noise: jax.Array) -> jax.Array:
 
     bfloat16 is the upper half of float32. Uniform bits added to the lower half carry into the upper with exactly the
     probability that the lower half is of the distance between the neighbours, for either sign and for subnormals.
-    What is a bfloat16 number already stays what it is, and so do infinities and NaN. The derivative is that of the
-    mean, one.
+    Numbers that bfloat16 holds stay as they are, and so do infinities and NaN. The derivative is that of the mean: one.
 
     Args:
       value: float32.

@@ -1,8 +1,8 @@
-"""Who wrote an operation: what its Python traceback tells that the jaxpr does not.
+"""What the Python traceback of an operation says that the jaxpr does not.
 
 Decides, from the frames between the user's code and JAX, whether a cast was asked for by name and whether an operation
-is part of a user-written derivative rule that differentiation has already expanded. Best effort: tracebacks are for
-people, and the names of JAX's own frames may change; nothing but reports to people reads them.
+is part of a user-written derivative rule that differentiation has already expanded. This is best effort: the names of
+JAX's own frames may change, so that only reports to people use it, and no pass does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Frozen values: arguments checked and canonicalised once, and dataclasses that are pytrees.
 
-Decides how a bad number is reported and how a value is rebuilt inside `jit`. Does not decide which numbers are good
-for what; see `_loss_scale.py`.
+Decides how a bad number is reported and how a value is rebuilt inside `jit`. Does not decide which numbers are valid;
+see `_loss_scale.py`.
 """
 
 import math
@@ -35,7 +35,7 @@ def check_callable(argument: str, value: Any, instead: str) -> None:
     TypeError: `fn` must be callable, got [0, 1]; pass the function to compile.
     """
     if not callable(value):
-        # Not the whole of an array: gradients are passed for the function that gives them.
+        # Not a whole array: users pass gradients in place of the function that computes them.
         raise TypeError(f"`{argument}` must be callable, got {short_repr(value)}; {instead}.")
 
 

@@ -1,4 +1,4 @@
-"""What `assert_policy` can hold a program to; each function returns a check."""
+"""The checks that `assert_policy` can run on a program; each function returns a check."""
 
 from ._explain import no_wide_dots as no_wide_dots
 from ._explain import no_narrow_sums as no_narrow_sums
