@@ -1,6 +1,6 @@
-"""Flax: training states for Linen and NNX whose skipped steps leave nothing behind, and gradients of modules.
+"""Flax: training states for Linen and NNX in which a skipped step changes only the loss scale, and module gradients.
 
-Imported by those who use it, `from jmp_train import flax_bridge`; `import jmp_train` does not need Flax.
+Import it with `from jmp_train import flax_bridge`; `import jmp_train` does not need Flax.
 
 Checkpoints. A state is one pytree, so Orbax saves and restores it whole, loss scale and counters included, and a run
 resumes bit for bit. `tests/test_checkpoints.py` holds each of these:
@@ -16,7 +16,7 @@ resumes bit for bit. `tests/test_checkpoints.py` holds each of these:
     other devices   a template with other shardings
 
 `flax.serialization.to_bytes` and `from_bytes` write and read a `TrainState` too, once this package is imported, if its
-keys are those of `jax.random.PRNGKey`: Flax writes no typed keys, nor the `nnx.State` of an `NNXTrainState`.
+keys were made by `jax.random.PRNGKey`: Flax writes neither typed keys nor the `nnx.State` of an `NNXTrainState`.
 """
 
 from . import _serialization as _serialization

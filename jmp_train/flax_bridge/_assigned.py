@@ -74,15 +74,15 @@ def check_precise(model_state: Any, params: Any, given: Any) -> None:
 
 
 def forwarded_arguments(program: FlatJaxpr) -> list[int | None]:
-    """For each result of a program the position of the argument that it is, through calls, branches and loops.
+    """For each result of a program the position of the argument that it equals, through calls, branches and loops.
 
     >>> program = flatten(jax.make_jaxpr(lambda x, y: (y, x + 1, jax.checkpoint(lambda x: x)(x)))(1.0, 2.0))
     >>> forwarded_arguments(program)
     [1, None, 0]
     """
     ranks = [len(getattr(program.avals[number], "shape", ())) for number in program.inputs]
-    # Which argument a value is, and the order in which it has the argument's axes: `nnx.scan` over another axis than
-    # the first transposes, and back.
+    # The argument that a value equals, and the order in which it has the argument's axes: `nnx.scan` over another axis
+    # than the first transposes, and transposes back.
     arguments = {
         number: (i, tuple(range(rank))) for i, (number, rank) in enumerate(zip(program.inputs, ranks, strict=True))
     }
@@ -98,10 +98,10 @@ def forwarded_arguments(program: FlatJaxpr) -> list[int | None]:
 
 
 def _forwarded_by(node: Node) -> Iterator[tuple[int, int]]:
-    """The results of a node with a program inside that are operands, both by position."""
+    """The results of a node with a program inside that equal operands: the positions of both."""
     params = node.params
     if (loop := loop_of(node.eqn)) is not None:
-        # What is stacked of the rows of an operand is that operand.
+        # A stack of the rows of an operand equals the operand.
         _, consts, carry, skip, _ = loop
         for result, inside in enumerate(forwarded_arguments(flatten(loop.body))):
             if inside is not None and (inside == consts + result if result < carry else inside >= consts + carry):
@@ -112,6 +112,6 @@ def _forwarded_by(node: Node) -> Iterator[tuple[int, int]]:
     for result, (inside, *others) in enumerate(zip(*each, strict=True)):
         if inside is None or others.count(inside) < len(others):
             continue
-        # What a `shard_map` puts together as it took it apart is the same.
+        # A result that a `shard_map` joins by the spec by which it split the operand equals the operand.
         if node.name != "shard_map" or params["in_specs"][inside] == params["out_specs"][result]:
             yield result, skip + inside

@@ -1,6 +1,7 @@
 """`jmp_train.dot_product_attention` with the arguments that Flax's attention layers pass to their `attention_fn`.
 
-Decides what becomes of each of those arguments: it is honoured or refused. Does not decide how attention is computed.
+Decides for each of those arguments whether it is supported or raises an error. Does not decide how attention is
+computed.
 """
 
 from __future__ import annotations
@@ -48,21 +49,21 @@ def dot_product_attention(
       query: `[batch..., T, heads, size]`.
       key, value: `[batch..., S, heads, size]`.
       bias: added to the logits, broadcastable to `[batch..., heads, T, S]`.
-      mask: as broad; what is not zero takes part. Decoding with a cache passes one.
+      mask: broadcastable to the same shape; positions that are not zero take part. Decoding with a cache passes one.
       broadcast_dropout: whether one draw of `[T, S]` serves all examples and heads.
       dropout_rng, dropout_rate, deterministic: as in Flax. A rate above zero that is not deterministic is not fused.
       dtype: what query, key and value are cast to; the dtype they promote to if `None`.
       precision: must be `None`, or the default.
       module: must be `None`: a layer with `sow_weights` asks for weights that are never written.
       force_fp32_for_softmax: softmax is always in float32.
-      is_causal: whether a position attends to none after it.
+      is_causal: whether a position attends to no later position.
       qk_attn_weights_einsum, attn_weights_value_einsum: must be `None`.
 
     Returns:
       `[batch..., T, heads, size]`.
 
     Raises:
-      ValueError: an argument that it cannot honour.
+      ValueError: an argument that it does not support.
 
     Example:
       >>> from flax import linen as nn

@@ -1,6 +1,6 @@
-"""A policy in the words of Flax's layers.
+"""A policy as keyword arguments of Flax's layers.
 
-Decides which keywords say what a policy says. Does not decide what the layers make of them.
+Decides which keywords express a policy. Does not decide what the layers do with them.
 """
 
 from typing import Any
@@ -12,9 +12,9 @@ def module_dtypes(policy: Policy | str) -> dict[str, Any]:
     """The keywords `dtype` (compute) and `param_dtype` that Linen and NNX layers take.
 
     For models that choose their own precision, layer by layer; autocast needs no such keywords. Two things differ from
-    autocast: the layers' backward passes sum in 16 bits, and `dtype` is what a layer returns as well as what it
-    computes in. The policy's `overrides` go by the paths of parameters, which a layer does not know: give a layer that
-    stays wide the keywords of another policy.
+    autocast: the layers' backward passes sum in 16 bits, and a layer returns `dtype` as well as computing in it. The
+    policy's `overrides` select parameters by path, which a layer does not know: give a layer that stays in float32 the
+    keywords of another policy.
 
     Args:
       policy: a `Policy`, or a name for `get_policy`.

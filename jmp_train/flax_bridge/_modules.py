@@ -1,6 +1,6 @@
-"""NNX: gradients of modules, and training with them, without losing what a module changes in itself.
+"""NNX: gradients of modules, and training with them, without losing the changes that a module makes to itself.
 
-Decides how a module is taken apart for `jmp_train.value_and_grad` and when its updates reach it. Does not decide which
+Decides how a module is split for `jmp_train.value_and_grad` and when updates are written into it. Does not decide which
 step is skipped (`with_loss_scale`).
 """
 
@@ -26,12 +26,12 @@ from ._train_state import BaseState, initial_fields
 def value_and_grad(
     loss_fn: Callable[..., Any], policy: Policy | str, *, has_aux: bool = False, wrt: Any = nnx.Param, **options: Any
 ) -> Callable[..., Any]:
-    """Returns a function that evaluates `loss_fn` of a module, its gradient, and what the module changed in itself.
+    """Returns a function that evaluates `loss_fn` of a module, its gradient, and the module's new state.
 
-    The counterpart of `nnx.value_and_grad`. There a module's BatchNorm statistics and random counters are updated in
-    place while the gradient is computed, so that they are poisoned before anyone knows that it is not finite. Here the
-    module stays as it is, and its new state is returned, for whoever applies the gradients to apply or drop:
-    `update_module` or `NNXTrainState.apply_gradients`.
+    The counterpart of `nnx.value_and_grad`. That function updates a module's BatchNorm statistics and random counters
+    in place while it computes the gradient, so that they hold NaN before anyone knows that the gradient does. Here the
+    module stays as it is and its new state is returned; `update_module` or `NNXTrainState.apply_gradients` then applies
+    or drops it together with the gradients.
 
     Args:
       loss_fn: a function of the module and other arguments that returns the loss, a real floating scalar `[]`, or
@@ -48,9 +48,9 @@ def value_and_grad(
       grads: an `nnx.State` of the variables `wrt`, unscaled, float32: what `nnx.Optimizer.update` takes.
       model_state: an `nnx.State` of all the module's other variables, after the call, and of those variables `wrt`
         that `loss_fn` assigned to, as `nnx.WeightNorm` does: a step that is applied starts from these. With
-        `axis_name`, what the call changed is averaged over the devices in float32, so that they keep equal modules: a
-        variance is then the mean of the devices' own; `nnx.BatchNorm(..., axis_name=...)` takes that of the whole
-        batch. Counters and keys are not averaged: devices with the same keys drop the same units of their parts.
+        `axis_name`, variables that the call changed are averaged over the devices in float32, so that the modules stay
+        equal: a variance is then the mean of the devices' variances; `nnx.BatchNorm(..., axis_name=...)` computes that
+        of the whole batch. Counters and keys are not averaged: with the same keys, devices drop the same units.
 
     Raises:
       TypeError: the first argument is no module, or another one holds a module; and as `jmp_train.value_and_grad`.
@@ -141,7 +141,7 @@ def update_module(module: Any, optimizer: nnx.Optimizer, grads: Any, model_state
       1 32768.0
       1 16384.0
     """
-    step_metrics(optimizer)  # says what is missing before anything has changed
+    step_metrics(optimizer)  # raises if there is no loss scale, before anything has changed
     others, params = nnx.state(module, nnx.Not(optimizer.wrt)), nnx.state(module, optimizer.wrt)
     start, model_state = split_assigned(model_state, params)
     # As plain arrays, which is what an nnx.Optimizer gives its transformation.
@@ -156,7 +156,7 @@ def update_module(module: Any, optimizer: nnx.Optimizer, grads: Any, model_state
 
 
 class NNXTrainState(BaseState):
-    """All that training an NNX module changes, as one immutable pytree; a skipped step leaves every part of it alone.
+    """Everything that training an NNX module changes, as one immutable pytree; a skipped step changes no part of it.
 
     The functional counterpart of a module and its `nnx.Optimizer`, for `jax.jit`, `scan` and checkpoints. The fields
     are `TrainState`'s, with `params` the `nnx.State` of the variables `wrt`, `model_state` that of all others (keys and
@@ -242,7 +242,7 @@ def _frozen(state: Any) -> Any:
 
 
 def _agreed(model_state: Any, old: Any, axes: Any) -> Any:
-    """The state, what differs from its value in `old` averaged over the devices; the rest costs nothing."""
+    """The state with the values that differ from `old` averaged over the devices; all others cost nothing."""
     if not axes:
         return model_state
     before = dict(zip(leaf_paths(old), jax.tree.leaves(old), strict=True))

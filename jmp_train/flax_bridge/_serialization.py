@@ -1,6 +1,7 @@
 """Loss scales in Flax's own serialization, `flax.serialization.to_bytes` and the checkpoints that rest on it.
 
-Decides which fields are written: those that change. Flax takes any other type for a leaf, which it cannot write.
+Decides which fields are written: those that change. Without this registration Flax treats a loss scale as a leaf, which
+it cannot write.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """One optimizer step that is taken as a whole or not at all.
 
-Decides what a skipped step leaves alone: everything. Does not decide which step is skipped, which is recorded in the
-optimizer's state by `with_loss_scale`.
+Decides that a skipped step changes nothing but the state of `with_loss_scale`. Does not decide which step is skipped:
+`with_loss_scale` records that in the optimizer's state.
 """
 
 from typing import Any, TypeVar
@@ -77,10 +77,10 @@ def optimizer_step(
 
 
 def select_state(finite: jax.Array, new: Any, old: Any) -> Any:
-    """The optimizer's new state, of which a skipped step leaves only what `with_loss_scale` itself changed.
+    """The optimizer's new state; after a skipped step it is the old one, except for the state of `with_loss_scale`.
 
-    That wrapper selects what is inside it. Around it there may be more: the counter of `optax.inject_hyperparams`, or
-    of a schedule that follows in a chain.
+    That wrapper selects the state inside it. There may be state around it: the counter of `optax.inject_hyperparams`,
+    or of a schedule that follows in a chain.
     """
 
     def select(new: Any, old: Any) -> Any:
@@ -90,7 +90,7 @@ def select_state(finite: jax.Array, new: Any, old: Any) -> Any:
 
 
 def keep_unless(finite: jax.Array, new: T, old: T, name: str) -> T:
-    """`new` where the step was applied, else `old`; each leaf in the dtype that it had, so that nothing is retraced.
+    """`new` where the step was applied, else `old`; each leaf in the dtype of `old`, so that nothing is traced again.
 
     Raises:
       ValueError: `new` has leaves at other paths, or of other shapes, or ones that JAX knows to differ between devices

@@ -1,4 +1,4 @@
-"""The training state for Linen: one pytree that a step replaces as a whole or leaves alone.
+"""The training state for Linen: one pytree that a step replaces as a whole or not at all.
 
 Decides what belongs to a training state and that all of it is skipped together. Does not decide which step is skipped
 (`with_loss_scale`) nor what runs in 16 bits (`jmp_train.value_and_grad`).
@@ -86,12 +86,12 @@ class BaseState(struct.PyTreeNode):
 
 
 class TrainState(BaseState):
-    """All that training a Linen model changes, as one immutable pytree; a skipped step leaves every part of it alone.
+    """Everything that training a Linen model changes, as one immutable pytree; a skipped step changes no part of it.
 
-    Flax's `TrainState`, and what it leaves to the user: with `with_loss_scale` alone a skipped step keeps parameters
-    and optimizer state, but BatchNorm's statistics have seen the bad batch, the step counter and with it dropout's
-    keys have moved on, and an average of the parameters has decayed. Here one decision, the one that `with_loss_scale`
-    records, selects all of it, so that a run that meets a bad batch equals one that never saw it, bit for bit.
+    With `with_loss_scale` and Flax's `TrainState` a skipped step keeps parameters and optimizer state, but BatchNorm's
+    statistics have seen the bad batch, the step counter and with it dropout's keys have moved on, and an average of the
+    parameters has decayed. Here the one decision that `with_loss_scale` records selects all of these, so that a run
+    with a bad batch equals a run without it, bit for bit.
 
     Make one with `create`. It can be donated (`jax.jit(train_step, donate_argnums=0)`), saved and restored whole.
     Subclasses may add fields; `apply_gradients` takes their new values as keywords and skips them as well.
@@ -99,12 +99,12 @@ class TrainState(BaseState):
     Attributes:
       step: steps applied so far, int32 `[]`. A skipped step does not count. Under `optax.MultiSteps` it counts
         micro-batches.
-      params: what is differentiated. It may be `{"params": ..., "_overwrite_with_gradient": ...}`, as fp8 layers want
-        it: then the optimizer sees the first, and the second is replaced by its gradient.
+      params: the parameters that are differentiated. It may be `{"params": ..., "_overwrite_with_gradient": ...}`, as
+        fp8 layers need: then the optimizer gets the first, and the second is replaced by its gradient.
       opt_state: the optimizer's state, with the loss scale in it; `jmp_train.get_loss_scale(state)` finds it.
       model_state: the other variable collections, such as `{"batch_stats": ...}`; `{}` if there are none. On several
-        devices pass `apply_gradients` what agrees: `jax.lax.pmean(model_state, axis_name)`, or statistics of a
-        `BatchNorm(axis_name=...)`.
+        devices pass `apply_gradients` values that are equal on all: `jax.lax.pmean(model_state, axis_name)`, or the
+        statistics of a `BatchNorm(axis_name=...)`.
       ema_params: an exponential average of the parameters, float32 where they have 16 bits, or `None`. It starts at
         the initial parameters: m <- m + (1 - ema_decay) (p - m).
       tx: the optax transformation; static.
@@ -167,8 +167,8 @@ class TrainState(BaseState):
     def step_rngs(self) -> dict[str, jax.Array]:
         """The keys of this step, for `apply_fn(..., rngs=state.step_rngs)`: each of `rngs` folded with `step`.
 
-        They change with the steps that are applied, so a skipped step draws nothing. They are equal on all devices: in
-        a `shard_map` fold `jax.lax.axis_index` into them for a dropout of its own on each.
+        They change with each applied step, so that a skipped step does not advance them. They are equal on all devices:
+        in a `shard_map`, fold `jax.lax.axis_index` into them for a different dropout on each device.
         """
         return {name: jax.random.fold_in(key, self.step) for name, key in self.rngs.items()}
 
