@@ -1,4 +1,4 @@
-"""What autocast does to a program, and whether that is what was wanted: readers of its plans."""
+"""Reports and tests of what autocast does to a program: they read its plans."""
 
 from ._assert_policy import assert_policy as assert_policy
 from ._checks import float32_loss as float32_loss

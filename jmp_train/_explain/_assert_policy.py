@@ -23,9 +23,10 @@ def assert_policy(
     rules: Rules = DEFAULT_RULES,
     argnums: int | Sequence[int] = 0,
 ) -> Callable[..., Explanation]:
-    """Returns a function that raises an error unless `autocast` makes of `fn` what the checks demand.
+    """Returns a function that raises an error if the program that `autocast` makes of `fn` fails a check.
 
-    Nothing is run and no GPU is needed. Test what you train with, in your CI; `checks` is `jmp_train.checks`:
+    Nothing is run and no GPU is needed. Test the function that you train with, in your CI; `checks` is
+    `jmp_train.checks`:
 
         assert_policy(
             jax.grad(loss_fn), "mixed_float16", checks.no_narrow_sums(), checks.no_wide_dots(except_scopes=("Router",))
@@ -37,7 +38,7 @@ def assert_policy(
       fn, policy, rules, argnums: as for `autocast`.
       checks: `no_wide_dots()`, `no_narrow_sums()`, `no_float64()`, `float32_loss()`, which are the default, and
         `output_dtypes(dtype)`; or your own: any function of the `Explanation` that returns a sentence for each fault.
-        That each glob of `Rules.with_scopes` matches something is always demanded.
+        It is always checked that each glob of `Rules.with_scopes` matches something.
 
     Returns:
       A function of `fn`'s arguments (arrays or `jax.ShapeDtypeStruct`s) that returns the `Explanation`.
@@ -76,7 +77,7 @@ def assert_policy(
 
 def _run(check: Check, report: Explanation) -> list[str]:
     faults = check(report)
-    # A generator is as good as a list. A string would be as many faults as it has letters, and `None` or a boolean may
+    # A generator may stand for a list. A string would count as one fault for each letter, and `None` or a boolean may
     # be meant as "no fault".
     if not isinstance(faults, list | tuple) and not hasattr(faults, "__next__"):
         name = getattr(check, "__name__", repr(check))

@@ -1,8 +1,8 @@
-"""What a user may demand of a mixed-precision program: one function of an `Explanation` for each demand.
+"""The checks of a mixed-precision program that a user may ask for, each a function of an `Explanation`.
 
-Decides which operations break a demand and how that is said. Does not decide which demands are made; see
-`_assert_policy.py`. Each maker below returns a check: a function that returns one sentence for every fault it finds,
-none if all is well. Any function of an `Explanation` that does so is a check.
+Decides which operations fail a check and how that is said. Does not decide which checks are run; see
+`_assert_policy.py`. Each function below returns a check: a function that returns one sentence for every fault that it
+finds. Any function of an `Explanation` that does so is a check.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _NARROW = ("float16", "bfloat16")
 def no_wide_dots(*, except_scopes: Sequence[str] = ()) -> Check:
     """Returns a check that no dot or convolution reads float32 operands: they run outside the Tensor Cores' fast mode.
 
-    Dots that you set to float32 yourself (a scope, a rule, `full_precision`) are no exception unless their scope is
-    named here: a plan that loses its speed is what this is to notice.
+    Dots that you set to float32 yourself (a scope, a rule, `full_precision`) count too, unless their scope is named
+    here: the check is to notice a plan that loses its speed.
 
     Args:
       except_scopes: globs over `jax.named_scope` paths, as for `Rules.with_scopes`.
@@ -45,8 +45,8 @@ def no_wide_dots(*, except_scopes: Sequence[str] = ()) -> Check:
     scopes = _globs(except_scopes)
 
     def check(report: Explanation) -> list[str]:
-        # The emitted program has no reasons: they are the plan's, found by place. Reversed, so that of two operations
-        # at one place the first counts.
+        # The emitted program has no reasons: they are taken from the plan, by primitive, source line and scope.
+        # Reversed, so that of two operations that are equal in these the first counts.
         wide = [op for op in reversed(report.operations) if op.dtype in _WIDE]
         reasons = {(op.primitive, op.source, op.scope): op.reason for op in wide}
 
@@ -176,7 +176,7 @@ def _grouped(
     report: Explanation, is_fault: Callable[[Emitted], bool], sentence: Callable[[Emitted, str], str]
 ) -> list[str]:
     """One sentence for all faults of the same primitive, dtypes, source line and scope."""
-    # Operations count as alike that differ only in what no sentence says.
+    # Operations that differ only in fields which no sentence mentions count as alike.
     alike = Counter(dataclasses.replace(op, backward=False, times=1) for op in report.emitted if is_fault(op))
     return [sentence(op, _where(op, number)) for op, number in alike.items()]
 

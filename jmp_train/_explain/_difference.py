@@ -1,7 +1,7 @@
 """What changes between two plans of one program.
 
 Decides which operations of two lists are the same one: those of one primitive, source line, scope and pass (forward or
-backward), in order. Autocast changes how a program runs, not its recorded equations, so that these tell.
+backward), in order. These suffice, because autocast changes how a program runs, but not its recorded equations.
 """
 
 from __future__ import annotations

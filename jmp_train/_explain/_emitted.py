@@ -1,4 +1,4 @@
-"""The program that autocast hands to the compiler, as a list: what the plan came to.
+"""The program that autocast hands to the compiler, as a list of operations.
 
 Decides which operations of it multiply, sum or cast. Does not decide whether that is right; see `_checks.py`.
 """
@@ -31,7 +31,7 @@ class Emitted:
 
     Attributes:
       primitive, source, scope, backward, times: as in `Operation`.
-      operands: the dtypes of its operands, in order, `None` for what has none.
+      operands: the dtypes of its operands, in order, `None` for an operand without a dtype.
       result: the dtype of its first result.
       sums_in: the dtype in which it accumulates, if it is a sum or a loop that carries one; else `None`.
     """

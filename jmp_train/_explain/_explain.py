@@ -1,6 +1,6 @@
 """`explain`: the plan of a program, without running it.
 
-Decides what is worth telling about a plan. Does not decide the plan (`_autocast`) nor how it is printed (`_report.py`).
+Decides what is reported about a plan. Does not decide the plan (`_autocast`) nor how it is printed (`_report.py`).
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ _CONVERSIONS = frozenset({"convert_element_type", "bitcast_convert_type", "reduc
 def explain(
     fn: Callable[..., Any], policy: Policy | str, rules: Rules = DEFAULT_RULES, argnums: int | Sequence[int] = 0
 ) -> Callable[..., Explanation]:
-    """Returns a function that tells what `autocast` makes of `fn`, without running anything.
+    """Returns a function that reports what `autocast` does to `fn`, without running anything.
 
-    Explain what you train with: `explain(jax.grad(loss_fn), policy)(params, batch)` sees the backward pass too.
+    Explain the function that you train with: `explain(jax.grad(loss_fn), policy)(params, batch)` includes the backward
+    pass.
 
     Args:
       fn, policy, rules, argnums: as for `autocast`.
@@ -118,7 +119,7 @@ def _with_reason(op: Operation, narrows: bool) -> Operation:
 
 
 def _casts_by_hand(found: Sequence[tuple[Operation, Visit]]) -> int:
-    """How many conversions of the program itself remain: not those to what a value is already, nor those unread."""
+    """How many conversions of the program itself remain: not those to the value's own dtype, nor those never read."""
     return sum(is_cast(visit) and op.dtype != op.result and not op.unread for op, visit in found)
 
 
@@ -144,10 +145,10 @@ def _bytes_by_dtype(saved: Sequence[tuple[str, int | None]]) -> tuple[tuple[str,
 
 
 def _opaque(found: Sequence[tuple[Operation, Visit]]) -> tuple[tuple[str, int, str], ...]:
-    """What runs as recorded though nobody asked for that, and meets float32.
+    """Operations on float32 values that run as recorded although nobody asked for that.
 
-    Products are left out, since `Explanation.products` lists them with their reasons; so is what makes values from
-    none, and what is inside of another operation that is listed.
+    Products are left out, since `Explanation.products` lists them with their reasons; so are operations without
+    operands, and operations inside another one that is listed.
     """
     counted: Counter[tuple[str, str]] = Counter()
     for op, visit in found:
@@ -186,14 +187,14 @@ def _hidden_casts(
         return jax.ShapeDtypeStruct(leaf.shape, policy.compute_dtype) if is_wide else leaf
 
     try:
-        # A literal beyond float16, which the program itself does not have so; and what code warns of that is given
-        # 16-bit arguments, as JAX does of float32 numbers that are written into such an array.
+        # Suppressed: the overflow of a literal beyond float16, which the program itself does not cast; and warnings of
+        # code that gets 16-bit arguments, as JAX warns of float32 numbers that are written into such an array.
         with np.errstate(over="ignore"), warnings.catch_warnings(action="ignore"):
             narrow = trace(fn, *jax.tree.map(narrowed, args), **jax.tree.map(narrowed, kwargs))[0]
     except Exception as error:  # user code that does not accept 16-bit arguments may raise anything
         return (), f"the function cannot be traced with {policy.compute_dtype.name} arguments ({type(error).__name__})"
-    # What a float32 trace shows is not hidden. Of the others, JAX's own casts (as in `jnp.sum` of 16-bit numbers) were
-    # asked for by nobody.
+    # Casts that a float32 trace shows are not hidden. JAX's own casts (as in `jnp.sum` of 16-bit numbers) do not count:
+    # nobody asked for them.
     shown = {source_line(visit.node) for visit in visits(recorded, TOP) if _widens(visit)}
     appeared = [source_line(v.node) for v in visits(narrow, TOP) if _widens(v) and is_asked_for(v.node)]
     return tuple(line for line in dict.fromkeys(appeared) if line not in shown), None

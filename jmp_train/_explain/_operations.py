@@ -33,19 +33,20 @@ class Operation:
       primitive: its name, as `jax.make_jaxpr` prints it.
       source: `file:line:column (function)` of the code that recorded it.
       scope: its `jax.named_scope` path, that of the loops and calls around it included.
-      rule: the rule that holds for it, a `Rule`'s value; `"enter"` for what has a program inside.
+      rule: the rule that holds for it, a `Rule`'s value; `"enter"` for an operation with a program inside.
       recorded: the widest floating dtype among its operands (its results, if it has none) as it was traced, or another
-        dtype where no operand is floating; `None` for what has no dtype.
-      dtype: the widest that its operands are read in under the plan; `None` for an operation with a program inside.
-      result: what its first result is stored in.
-      reason: why.
+        dtype where no operand is floating; `None` if none has a dtype.
+      dtype: the widest dtype in which its operands are read under the plan; `None` for an operation with a program
+        inside.
+      result: the dtype of its first result.
+      reason: why it runs in that dtype.
       backward: whether it belongs to a backward pass.
       times: how often it runs: the lengths of the scans around it and the devices of a `shard_map`, multiplied. A
         `while`, and a scan of symbolic length, counts as one iteration, a branch as taken.
       flops: of one run, for dots and convolutions whose dimensions are numbers; else 0.
       holds_program: whether it is a loop, a branch or a call, whose operations are listed after it.
-      unread: whether it is left out where it stands: its readers across a dot compute it again, which fuses with them,
-        rather than have its float32 result kept; or nobody reads it.
+      unread: whether it does not run where it stands: its readers across a dot rematerialize it, which fuses with them,
+        so that its float32 result need not be saved; or nothing reads it.
     """
 
     primitive: str
@@ -161,7 +162,7 @@ def _planned(program: Program, equation: Equation, visit: Visit) -> Operation:
     result = _result(visit)
     if node.outs and is_float32(program.recorded.avals[node.outs[0]]):
         result = dtype_of(program.precision(node.outs[0]), program.low)
-    # Of what was recorded in 16 bits and runs in float32, as a sum of hand-cast code, the rule is the reason.
+    # Of an operation recorded in 16 bits that runs in float32, such as a sum of hand-cast code, the rule is the reason.
     wide = dtype == FLOAT32 and any(map(is_float32, visit.avals((*node.ins, *node.outs))))
     follows = wide and equation.entry.rule in _FOLLOWING
     reason = _why_wide(program, equation) if follows else equation.entry.reason
@@ -201,7 +202,7 @@ def _why_wide(program: Program, equation: Equation) -> str:
     if wide:
         return f"float32, for {_origin(program, wide[0])}"
     if Precision.LOW in precisions:
-        # What was decided for this equation alone has another entry than the table's.
+        # An entry that was decided for this equation alone is not the table's.
         decided = equation.entry.reason != TABLE.get(equation.node.name, equation.entry).reason
         return equation.entry.reason if decided else "float32, for only float32 operations read it"
     return "float32, until a narrow value meets it"

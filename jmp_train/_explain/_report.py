@@ -1,4 +1,4 @@
-"""`Explanation`: what `explain` returns. Values first, text second.
+"""`Explanation`, which `explain` returns: a plan as values, and as text.
 
 Decides how a plan is summed up and compared with another. Does not decide what is in it; see `_explain.py`.
 """
@@ -29,7 +29,7 @@ class Output:
       path: where in the result, as a tree path; empty for a result that is one array.
       shape: its shape, a symbolic dimension as text.
       dtype: its dtype, which autocast leaves as it was recorded.
-      computed_in: the dtype in which it was computed, before that.
+      computed_in: the dtype in which it was computed, before it was cast to `dtype`.
     """
 
     path: str
@@ -55,16 +55,17 @@ class Explanation:
       casts: how many floating conversions autocast adds to those that the program has.
       uncounted: one `Uncounted` for each kind of operation whose products `flops` leaves out, or counts once though
         they may run more often.
-      kept_bytes: `(dtype, bytes)` of what forward operations make and backward operations read. The compiler may keep
-        less, by computing more of it again than the plan does.
-      kept_symbolic: how many more such values have symbolic dimensions, hence no bytes.
-      opaque: `(primitive, number, reason)` of what meets float32 and runs exactly as recorded, other than by request.
+      kept_bytes: `(dtype, bytes)` of the values that forward operations compute and backward operations read. The
+        compiler may save fewer bytes, by rematerializing more than the plan does.
+      kept_symbolic: how many more such values have symbolic dimensions, so that their bytes are not known.
+      opaque: `(primitive, number, reason)` of operations on float32 values that run exactly as recorded although nobody
+        asked for that.
       derivative_rules: user-written `custom_jvp`, `custom_vjp` and `linear_call` rules. After differentiation they
-        are expanded: ordinary operations, recognised by their tracebacks as far as these tell.
+        are expanded to ordinary operations, which are recognised by their tracebacks, as far as that is possible.
       unmatched_scopes: globs of `with_scopes` that matched no operation.
       hidden_casts: source lines of casts to float32 that a float32 trace does not show, so that autocast may narrow
-        what they guard: mark it `full_precision`. Found by a second trace with 16-bit arguments, hence best effort:
-        it sees only what arguments reach.
+        the operations that they guard: mark these `full_precision`. Found by a second trace with 16-bit arguments,
+        hence best effort: it shows only casts of values that depend on arguments.
       hidden_casts_error: why that trace failed, if it did.
     """
 
@@ -150,7 +151,7 @@ class Explanation:
         return {name: getattr(self, name) for name in names} | as_lists(values)
 
     def table(self, scope: str | None = None) -> str:
-        """Returns a line for every operation: what it is, where, which rule holds, what it runs in and why.
+        """Returns a line for every operation: its primitive and source line, its rule, its dtype and the reason.
 
         Args:
           scope: a glob over scope paths; only operations that it matches are listed.

@@ -1,7 +1,7 @@
-"""What the backward pass reads from the forward pass, and in which dtype it is saved.
+"""The values that the backward pass reads from the forward pass, and the dtypes in which they are saved.
 
-Decides which values cross from forward to backward equations of a lowered program. Does not decide what the compiler
-saves: it may compute more of them again than autocast already does.
+Decides which values of a lowered program forward equations compute and backward equations read. Does not decide what
+the compiler saves: it may rematerialize more of them than autocast does.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _MOVES = having(Trait.MOVES)  # what these return is their operand, saved once
 
 
 def saved_values(program: Program) -> Iterator[tuple[str, int | None]]:
-    """The dtype and the bytes, `None` if a dimension is symbolic, of what is made forward and read backward.
+    """The dtype and the bytes, `None` if a dimension is symbolic, of values made forward and read backward.
 
-    Arguments and captured arrays are not among them. A value that is rematerialized counts as what it is computed from,
-    one that is cast or only rearranged as what it was made of, in the narrowest dtype on the way, and each once. Where
-    the backward pass is inside a loop or a `shard_map`, one iteration (one device) counts.
+    Arguments and captured arrays are not among them. In place of a rematerialized value its sources count; in place of
+    a value that is cast or only rearranged its operand counts, in the narrowest dtype on the way. Each counts once.
+    Where the backward pass is inside a loop or a `shard_map`, one iteration (one device) counts.
     """
     producers = program.producers()
     saved: dict[int, np.dtype] = {}
     for equation in program.equations:
-        if not _is_backward(program, equation):  # a forward loop may hold a backward pass of its own
+        if not _is_backward(program, equation):  # a forward loop may contain a backward pass of its own
             for body in equation.bodies:
                 yield from saved_values(body)
             continue
@@ -42,7 +42,7 @@ def saved_values(program: Program) -> Iterator[tuple[str, int | None]]:
 
 
 def _is_backward(program: Program, equation: Equation) -> bool:
-    """Whether an equation is of the backward pass: what is cast, saved or computed again for it is forward."""
+    """Whether an equation is of the backward pass. Casts, saved copies and rematerialization for it are forward."""
     return equation.op is Op.RECORDED and not equation.remat and program.place.is_backward(equation.node)
 
 

@@ -1,6 +1,7 @@
 """What the FLOP count of `explain` leaves out: products in programs that are not jaxprs, or of unknown size or number.
 
-Decides what is named beside the count. Does not decide what is counted; see `_operations.py` and `_flops.py`.
+Decides which operations are listed as not counted. Does not decide what is counted; see `_operations.py` and
+`_flops.py`.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ class Uncounted:
     Attributes:
       primitive: its name.
       number: how many of them the program has.
-      dtype: the widest that their operands are read in; `None` for what holds a program.
+      dtype: the widest dtype in which their operands are read; `None` for operations with a program inside.
       reason: why they are not counted.
-      flops: their own estimate, loops multiplied out: the `cost_estimate` of a `pallas_call`, what cuDNN's attention
-        multiplies. `None` if one of them has none.
+      flops: their own estimate, loops multiplied out: the `cost_estimate` of a `pallas_call`, the products of cuDNN's
+        attention. `None` if one of them has none.
     """
 
     primitive: str
@@ -76,7 +77,7 @@ def _reason(visit: Visit) -> str | None:
 
 
 def _multiplies(node: Node) -> bool:
-    """Whether the programs inside a node have products, or what may have."""
+    """Whether the programs inside a node have products, or operations that may have products."""
     inner = (visit.node.name for body in bodies_of(node) for visit in visits(body, TOP))
     return any(name in PRODUCTS or name in _OPAQUE_DOTS or name not in TABLE for name in inner)
 
