@@ -1,7 +1,7 @@
 """Scaled dot-product attention as three primitives, which autocast can narrow as a whole.
 
-`_function.py` is what users call, `_primitives.py` what is recorded, `_reference.py` its arithmetic in `jax.numpy`, and
-`_cudnn.py` the fused kernels that run in its place on NVIDIA GPUs, with their limits.
+`_function.py` has the function that users call, `_primitives.py` the primitives that are recorded, `_reference.py` the
+arithmetic in `jax.numpy`, and `_cudnn.py` the fused kernels that run in its place on NVIDIA GPUs, with their limits.
 """
 
 import os

@@ -43,7 +43,7 @@ def fused_from(query: Any) -> tuple[int, int]:
 
 
 def generation(query: Any) -> str:
-    """That of the GPUs from which on it does."""
+    """The name of the first generation of GPUs on which it does."""
     return _GENERATIONS[fused_from(query)]
 
 
@@ -101,7 +101,7 @@ def needs_devices(primitive: Any) -> None:
 
 
 def _capability(ctx: Any) -> tuple[int, ...]:
-    """The compute capability of the devices that a program is lowered for; of those there are if it does not say."""
+    """The compute capability of the devices that a program is lowered for; the least that is fused if it is unknown."""
     context = ctx.module_context.axis_context
     devices = getattr(context, "device_assignment", None) or getattr(
         getattr(context, "mesh", None), "_flat_devices_tuple", None
@@ -117,7 +117,7 @@ def _arguments(query: Any, key: Any, extras: Sequence[Any], settings: Settings) 
     none = jnp.zeros(0, query.dtype)
     bias: Any = none
     if named["bias"] is not None or named["mask"] is not None:
-        # Lengths would make a bias for each example of one for all.
+        # With the lengths, one mask for all examples would become one for each example.
         mask = allowed(rows, columns, settings, {**named, "query_seq_lengths": None, "key_value_seq_lengths": None})
         bias, _ = merged(named["bias"], mask, named["mask"], query.dtype)
         bias = jnp.broadcast_to(bias, (*bias.shape[:2], rows, columns))

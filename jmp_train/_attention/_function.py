@@ -55,13 +55,13 @@ def dot_product_attention(
     Args:
       query: `[B, T, N, H]` or `[T, N, H]`, floating.
       key, value: `[B, S, K, H]` or `[S, K, H]`, in the query's dtype.
-      bias: added to the logits, broadcastable to `[B, N, T, S]`. The largest number that a row may attend to is
-        subtracted from it, which softmax does not see; cuDNN is given the result in the compute dtype.
-      mask: boolean, broadcastable to `[B, N, T, S]`; True takes part. cuDNN is given it as a bias in 16 bits, unless
-        its numbers are known while tracing and are those of `is_causal` or a window, which like lengths cost nothing. A
-        row that masks everything averages all values.
+      bias: added to the logits, broadcastable to `[B, N, T, S]`. From each row its largest number at a position that
+        may be attended to is subtracted, which does not change the softmax; cuDNN gets the result in the compute dtype.
+      mask: boolean, broadcastable to `[B, N, T, S]`; True takes part. cuDNN gets it as a bias in 16 bits, unless its
+        numbers are known while tracing and equal those of `is_causal` or of a window, which like lengths cost nothing.
+        A row that is masked completely averages all values.
       scale: of the logits; `1 / sqrt(H)` if `None`.
-      is_causal: whether a position attends to none after it.
+      is_causal: whether a position attends to no later position.
       query_seq_lengths, key_value_seq_lengths: `int32[B]`, how many positions of each example hold data. Output beyond
         the query's is zero.
       local_window_size: how many positions to the left and right of its own a position attends to; one number for both.
@@ -113,7 +113,7 @@ def dot_product_attention(
     if "bias" in extras:
         extras["bias"] = shifted(extras["bias"], _counting(extras, lengths, settings))
     operands = query, key, value, *extras.values()
-    # In a `shard_map` that checks, so that the gradient of what is equal on all devices is summed over them.
+    # In a `shard_map` that checks, so that the gradient of an operand that is equal on all devices is summed over them.
     operands = local(operands, tuple(frozenset().union(*map(varying_axes, operands))))
     if dropout_rate != 0.0:
         _check_dropout(dropout_rate, dropout_key)
@@ -183,7 +183,7 @@ def _window(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
 def _normalized(
     is_causal: bool, window: tuple[int, int] | None, lengths: tuple[int, int]
 ) -> tuple[bool, tuple[int, int] | None]:
-    """Causality and window with nothing in the window that does not exclude any pair of positions."""
+    """Causality and window; `None` for a window that excludes no pair of positions beyond those of causality."""
     if window is None or not is_static(lengths):
         return is_causal, window
     (rows, columns), (left, right) = lengths, window
@@ -192,9 +192,9 @@ def _normalized(
 
 
 def _window_of(mask: Any, lengths: tuple[int, int]) -> tuple[int, int] | None:
-    """The window that says the same as a mask whose numbers are known, one for all examples and heads.
+    """The window that is equal to a mask whose numbers are known, one for all examples and heads.
 
-    The left side is negative where every position attends to later ones only, as without its own in longer keys.
+    Its left size is negative if every position attends to later positions only, not to its own.
     """
     rows, columns = lengths
     known = not isinstance(mask, Tracer) and np.size(mask) == rows * columns and np.shape(mask)[-2:] == lengths
@@ -213,7 +213,8 @@ def _window_of(mask: Any, lengths: tuple[int, int]) -> tuple[int, int] | None:
 def _counting(extras: dict[str, jax.Array], lengths: tuple[int, int], settings: Settings) -> jax.Array | None:
     """Where a bias counts, as far as masks no larger than it say so: `None` for everywhere.
 
-    A large number where nothing attends, as of distances to what is yet to come, would take its row's digits.
+    A large bias at a position that is masked, such as a distance to a later position, would otherwise be the largest
+    number of its row, which is subtracted, and the others would lose their digits.
     """
     shape, masks = extras["bias"].shape, (position_mask(*lengths, settings), extras.get("mask"))
     masks = [mask for mask in masks if mask is not None and jnp.broadcast_shapes(mask.shape, shape) == shape]

@@ -1,7 +1,8 @@
 """How a fused attention is divided among the devices of a `jit` over sharded arrays.
 
-The kernels see the arrays of one device, so XLA has to be told: each device computes a part of the batch and of the
-heads, and whole sequences. What is sharded otherwise is gathered first. Inside `shard_map` there is nothing to divide.
+The kernels get the arrays of one device, so XLA has to be told how to divide an attention: each device computes a part
+of the batch and of the heads, and whole sequences. Arrays sharded along other axes are gathered first. Inside
+`shard_map` there is nothing to divide.
 
 Decides the sharding of operands and results. Does not decide whether the kernels run; see `_cudnn.py`.
 """
@@ -52,7 +53,7 @@ def partitioned(run: Callable[..., tuple[Any, ...]], settings: Settings, shapes:
         divided_by = {axis for entry in found["query"] for axis in _axes(entry)}
 
         def local(*arrays: Any) -> tuple[Any, ...]:
-            """A gradient of what devices share is the sum of theirs, in float32."""
+            """The gradient of an operand that devices share is the sum of their gradients, in float32."""
             made = run(*arrays, settings=settings)
             own = [{axis for entry in found[name] for axis in _axes(entry)} for name in results]
             return tuple(_summed(x, tuple(sorted(divided_by - axes))) for x, axes in zip(made, own, strict=True))
@@ -96,7 +97,7 @@ _FACTORS = {"key": "b s k h", "value": "b s k h", "lse": "b n t", "bias": "b n t
 
 
 def _rule(names: tuple[str, ...], results: tuple[str, ...], shape_of: dict[str, tuple[int, ...]]) -> str:
-    """Which axes of operands and results are one, as Shardy reads it; an axis of size one is none of them."""
+    """Which axes of operands and results correspond, in Shardy's notation; axes of size one correspond to none."""
 
     def factors(name: str, position: int) -> str:
         if name.endswith("lengths"):

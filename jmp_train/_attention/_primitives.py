@@ -4,8 +4,7 @@
     d_query, ... = jmp_attention_backward ... out lse d_out              (its transpose)
 
 Forward and backward are one equation each, so that autocast sees an attention as a whole, and so that query, key,
-value, output and log-sum-exp are all that crosses to the backward pass. Derivatives of derivatives are those of
-`_reference.py`, which JAX takes.
+value, output and log-sum-exp are the only residuals. Second derivatives are JAX's derivatives of `_reference.py`.
 
 Decides the rules. Does not decide the arithmetic (`_reference.py`), nor where a fused kernel runs (`_cudnn.py`).
 """
@@ -61,7 +60,7 @@ def backward_of_inputs(*operands: Any, settings: Settings) -> tuple[Any, ...]:
 
 
 def _function_of_differentiated(given: Sequence[Any], settings: Settings) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The output as a function of the operands that are differentiated, and these."""
+    """The output as a function of the operands that are differentiated, and these operands."""
     names = names_of_operands(ATTENTION, settings)
     positions = [names.index(name) for name in _differentiated(settings)]
 
@@ -126,7 +125,7 @@ def _attention_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, settings:
     positions = [names.index(name) for name in _differentiated(settings)]
     given = [_instantiated(primals[position], tangents[position]) for position in positions]
     (of_out,) = tangent_p.bind(*primals, out, lse, *given, settings=settings)
-    # The log-sum-exp is read by derivatives alone, and theirs are computed from the inputs.
+    # Only derivatives read the log-sum-exp, and second derivatives are computed from the inputs.
     return (out, lse), (of_out, ad.Zero(jax.typeof(lse).to_tangent_aval()))
 
 

@@ -2,7 +2,7 @@
 
 With 16-bit operands this is the arithmetic of fused attention (Dao, "FlashAttention-2", 2023, algorithms 1 and 2): the
 unnormalized weights and the gradient of the logits are rounded where a product reads them, and nowhere else. The
-backward pass computes the weights again, so that no array of T x S crosses to it.
+backward pass rematerializes the weights, so that no array of T x S is saved for it.
 
     B = batch size, T = length of the query, S = length of key and value, N = heads of the query,
     K = heads of key and value, G = N // K, H = size of a head
@@ -25,7 +25,7 @@ from ._settings import DROPOUT, EXTRAS, Settings
 
 Array = jax.Array
 
-# What masks in each dtype; otherwise -2**126. cuDNN subtracts two such numbers.
+# The number that masks a logit in each dtype; in others it is -2**126. cuDNN subtracts two such numbers.
 _MASKED = {"float16": -(2.0**15), "bfloat16": -(2.0**41)}
 _HUGE = 2.0**100  # differences of such numbers are finite in float32
 
@@ -178,7 +178,7 @@ def zero_padding(x: Array, lengths: Array | None) -> Array:
 
 
 def allowed(rows: int, columns: int, settings: Settings, named: dict[str, Any]) -> Array | None:
-    """`[B, N, T, S]` or broadcastable to it: which positions attend to which, by all that says so; `None` for all."""
+    """`[B, N, T, S]` or broadcastable to it: which positions attend to which, by all masks; `None` for all."""
     lengths = named["query_seq_lengths"], named["key_value_seq_lengths"]
     masks = [position_mask(rows, columns, settings), named["mask"], padding_mask(rows, columns, *lengths)]
     masks = [mask for mask in masks if mask is not None]
@@ -209,8 +209,8 @@ def padding_mask(rows: int, columns: int, query_lengths: Array | None, lengths: 
 def shifted(bias: Array, mask: Array | None = None) -> Array:
     """`bias` less the largest number of each row, of those that `mask` allows; finite, and in float32 or wider.
 
-    Softmax does not change by it. A number beyond 65,504 is none in float16, and a row of -1e9, as padding is often
-    written, would leave nothing of the logits in a log-sum-exp.
+    This does not change the softmax. A number beyond 65,504 would be infinite in float16, and in a row of -1e9, as
+    padding is often written, the log-sum-exp would lose the logits.
     """
     wide = at_least_float32(bias.dtype)
     bias = jnp.clip(bias.astype(wide), -_HUGE, _HUGE)
@@ -224,12 +224,12 @@ def merged(
 ) -> tuple[Array | None, Array | None]:
     """The bias and a mask as one bias in `dtype`, and which rows attend to anything; `None` for none and all.
 
-    A row that a mask covers throughout gets no bias; with a query of zeros its weights are equal, as `jax.nn` has them.
+    A row that is masked completely gets no bias; with a query of zeros its weights are equal, as in `jax.nn`.
 
     Args:
-      bias: what is added to the logits.
-      mask: where a position may attend to another, whoever sees to that.
-      written: the part of it that the result has to say.
+      bias: the bias that is added to the logits.
+      mask: where a position may attend to another, by all masks together.
+      written: the part of the mask that the result has to contain.
       dtype: of the result.
     """
     wide = at_least_float32(dtype)

@@ -19,7 +19,7 @@ class Settings:
 
     Attributes:
       extras: which of `EXTRAS` follow query, key and value among the operands, in that order.
-      scale: what the logits are multiplied by.
+      scale: the factor of the logits.
       is_causal: whether position t attends to positions up to t only.
       window: how many positions to the left and to the right of its own a position attends to; `None` for all.
       precision: of the products in float32, as `jax.default_matmul_precision` was when they were recorded.
