@@ -1,7 +1,7 @@
 """`autocast`: a function that runs another one in mixed precision.
 
-Decides when a program is traced and planned, and how arguments and results look from outside: they have the dtypes
-that were recorded. Does not decide dtypes (`passes`) nor rules (`rules.py`, `primitives.py`).
+Decides when a program is traced and planned, and that arguments and results keep the dtypes that were recorded. Does
+not decide dtypes inside (`passes`) nor rules (`rules.py`, `primitives.py`).
 """
 
 from __future__ import annotations
@@ -39,24 +39,25 @@ def autocast(
     of the policy's compute dtype, which is what Tensor Cores need; operations that need range or accumulate run in
     float32; everything else follows its operands. The plan is made once for each set of argument shapes and dtypes.
 
-    Put it around the differentiated function, `autocast(jax.grad(loss))`, as `value_and_grad` does: then the sums of
-    the backward pass are seen too. `jax.grad(autocast(loss))` works, calls user-written derivative rules, and
-    differentiates the mixed-precision program: the gradients of weights leave their dots in 16 bits there.
+    Put it around the differentiated function, `autocast(jax.grad(loss))`, as `value_and_grad` does: then autocast sees
+    the sums of the backward pass too. `jax.grad(autocast(loss))` works, calls user-written derivative rules, and
+    differentiates the mixed-precision program: there the dots that compute weight gradients return 16 bits.
 
     Only operations recorded in float32 are narrowed. Code that casts by hand is left alone, except that its reductions
-    accumulate in float32. Data (arguments outside `argnums`, captured arrays, literals that the compute dtype cannot
-    hold) keep the operations they meet in float32. With a compute dtype of 32 bits or more the result is `fn`'s own.
+    accumulate in float32. Elementwise operations that read data (arguments outside `argnums`, captured arrays, literals
+    that the compute dtype cannot hold) run in float32. With a compute dtype of 32 bits or more the returned function
+    computes what `fn` does.
 
     Args:
       fn: any function of arrays; pytrees of them, keywords and Python numbers as under `jax.jit`. Flags, strings and
         other objects reach it as they are; a different one is another program. So does a number that is bound to it
         with `functools.partial`.
-      policy: a `Policy`, or a name for `get_policy`. Its `compute_dtype`, `reduce_dtype` (what weight gradients leave
-        their dot in, and what crosses devices), `matmul_precision` and `overrides` (parameters that stay in float32,
-        and keep what they meet there) hold.
+      policy: a `Policy`, or a name for `get_policy`. Autocast uses its `compute_dtype`, `reduce_dtype` (in which dots
+        return weight gradients, and in which these are sent between devices), `matmul_precision` and `overrides`
+        (parameters that stay in float32, as do the elementwise operations that read them).
       rules: the table of primitives with your edits; see `Rules`.
-      argnums: which positional arguments hold the parameters. Parameters are narrowed to what they meet; all other
-        arguments are data.
+      argnums: which positional arguments hold the parameters. Parameters are narrowed to the dtype of the values that
+        they are combined with; all other arguments are data.
 
     Returns:
       A function with `fn`'s arguments, results and result dtypes.
@@ -94,11 +95,11 @@ def autocast(
 
 
 class Plan:
-    """A planned program: with the dtype of every operand, and, once that is asked for, with every cast.
+    """A planned program in two forms: with the dtype of every operand, and with every cast as an equation.
 
     Attributes:
-      program: the first, for `explain`.
-      lowered: the second, which is what runs.
+      program: the first form, for `explain`.
+      lowered: the second form, which runs; made when it is first asked for.
     """
 
     def __init__(self, planner: Planner, program: Program):
@@ -121,8 +122,8 @@ def make_planned(
 ) -> Callable[..., tuple[Plan, Any]]:
     """Returns a function that gives the plan of `fn` for some arguments, and the tree of its result.
 
-    What is no array is hidden in the arguments, by `hide_static`.
-    Traces are remembered by JAX, plans beside them: neither is made twice for the same shapes and dtypes.
+    `hide_static` moves leaves of the arguments that are no arrays into their structure. JAX caches traces, and plans
+    are cached beside them: neither is made twice for the same shapes and dtypes.
     """
     check_rules(rules)
     check_scopes(rules, policy)
@@ -132,7 +133,7 @@ def make_planned(
 
     @functools.wraps(fn)
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        # A frame of this file in every traceback: the sign of autocast.
+        # Puts a frame of this file into every traceback, by which others see that autocast traced the function.
         try:
             return fn(*reveal_static(args), **reveal_static(kwargs))
         except (TypeError, ValueError) as error:

@@ -1,8 +1,8 @@
 """Runs a program that `insert_casts` has written: one equation after the other.
 
 Decides nothing. A value is dropped after its last reader, so that an eager call holds no more memory than the function
-would. A body is traced anew, never bound as recorded: a jaxpr has the dtypes that it was traced with, and running it on
-others fails.
+itself would. A body is traced anew, never bound as recorded: a jaxpr has the dtypes with which it was traced, and fails
+with others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .._jaxpr import (
 from .._sizes import is_static
 from .ir import Equation, Op, Program
 
-# Of casts in a body that has no equation, such as a branch that returns its operand: no recorded equation is near.
+# For casts in a body without equations, such as a branch that returns its operand: no equation gives a context.
 _NO_CONTEXTS = contextlib.nullcontext(), contextlib.nullcontext()
 
 
@@ -105,7 +105,7 @@ def _copy_jvp(_: Any, copy: Any, tangent: Any, __: Any) -> list[Any]:
 
 @functools.cache
 def _copy_equation() -> JaxprEqn:
-    """A `custom_jvp_call`: bound anew with other rules, it costs a third of the tracing that `jax.custom_jvp` does."""
+    """A `custom_jvp_call` to bind with other rules, which costs a third of the tracing time of `jax.custom_jvp`."""
 
     @jax.custom_jvp
     def copy_of(value: Any, copy: Any) -> Any:
@@ -117,10 +117,10 @@ def _copy_equation() -> JaxprEqn:
 
 
 def _saved(x: Any, joined: bool = False) -> Any:
-    """`x` behind a barrier: what is computed from it is no expression that XLA would find on the other side of a dot.
+    """`x` behind a barrier: expressions of the result are equal to no expression on the other side of a dot.
 
-    With `joined`, it is a slice of dots that XLA joined, and a barrier would have the slice copied. A product with a
-    one that stands behind a barrier is another expression as well; it has the same bits, and fuses with what reads it.
+    With `joined`, `x` is a slice of dots that XLA joined, and XLA would copy the slice for a barrier. The product with
+    a one that is behind a barrier is a different expression as well; it has the same bits, and fuses with its readers.
     """
     return lax.mul(x, lax.optimization_barrier(np.ones((), x.dtype))) if joined else lax.optimization_barrier(x)
 
@@ -193,7 +193,7 @@ def _custom_vjp(equation: Equation, operands: list[Any]) -> list[Any]:
 
     def wrap(_: Callable, fwd: Callable, bwd: Callable) -> tuple[Callable, Callable, Callable]:
         def forward(*args: Any) -> Any:
-            # JAX gives a `fwd` each operand followed by a boolean: whether somebody differentiates by it.
+            # JAX passes each operand to `fwd` followed by a boolean: whether the operand is differentiated.
             values, nonzeros = args[::2], args[1::2]
 
             def rule(*values: Any) -> Any:
@@ -230,7 +230,7 @@ def _holds_shard_map(program: Program) -> bool:
 
 
 def _with_bodies(equation: Equation, operands: list[Any]) -> list[Any]:
-    """A primitive whose parameters stay as they were recorded, but for its bodies, and the constants of a `while`."""
+    """Runs a primitive whose parameters stay as recorded, except its bodies and the number of a `while`'s constants."""
     counts = {} if equation.counts is None else {"body_nconsts": equation.counts[0]}
     return bind_with_bodies(equation.node.eqn, operands, list(map(to_jaxpr, equation.bodies)), **counts)
 

@@ -1,4 +1,4 @@
-"""A `Program` as text, in the manner of jaxprs: what `explain(...).program()` shows, and tests of passes compare.
+"""A `Program` as text, in the manner of jaxprs: `explain(...).program()` returns it, and tests of passes compare it.
 
 Decides nothing about the program.
 """
@@ -15,10 +15,10 @@ from .ir import SEPARATE, Program, Use, dtype_of, is_float32, with_dtype
 def format_program(program: Program) -> str:
     """The program as text, in the manner of `jax.make_jaxpr`: a line for each equation, with the dtypes of its results.
 
-    `cast`, `saved` and the others of `Op` are what autocast adds, `remat` marks equations that run again for the
-    backward pass, `[highest]` products that are given float32's precision. Before `insert_casts` an operand's dtype
-    stands behind it, `*` marks a residual, `*2` and so on one that is an expression of its own, and `dead` what does
-    not run where it stands.
+    `cast`, `saved` and the other values of `Op` are equations that autocast adds. `remat` marks equations that run
+    again for the backward pass, `[highest]` products that run with float32's precision. Before `insert_casts` each
+    operand is followed by its dtype; `*` marks a residual, `*2` and so on a residual that is an expression of its own,
+    and `dead` an equation that does not run at its place.
     """
     names: dict[int, str] = {}
 

@@ -1,8 +1,9 @@
-"""The program that autocast makes of a jaxpr: what its passes read and write, and what is run in the end.
+"""The program that autocast makes of a jaxpr: passes read and write it, and the last one runs.
 
 A `Program` starts as the recorded equations over numbered values. `assign_dtypes` writes into each use of a value the
-dtype it is read in, `save_or_remat` whether it is read through a saved copy; `insert_casts` turns all that into
-equations, so that the last program says everything that will run; `format_program.py` prints it. Decides nothing.
+dtype in which it is read, `save_or_remat` whether it is read through a saved copy. `insert_casts` turns both into
+equations, so that the last program has an equation for everything that will run. `format_program.py` prints programs.
+Decides nothing.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ class Precision(enum.Enum):
     """What autocast knows of a value that was recorded in float32."""
 
     LOW = "low"  # is in the compute dtype
-    WEAK = "weak"  # float32, but a parameter or a small literal: narrows to what it meets, as JAX's weak types do
-    FULL = "full"  # float32, and widens what it meets: data, and what float32 operations computed
+    WEAK = "weak"  # float32, but a parameter or a small literal: narrows beside 16-bit operands, as a weak type does
+    FULL = "full"  # float32, and widens the operands beside it: data, and results of float32 operations
     OVERFLOWS = "overflows"  # FULL, at the boundary of a body: some of its numbers are infinite in the compute dtype
     RECORDED = "recorded"  # was not recorded in float32: its dtype never changes
 
 
-# Each holds what those before it may be.
+# In an order in which each can hold the numbers of those before it.
 _BY_RANGE = (Precision.WEAK, Precision.LOW, Precision.FULL, Precision.OVERFLOWS, Precision.RECORDED)
 
 
 def joined_precision(precisions: Sequence[Precision]) -> Precision:
-    """What a value is that may be any one of several, such as the result of a branch.
+    """The precision of a value that may be any one of several values, such as the result of a branch.
 
-    It has one dtype. Float32 holds what any of the others may be, and what is weak narrows to a value in 16 bits.
+    It has one dtype. Float32 can hold all of them, and a weak value narrows beside a value in 16 bits.
     """
     return max(precisions, key=_BY_RANGE.index)
 
@@ -57,7 +58,7 @@ def dtype_of(precision: Precision, low: np.dtype) -> np.dtype | None:
 
 
 def precision_of(aval: Any, precision: Precision = Precision.FULL) -> Precision:
-    """`precision` of a value that was recorded in float32, `RECORDED` of any other."""
+    """`precision` for a value that was recorded in float32, `RECORDED` for any other."""
     return precision if is_float32(aval) else Precision.RECORDED
 
 
@@ -67,11 +68,11 @@ def recorded_reads(precisions: Iterable[Precision]) -> list[np.dtype | None]:
 
 
 class Place(NamedTuple):
-    """Where a body stands, which the name stacks inside it do not say.
+    """The equation to which a body belongs, as far as the name stacks inside the body do not say it.
 
     Attributes:
       scope: the scope path of its call.
-      low_region: whether that is marked `low_precision`.
+      low_region: whether its call is marked `low_precision`.
       backward: whether it belongs to a backward pass.
       body_of: the primitive whose body it is; empty for a whole program.
     """
@@ -93,7 +94,7 @@ class Place(NamedTuple):
         return node.scope.is_backward or (self.backward and not node.scope.is_recomputed)
 
     def inside(self, node: Node) -> Place:
-        """The place of the bodies of a node that stands here."""
+        """The place of the bodies of a node of this program."""
         low_region = self.low_region or node.low_region
         return Place(self.scope_of(node), low_region, self.is_backward(node), node.name)
 
@@ -122,12 +123,12 @@ class Fact:
     """What is known of a recorded value.
 
     Attributes:
-      precision: what it is.
+      precision: its precision.
       depth: how many dots precede it on the longest path. A reader of greater depth is on the far side of a dot.
-      has_low_copy: computed in float32, with a copy in the compute dtype that readers across a dot see.
-      computed: computed by the program, rather than an argument or a rearranged one.
-      parameter: a differentiated argument, possibly rearranged or updated.
-      sensitive: a rounding of it would be more than a rounding for what reads it.
+      has_low_copy: whether it is computed in float32, with a copy in the compute dtype for readers across a dot.
+      computed: whether the program computes it; false for an argument, also a rearranged one.
+      parameter: whether it is a differentiated argument, possibly rearranged or updated.
+      sensitive: whether a rounding of it would be more than a rounding to its readers; see `Flags` in `uses.py`.
       numbers: what is known of its numbers.
     """
 
@@ -145,7 +146,7 @@ class Access(enum.Enum):
 
     FUSED = "fused"  # XLA computes it in the kernel that reads it
     STORED = "stored"  # from memory: it reads the copy in the compute dtype, if a dot reads that anyway
-    CARRIED = "carried"  # what a loop's carry starts as, in the dtype that it has: never the copy that a dot reads
+    CARRIED = "carried"  # as the first value of a loop's carry, in its own dtype: never the copy that a dot reads
 
 
 # What `Use.residual` says of an operand that is not read as it is.
@@ -157,8 +158,8 @@ class Use(NamedTuple):
     """An operand of an equation.
 
     Attributes:
-      value: which value.
-      dtype: what it is read in; `None` for the dtype that the value has.
+      value: its number.
+      dtype: the dtype in which it is read; `None` for the dtype of the value.
       residual: 0 if it is read as it is, else `SHARED` or a number from `SEPARATE` on.
     """
 
@@ -209,7 +210,7 @@ class Equation(_Copied):
     """One equation of a `Program`.
 
     Attributes:
-      node: the recorded equation that it runs; for what autocast adds, the one that it was added for.
+      node: the recorded equation that it runs; of an equation that autocast adds, the one for which it was added.
       entry: the rule that holds for it, with the reason.
       uses: its operands.
       results: the values it defines.
@@ -220,12 +221,12 @@ class Equation(_Copied):
       rewrite: computes the results from the operands, in place of the primitive.
       bodies: the programs inside.
       counts: how many of a loop's operands are constants of its body and carries, where they are not the recorded ones.
-      wide: of a scan whose carries were narrowed to 16 bits: the scan before that. It is differentiated in the other's
-        place, so that cotangents of the carries are summed in float32.
+      wide: of a scan whose carries were narrowed to 16 bits, the scan as it was before. The derivative is that of this
+        scan, so that cotangents of the carries are summed in float32.
       derive: plans and runs derivative rules, which are callables until JAX asks for them.
       depth: the number of dots before it on the longest path; a use at greater depth than its value's is residual.
-      accesses: how each operand gets to it.
-      dead: whether it need not run where it stands. It may still be rematerialized: then its readers are across a dot.
+      accesses: the `Access` of each operand.
+      dead: whether it need not run at its place. It may still be rematerialized: then its readers are across a dot.
       at: the recorded equation that reads the result of a cast, saved copy or rematerialization: this one runs under
         its source line and scope.
       remat: whether it runs a second time, for the backward pass.
@@ -251,7 +252,7 @@ class Equation(_Copied):
 
     @property
     def name(self) -> str:
-        """The primitive's, or what autocast adds."""
+        """The primitive's name, or that of the `Op` that autocast adds."""
         return self.node.name if self.op is Op.RECORDED else self.op.value
 
     @property
@@ -266,13 +267,13 @@ class Equation(_Copied):
 
     @property
     def loop_counts(self) -> tuple[int, int] | None:
-        """How many constants and carries a loop's body is given; `None` for what is no loop, or runs as recorded."""
+        """How many constants and carries a loop's body has; `None` for an equation that is no loop or as recorded."""
         loop = loop_of(self.node.eqn) if self.bodies else None
         return loop and (self.counts or (loop.consts, loop.carry))
 
     @property
     def given(self) -> tuple[int, ...]:
-        """The operands that its body, or each branch, is given: the last ones."""
+        """The operands that are passed to its body, or to each branch: the last ones."""
         return self.operands[len(self.uses) - len(self.bodies[0].inputs) :]
 
     @property
@@ -290,23 +291,23 @@ def equation_of(node: Node, entry: Entry, reads: Sequence[np.dtype | None], **fi
 
 
 def added(op: Op, node: Any, operands: Iterable[int], result: int, **params: Any) -> Equation:
-    """What autocast adds for a recorded node; there is none in a branch that returns its operand."""
+    """An equation that autocast adds for a recorded node; `None` in a branch that returns its operand."""
     return Equation(node, ADDED, list(map(Use, operands)), (result,), op, params)
 
 
-Decided = tuple[Equation, list[Precision]]  # an equation, and what its results are
+Decided = tuple[Equation, list[Precision]]  # an equation, and the precisions of its results
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Residuals:
-    """What readers on the far side of a dot find of a program's values.
+    """How readers on the far side of a dot read a program's values.
 
     Attributes:
       saved: values of which a copy is saved, in the compute dtype if they are floating.
       remat: values that are rematerialized instead.
-      in_full: saved values that are rematerialized too, in float32, for those readers among the rematerialized
-        equations that read them before they were rounded.
-      rounded: values in the compute dtype that every float32 reader has to see rounded; see `shared_roundings`.
+      in_full: saved values that are also rematerialized in float32, for rematerialized equations that read them before
+        they were rounded.
+      rounded: values in the compute dtype that every float32 reader has to read rounded; see `shared_roundings`.
       squared: those among them that a product, here or in a body, multiplies with themselves.
       joined: saved results of dots that XLA computes as slices of one dot; see `analysis.joined_dots`.
     """
@@ -321,14 +322,14 @@ class Residuals:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Context:
-    """What a pass may ask about a program that is not in it.
+    """Facts that a pass may ask for and that are not in the program itself.
 
     Attributes:
       planner: plans bodies; it has the policy, the rules and the rewrites.
       entries: the rule of each recorded equation.
-      uses: what becomes of each value.
-      precisions: what the arguments are.
-      out_flags: what becomes of the results.
+      uses: how each value is used; see `uses.py`.
+      precisions: the precisions of the arguments.
+      out_flags: how the results are used outside.
       roundable: positions of arguments that are carries of a loop: float32 ones may leave the body in the compute dtype
         where a dot outside reads them, though no equation of the body computed them.
     """
@@ -351,15 +352,15 @@ class Program(_Copied):
     """Equations over numbered values.
 
     Attributes:
-      recorded: the flattened jaxpr that it was made of.
-      context: what passes may ask beside.
-      place: where it stands.
+      recorded: the flattened jaxpr from which it was made.
+      context: further facts that passes may ask for.
+      place: the equation to which it belongs, if it is a body.
       low: the compute dtype.
-      avals: of every value, by number; after `insert_casts` in the dtype it has.
+      avals: of every value, by number; after `insert_casts` in the dtype in which it runs.
       constants: values that are known: literals and captured arrays.
       inputs, outputs: numbers of the arguments and results.
       facts: what is known of every recorded value.
-      result_precisions: what the results leave as.
+      result_precisions: the precisions in which the results are returned.
       equations: in the order in which they run.
       residuals: what is saved and rematerialized; empty before `save_or_remat` and after `insert_casts`.
     """
@@ -386,7 +387,7 @@ class Program(_Copied):
         return [dtype_of(precision, self.low) for precision in precisions]
 
     def returning_recorded(self) -> Program:
-        """The program, whose results leave as they were recorded."""
+        """The program with results that are returned as they were recorded."""
         return self.replace(result_precisions=[precision_of(self.avals[number]) for number in self.outputs])
 
     def precision(self, number: int) -> Precision:

@@ -1,6 +1,6 @@
 """The passes of autocast and their order: from a recorded jaxpr to the program that runs.
 
-Decides what comes before what. Each pass is one file of `passes`; what they ask about a program is in `analysis`.
+Decides the order of the passes. Each pass is one file of `passes`; the facts that they ask for are in `analysis`.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ Pass = Callable[[Program], Program]
 
 # From a recorded program to one whose every use names a dtype; each body before the equation that it belongs to.
 PLANNING: tuple[Pass, ...] = (
-    assign_dtypes,  # all that follows asks what a value is
-    without_tf32,  # the products that are in float32 now are those that stay there
-    save_or_remat,  # by dtype: a float32 value is another candidate than a 16-bit one
-    save_for_sums,  # only what readers on the same side of a dot find is still open
-    widen,  # undoes narrowing that saves nothing, which all saved copies have to be known for
-    rewrite_planned,  # what the primitives of equations are no longer matters to what is above
-    separate_sums,  # what is still rematerialized, by sums as they will run
-    shared_roundings,  # which values are still narrow, and read by rematerialized exponentials
-    mark_dead,  # what is only rematerialized now
+    assign_dtypes,  # first: all other passes ask for the precision of values
+    without_tf32,  # the products that are in float32 by now stay there
+    save_or_remat,  # after dtypes: the costs of a float32 value and of a 16-bit one differ
+    save_for_sums,  # after residuals: only uses on the same side of a dot are still open
+    widen,  # undoes narrowing that saves nothing: for that all saved copies have to be known
+    rewrite_planned,  # the passes above look at primitives, which this changes
+    separate_sums,  # asks which values are still rematerialized, and for the sums that will run
+    shared_roundings,  # asks which values are still narrow, and read by rematerialized exponentials
+    mark_dead,  # asks which values are only rematerialized in the end
 )
 # From there to a program that says all that runs; the bodies first.
 LOWERING: tuple[Pass, ...] = (
-    insert_casts,  # from here on a value has one dtype, and what follows can compare bytes
-    body_residuals,  # exchanges what one scan or `shard_map` hands to another
-    rewrite_lowered,  # last: scans have the operands that they will have
+    insert_casts,  # first: from here on a value has one dtype, and passes can compare bytes
+    body_residuals,  # exchanges the values that one scan or `shard_map` passes to another
+    rewrite_lowered,  # last: scans have their final operands
 )
 
 
 class Planner:
-    """Plans programs under one policy and one set of rules; remembers what it derived from each jaxpr.
+    """Plans programs under one policy and one set of rules; caches what it derives from each jaxpr.
 
     Args:
-      policy: its compute and reduce dtypes hold.
+      policy: its compute and reduce dtypes are used.
       rules: the table of primitives with the user's edits.
-      rewrites: the rewrites to apply; without any of them the program is another, not its results.
+      rewrites: the rewrites to apply; leaving out any of them changes the program, but not its results.
     """
 
     def __init__(self, policy: Policy, rules: Rules, rewrites: Sequence[Rewrite] = REWRITES):
@@ -67,7 +67,7 @@ class Planner:
         self.has_backward = False  # whether a backward pass is in the whole program, loops' and calls' bodies left out
         # By the ids of equations and jaxprs, which `_recorded` keeps alive, so that no other object gets the same.
         self.wide: set[int] = set()  # dots that do not run in 16 bits
-        # By the ids of nodes: what computes states of unrolled loops, and what sums start with; see `unrolled.py`.
+        # The ids of nodes that compute states of unrolled loops, and of nodes with which sums start; see `unrolled.py`.
         self.states, self.starts = set[int](), set[int]()
         self._recorded: dict[tuple[int, Place], tuple[Any, FlatJaxpr, list[Entry]]] = {}
         self._inlined: dict[int, FlatJaxpr] = {}  # where it stands decides rules, not equations
@@ -84,10 +84,10 @@ class Planner:
         out_flags: Sequence[Flags],
         place: Place = TOP,
     ) -> Program:
-        """Plans a program that is inside no other, whose results leave as recorded; arguments as of `plan`."""
+        """Plans a program that is no body, and returns its results as recorded; the arguments are those of `plan`."""
         self.analyze(jaxpr, precisions, place)
         program = self.plan(jaxpr, precisions, out_flags, place)
-        # Lowering asks for none of these, and they would keep the jaxpr alive, by which `autocast` knows the plan.
+        # Lowering asks for none of these, and they would keep the jaxpr alive, which is the weak key of its plan.
         for cache in (self._recorded, self._inlined, self._uses):
             cache.clear()
         return program.returning_recorded()
@@ -95,14 +95,14 @@ class Planner:
     def analyze(self, jaxpr: ClosedJaxpr | Jaxpr, precisions: Sequence[Precision], place: Place = TOP) -> None:
         """Finds the products of a whole program that have to run in float32, and whether a backward pass is in it.
 
-        Before any of it is planned.
+        Called before any of the program is planned.
         """
         Products(self).find(jaxpr, precisions, place)
         for _, program, entries in self._recorded.values():
             pairs = zip(program.nodes, entries, strict=True)
             self.wide.update(id(node.eqn) for node, entry in pairs if node.name in DOTS and entry.rule is not Rule.LOW)
         recorded, _ = self.recorded(jaxpr, place)
-        # From the end, where a backward pass is if there is one: then the first node that is asked answers.
+        # From the end: a backward pass, if there is one, is there, so that the first node that is asked decides.
         self.has_backward = any(map(place.is_backward, reversed(recorded.nodes)))
 
     def plan(self, *args: Any, **kwargs: Any) -> Program:
@@ -121,7 +121,7 @@ class Planner:
         """The program after each planning pass, by the name of the pass.
 
         Args:
-          jaxpr, place: the program, and where it stands.
+          jaxpr, place: the program, and the equation to which it belongs.
           precisions, out_flags, roundable: as in `Context`.
         """
         recorded, entries = self.recorded(jaxpr, place)
@@ -158,7 +158,7 @@ class Planner:
         """The flattened program, the rewrites of recorded programs applied, and the rule of each of its equations."""
         key = (id(jaxpr), place)
         if key not in self._recorded:
-            # Before rules, products or uses are asked: these depend on the dtype of what a loop carries.
+            # Before rules, products or uses are asked for: these depend on the dtypes of a loop's carries.
             program = flatten(jaxpr, replaced=dict.fromkeys(LOOPS, f32_accumulators))
             for rewrite in self.rewrites:
                 program = rewrite.of_recorded(program) if rewrite.of_recorded else program
@@ -167,9 +167,9 @@ class Planner:
         return self._recorded[key][1:]
 
     def inlined(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place) -> FlatJaxpr:
-        """The flattened program, rematerialized calls and functions with derivative rules written out, too.
+        """The flattened program, with rematerialized calls and functions with derivative rules inlined as well.
 
-        What asks how a carry comes back has to look into these calls: around a step they are all that the body holds.
+        An analysis that asks how a carry comes back has to look into these calls: a body may be one call only.
         """
         program, _ = self.recorded(jaxpr, place)
         if RUN_ONCE.isdisjoint([node.name for node in program.nodes]):
@@ -179,7 +179,7 @@ class Planner:
         return self._inlined[id(jaxpr)]
 
     def uses(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, out_flags: Sequence[Flags]) -> Uses:
-        """What becomes of each value, given what becomes of the results."""
+        """How each value is used, given how the results are used."""
         key = (id(jaxpr), place, tuple(out_flags))
         if key not in self._uses:
             program, entries = self.recorded(jaxpr, place)
@@ -187,6 +187,6 @@ class Planner:
         return self._uses[key]
 
     def in_flags(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, out_flags: Sequence[Flags]) -> list[Flags]:
-        """What becomes of a body's arguments."""
+        """How a body's arguments are used in it."""
         uses = self.uses(jaxpr, place, out_flags)
         return [uses.flags[number] for number in self.recorded(jaxpr, place)[0].inputs]

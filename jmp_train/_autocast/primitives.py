@@ -1,9 +1,9 @@
-"""The table of JAX primitives: what each may run in, why, and the traits that passes ask about.
+"""The table of JAX primitives: the rule by which each may run, the reason, and the traits that passes ask about.
 
 Decides one rule and a set of traits per primitive, by name. Does not apply any; see `passes`. A primitive that is not
-in the table runs exactly as recorded: forgetting one costs speed, never a result. The rules follow Micikevicius et al.,
-"Mixed precision training" (ICLR 2018), section 3.3: dot products in 16 bits, accumulation and large reductions in
-float32.
+in the table runs exactly as recorded: a missing one costs speed, but never changes a result. The rules follow
+Micikevicius et al., "Mixed precision training" (ICLR 2018), section 3.3: dot products in 16 bits, accumulation and
+large reductions in float32.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class Rule(enum.Enum):
 
     LOW = "low"  # operands narrowed to the compute dtype: Tensor Cores
     HIGH = "high"  # operands widened to float32
-    FOLLOW = "follow"  # as its operand comes
-    SHAPE = "shape"  # moves values without computing: as its operand comes, and casts look through it
+    FOLLOW = "follow"  # in the dtype of its operand
+    SHAPE = "shape"  # moves values without computing: in the dtype of its operand, and casts look through it
     WIDEST = "widest"  # one dtype for all operands: float32 as soon as one of them needs it
-    COLLECTIVE = "collective"  # gradients in the policy's reduce_dtype on the wire; statistics, forward, in float32
+    COLLECTIVE = "collective"  # sends gradients in the policy's reduce_dtype; forward, statistics in float32
     ENTER = "enter"  # has a program inside, which is planned too
     RECORDED = "recorded"  # exactly as written
 
@@ -29,14 +29,14 @@ class Rule(enum.Enum):
 
 
 class Trait(enum.Flag):
-    """What a primitive does to numbers, as far as passes ask. A primitive has any number of traits."""
+    """Facts about what a primitive does to numbers, for passes to ask. A primitive has any number of traits."""
 
     MOVES = enum.auto()  # the result is the first operand's elements, all of them, rearranged or repeated
     PICKS = enum.auto()  # the result is some of the first operand's elements
-    JOINS = enum.auto()  # every element of the result is one of an operand's, of several
+    JOINS = enum.auto()  # every element of the result is an element of one of several operands
     BOUNDS = enum.auto()  # elementwise, and the result is one of the operands
     TRANSFERS = enum.auto()  # an operand's elements, sent to other devices or to another memory by a kernel of its own
-    PLACES = enum.auto()  # says where its operand's elements are to be: a transfer, if they are elsewhere
+    PLACES = enum.auto()  # says on which devices its operand has to be: a transfer, if it is elsewhere
     FLIPS = enum.auto()  # the operand's magnitudes, exactly
     EXTREMES = enum.auto()  # largest or smallest elements
     ADDS = enum.auto()  # a pairwise sum or difference
@@ -46,13 +46,13 @@ class Trait(enum.Flag):
     ELEMENTWISE = enum.auto()  # of real numbers: an element of the result comes from one of each operand
     FUSES = enum.auto()  # elementwise, or moves values, and cheap: XLA computes it again in every fusion that reads it
     EXPENSIVE = enum.auto()  # elementwise, and XLA stores the result rather than compute it twice
-    COMPARES = enum.auto()  # an order of two numbers, which few roundings change, where any changes `eq`; joins such
+    COMPARES = enum.auto()  # an order of two numbers, which few roundings change (any changes `eq`); or joins these
     EXPONENTIAL = enum.auto()  # an absolute error of the operand is a relative one of the result
-    PERIODIC = enum.auto()  # an absolute error of the operand counts, however large it is: of an angle, of a fraction
+    PERIODIC = enum.auto()  # an absolute error of the operand counts, however large the operand: an angle, a fraction
     POOL = enum.auto()  # an extreme of each window, in a kernel of its own
     DOT = enum.auto()  # a matrix product or convolution
-    ATTENTION = enum.auto()  # two of them and more, with a softmax between
-    OPAQUE_DOT = enum.auto()  # matrix products in code that JAX does not show, or there may be
+    ATTENTION = enum.auto()  # two matrix products or more, with a softmax between
+    OPAQUE_DOT = enum.auto()  # has, or may have, matrix products in code that JAX does not show
     SYSTEM = enum.auto()  # solves or factorizes: roundings are multiplied by the condition number
     CONSTANT = enum.auto()  # not arithmetic, and the same result for the same operands on every device
 
@@ -64,7 +64,7 @@ class Entry:
     Attributes:
       rule: how the primitive may run.
       reason: why, as `explain` prints it.
-      never_low: whether 16 bits would accumulate in it or do not exist for it.
+      never_low: whether it would accumulate in 16 bits, or has no 16-bit form.
     """
 
     rule: Rule
@@ -220,9 +220,9 @@ TRAITS = {
     "shift_right_arithmetic shift_right_logical random_bits random_seed random_split random_fold_in random_wrap "
     "random_unwrap threefry2x32 reduce_and reduce_or complex",
 }
-# The operand of which a rounding to zero, to one or to infinity is no small change: a divisor, a value that is bounded,
-# what is near a pole or a branch point, a log-sum-exp. Of `clamp(low, x, high)` that is `x`, and of `pow` the base.
-# Negative positions count from the last operand: an attention has as many extra ones (bias, mask) as it was given.
+# The position of the operand for which a rounding to zero, to one or to infinity is no small change: a divisor, a value
+# that is bounded, a value near a pole or a branch point, a log-sum-exp. Of `clamp(low, x, high)` that is `x`, and of
+# `pow` the base. Negative positions count from the last operand, because an attention may have extra ones (bias, mask).
 DELICATE_OPERAND = {
     **dict.fromkeys("log log2 log1p sqrt rsqrt cbrt reciprocal pow digamma lgamma".split(), 0),
     **dict.fromkeys("erf_inv asin acos atanh acosh".split(), 0),
@@ -231,7 +231,7 @@ DELICATE_OPERAND = {
 }
 # The largest magnitude of a result, whatever the operand; for activation functions, which multiply by such results.
 LARGEST_RESULT = {"tanh": 1.0, "logistic": 1.0, "erf": 1.0, "erfc": 2.0}
-# The operands that a result is made of, where others are indices or predicates.
+# The operands from which a result takes its numbers, where others are indices or predicates.
 DATA_OPERANDS = {
     "gather": slice(0, 1),
     "dynamic_slice": slice(0, 1),
@@ -257,14 +257,14 @@ TABLE: dict[str, Entry] = {
     **_entries(Rule.ENTER, _ENTER),
     **_entries(Rule.RECORDED, OPAQUE_DOTS | OPAQUE),
 }
-# Entries that stand in no row: of equations that passes add, and of a weight that is sent to other devices.
+# Entries without a row in the table: of equations that passes add, and of a weight that is sent to other devices.
 ADDED = Entry(Rule.RECORDED, "added by autocast")
 CAST_FIRST = Entry(Rule.SHAPE, "only dots read what arrives, so it is cast before it is sent")
 UNKNOWN = Entry(Rule.RECORDED, "not in the table: a primitive of another library, or of a newer JAX")
 
 
-# Calls, loops and branches, and what runs as recorded though JAX shows the programs inside, which are the user's. (A
-# Pallas kernel and a scatter's function have a jaxpr, too, but of another language, or of JAX's own.)
+# Calls, loops and branches, and primitives that run as recorded although JAX shows the user's programs inside them.
+# (A Pallas kernel and a scatter's function have a jaxpr too, but in another language, or one of JAX's own.)
 WITH_PROGRAMS = frozenset(name for name, entry in TABLE.items() if entry.rule is Rule.ENTER) | {
     "custom_linear_solve",
     "xla_metadata_call",
@@ -280,12 +280,12 @@ def having(traits: Trait) -> frozenset[str]:
     return frozenset(name for trait, names in TRAITS.items() if trait in traits for name in names.split())
 
 
-# What several passes ask for.
+# Sets of primitives that several passes ask for.
 PLAIN_DOTS = having(Trait.DOT)  # without attention
 DOTS = PLAIN_DOTS | having(Trait.ATTENTION)
 ADDS = having(Trait.ADDS)
 ARITHMETIC = ADDS | {"mul", "div"}
-COMBINES = having(Trait.ACCUMULATES | Trait.JOINS)  # numbers of several operands stand in the result, or add up in it
+COMBINES = having(Trait.ACCUMULATES | Trait.JOINS)  # the result has numbers of several operands, or their sums
 # An activation function is mostly a `custom_jvp`.
 ELEMENT_BY_ELEMENT = having(Trait.ELEMENTWISE | Trait.MOVES | Trait.PICKS) | COMBINES | {"custom_jvp_call"}
 BOUNDS = having(Trait.BOUNDS)

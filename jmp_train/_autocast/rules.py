@@ -26,7 +26,7 @@ from .primitives import TABLE, UNKNOWN, Entry, Rule
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Rules that say what a primitive is, rather than what it runs in: no edit makes another primitive one of these.
+# Rules that say what a primitive is, rather than in which dtype it runs: no edit may give them to another primitive.
 _FIXED = (Rule.ENTER, Rule.COLLECTIVE)
 
 
@@ -40,8 +40,8 @@ class Rules:
     Attributes:
       edits: `(primitive name, rule)` pairs that replace rows of the table.
       scopes: `(glob, dtype)` pairs over `jax.named_scope` paths; the last that matches wins.
-      low_residuals: whether float32 values that are kept for the backward pass across a dot, or for what waits for the
-        sums of a norm, are stored in the compute dtype. The computation that made them is float32 either way.
+      low_residuals: whether float32 values that are saved for the backward pass across a dot, or for the equations that
+        need a norm's sums, are stored in the compute dtype. They are computed in float32 either way.
 
     >>> rules = DEFAULT_RULES.replace({"exp": Rule.FOLLOW}).with_scopes({"LayerNorm*": "float32"})
     >>> rules.entry("exp").rule, rules.scope_dtype("Block_0/LayerNorm_1")
@@ -83,9 +83,9 @@ class Rules:
     def with_scopes(self, scopes: Mapping[str, DTypeLike]) -> Rules:
         """Returns rules that set the precision of parts of a model by their `jax.named_scope` path.
 
-        Linen puts every module on this path; forward and backward operations of a module have the same one. A glob
-        matches whole segments at any depth, and what is below; `Net/.` only what stands in `Net` itself, `.` what has
-        no scope. A scope that matched nothing is reported by `explain` and is an error in `assert_policy`.
+        Linen puts every module on this path; forward and backward operations of a module have the same path. A glob
+        matches whole segments at any depth, and all scopes below; `Net/.` matches only operations directly in `Net`,
+        `.` those without a scope. `explain` reports a scope that matched nothing; in `assert_policy` it is an error.
 
         Args:
           scopes: globs and, for each, `"float32"` (runs as recorded, nothing narrowed) or a 16-bit dtype, which must be
@@ -179,7 +179,7 @@ def _marked(fn: Callable[P, R], mark: str) -> Callable[P, R]:
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         body = of_hidden(fn)  # a new function, which may be given a name
-        # JAX records the name as a parameter of the call, which `grad`, `vmap` and loops hand on.
+        # JAX records the name as a parameter of the call, which `grad`, `vmap` and loops preserve.
         body.__name__ = body.__qualname__ = mark
         return jax.jit(body)(*hide_static(args), **hide_static(kwargs))
 
@@ -191,8 +191,9 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
 
     Products of float32 numbers are not computed in TF32 either, unless their precision or the policy's is set.
 
-    A float32 trace erases `x.astype(jnp.float32)`, the usual guard of hand-written mixed precision: autocast cannot see
-    it. This mark can be seen, and it survives `grad`, `jit`, `vmap` and loops. Without autocast it changes nothing.
+    In a float32 trace `x.astype(jnp.float32)`, the usual guard of hand-written mixed precision, records nothing, so
+    that autocast cannot see it. It sees this mark, which `grad`, `jit`, `vmap` and loops preserve. Without autocast the
+    mark changes nothing.
 
     Args:
       fn: a function of pytrees. Arrays in them are traced, as under `jax.jit`; everything else arrives as it is.
@@ -214,9 +215,9 @@ def low_precision(fn: Callable[P, R], *, dtype: DTypeLike | None = None) -> Call
 
     Args:
       fn: a function of pytrees; arrays in it are traced, as under `jax.jit`.
-      dtype: `None` for the policy's compute dtype, which marks the region and changes nothing without autocast. A dtype
-        casts the floating arguments to it when `fn` is called, and floating results back to float32: what a kernel
-        needs that accepts only 16-bit operands and would not trace with others.
+      dtype: `None` for the policy's compute dtype, which marks the region and changes nothing without autocast. With a
+        dtype, floating arguments are cast to it when `fn` is called, and floating results back to float32: for kernels
+        that accept only 16-bit operands and cannot be traced with others.
 
     Returns:
       A function with the same arguments and results.
