@@ -5,16 +5,16 @@
     b = exp a                        ->      b:f32 = exp a:f32
     c = reduce_sum b                         c:f32 = reduce_sum b:f32
 
-Decides what each operand is read in, what each result is, and of which float32 values a rounded copy is what readers
-across a dot see. Does not decide whether that copy is saved (`save_or_remat.py`), nor where a cast stands
+Decides the dtype in which each operand is read, the dtype of each result, and for which float32 values readers across a
+dot read a rounded copy. Does not decide whether that copy is saved (`save_or_remat.py`), nor where casts are placed
 (`insert_casts.py`). Bodies of loops, branches and calls are planned by `control_flow.py`.
 
-One forward walk over the equations carries a `Fact` per value. Two things make it more than a table look-up:
+One forward walk over the equations computes a `Fact` per value. Two things make it more than a table look-up:
 
-* A value that a dot consumes is rounded for that dot anyway. Where such a value was computed in float32 and is read
-  again on the far side of a dot (a residual connection, the backward pass), the rounded copy is read: nothing needs to
-  keep the wide one. Equations on the near side read the float32 value, which costs nothing since they fuse.
-* A pairwise equation whose every reader is a float32 one of the same stretch runs in float32 too.
+* A value that a dot reads is rounded for that dot anyway. If it was computed in float32 and is read again on the far
+  side of a dot (by a residual connection, by the backward pass), the rounded copy is read there, so that the float32
+  value need not be saved. Equations on the near side read the float32 value, which costs nothing since they fuse.
+* A pairwise equation runs in float32 too if all its readers are float32 equations on the same side of the dots.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ from ..primitives import ADDS, CAST_FIRST, DOTS, ROUNDS, Entry, Rule, Trait, hav
 from . import control_flow
 
 _ATTENTION = having(Trait.ATTENTION)
-# A constant from which on it is large: three of the 11 or 8 bits of a number of about one are lost where it is added.
+# Constants from this one on are large: added to a number of about one, they cost it three of its 11 or 8 bits.
 _LARGE = 8
 _TRANSFERS = having(Trait.TRANSFERS | Trait.PLACES)
 _HAVE_NUMBERS = frozenset({"convert_element_type", "gather"})  # of a boolean: zeros and ones; of what is out of bounds
 
 
 def assign_dtypes(program: Program) -> Program:
-    """The program with the dtype of every operand and result, and what each result is for readers outside."""
+    """The program with the dtype of every operand and result, and the precision of each result for readers outside."""
     walk = _Walk(program)
     for node, entry in zip(program.recorded.nodes, program.context.entries, strict=True):
         walk.visit(node, entry)
@@ -103,22 +103,22 @@ class _Walk:
             self.facts[number] = Fact(precision, numbers=Numbers(known))
 
     def finished(self) -> Program:
-        # A carry that the body returns or stacks as it is was computed in the iteration before, so it is rounded for a
-        # dot outside as if it were computed in this one.
+        # A carry that the body returns or stacks unchanged was computed in the iteration before. It is rounded for a
+        # dot outside as if it were computed in this iteration.
         carried = {self.program.inputs[position] for position in self.context.roundable if self.saves_low}
         outputs = zip(self.program.outputs, self.context.out_flags, strict=True)
         results = [self._for_readers_outside(number, flags, number in carried) for number, flags in outputs]
         return self.program.replace(facts=self.facts, equations=self.equations, result_precisions=results)
 
     def _seen(self, number: int, depth: int, access: Access) -> Precision:
-        """What a reader at `depth` sees of a value with a low copy."""
+        """The precision in which a reader at `depth` reads a value with a low copy."""
         fact = self.facts[number]
         # A fused reader on the near side computes the float32 value anew in its own kernel, and pays no bytes for it.
         narrow = access is Access.STORED or (access is Access.FUSED and depth > fact.depth)
         return Precision.LOW if narrow else fact.precision
 
     def _across(self, number: int, precision: Precision) -> Precision:
-        """What a value of some precision is on the other side of a body's boundary."""
+        """The precision that a value has on the other side of a body's boundary."""
         overflows = precision is Precision.FULL and self.facts[number].numbers.exceed(self.low)
         return Precision.OVERFLOWS if overflows else precision
 
@@ -129,7 +129,7 @@ class _Walk:
                 depth = self.facts[number].depth
         backward = self.place.is_backward(node)
         if backward:
-            # It runs when all of the forward pass has: what that computed is read across a dot, at whatever depth.
+            # It runs after the whole forward pass, whose values it therefore reads across a dot, whatever their depth.
             depth = depth if depth > self.forward_depth else self.forward_depth
         accesses = self.accesses.of(node, entry, self.facts)
         seen = [
@@ -146,9 +146,9 @@ class _Walk:
             self.forward_depth = depth + has_dot
 
     def _fact(self, equation: Equation, number: int, precision: Precision, depth: int) -> Fact:
-        """What result `number` of an equation is."""
+        """The fact of result `number` of an equation."""
         operands = [self.facts[operand] for operand in equation.node.ins]
-        if equation.node.name in (BARRIER, "sort"):  # each result has the numbers of the operand of its place
+        if equation.node.name in (BARRIER, "sort"):  # each result has the numbers of the operand at the same position
             operands = [operands[equation.node.outs.index(number)]]
         moves = equation.entry.rule is Rule.SHAPE
         fact = Fact(
@@ -163,7 +163,8 @@ class _Walk:
         exceeds = fact.numbers != UNKNOWN_NUMBERS and fact.numbers.exceed(self.low)
         fact.sensitive = flags.sensitive or exceeds or bool(self.states and id(equation.node) in self.states)
         if fact.precision is Precision.FULL and fact.computed and self.saves_low:
-            # JAX rounds to float32's own digits what a policy of `jax.checkpoint` saves: of a dot, 16-bit numbers.
+            # JAX records values that a policy of `jax.checkpoint` saves as roundings to float32's own digits. The
+            # result of a dot that is saved so holds 16-bit numbers.
             saved = equation.node.name == "reduce_precision" and keeps_float32(equation.node)
             exact = saved and operands[0].precision is Precision.LOW
             fact.has_low_copy = (flags.to_dot or exact) and not fact.sensitive
@@ -183,7 +184,7 @@ class _Walk:
         return all([number in self.program.constants for number in node.ins])
 
     def _made(self, node: Node, precision: Precision = Precision.FULL) -> list[Precision]:
-        """What the results of a node are: those recorded in float32 of this precision."""
+        """The precisions of a node's results: this one for those recorded in float32."""
         return [precision_of(self.avals[number], precision) for number in node.outs]
 
     def _wide_product(self, node: Node, entry: WideProduct, seen: list[Precision]) -> Decided:
@@ -201,7 +202,7 @@ class _Walk:
         reads, made = recorded_reads(seen), self._made(node)
         if node.name == "convert_element_type":
             if seen[0] is Precision.LOW and node.params["new_dtype"] == self.low:
-                reads = [self.low]  # the user asks for what the value already is
+                reads = [self.low]  # the user asks for the dtype that the value already has
             if node.ins[0] in self.program.constants:  # as jnp.pad's zero is
                 known = range_of(self.program.constants[node.ins[0]])
                 made = [precision_of_known(known, self.avals[node.outs[0]], self.low)]
@@ -211,21 +212,21 @@ class _Walk:
 
     def _high(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         equation, made = self._in_dtype(node, entry, FLOAT32)
-        # What updates a parameter makes a parameter: float32 in memory, and narrowed to what it meets.
+        # The update of a parameter is a parameter: float32 in memory, and narrowed beside 16-bit operands.
         weak = entry is UPDATE or entry is STEP or entry is GRADIENT
         return equation, [Precision.WEAK] if weak else made
 
     def _follow(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         floating = [precision for precision in seen if precision is not Precision.RECORDED]
         if len(floating) > 1 and len(node.outs) != len(node.ins):
-            # The user's `rules` let a primitive of several operands follow them. JAX demands one dtype of these.
+            # The user's `rules` let a primitive of several operands follow them. JAX wants one dtype for all of these.
             return self._widest(node, entry, seen)
         flags = self.uses.flags[node.outs[0]]
         for_dots = node.name == "rev" and flags.only_dots and seen[0] in (Precision.WEAK, Precision.FULL)
         if for_dots and not self.facts[node.ins[0]].numbers.exceed(self.low):
-            # XLA for GPUs takes a convolution with a reversed kernel for cuDNN's gradient by the data, but not with a
-            # cast between them: strided, it would be padded. So the kernel is cast before it is reversed, also that of
-            # a frozen network, which is data.
+            # XLA for GPUs recognises a convolution with a reversed kernel as cuDNN's gradient by the data, but not if a
+            # cast is between reversal and convolution: a strided one would then be padded. So the kernel is cast before
+            # it is reversed, even that of a frozen network, which is data.
             return self._pairwise(node, entry, seen, Precision.LOW)
         if node.name in _TRANSFERS and seen == [Precision.WEAK] and self._is_weight_for_dots(node):
             return equation_of(node, CAST_FIRST, [FLOAT32], computes=[FLOAT32]), [Precision.LOW]
@@ -250,7 +251,7 @@ class _Walk:
         return equation_of(node, entry, [dtype_of(precision, self.low) for precision in seen], params=params), made
 
     def _is_weight_for_dots(self, node: Node) -> bool:
-        """Whether a transfer goes from devices to devices, and only dots read there what it sends."""
+        """Whether a node sends a value between devices, and only dots read the value that arrives."""
         (sent,), (received,) = node.ins, node.outs
         flags, on_host = self.uses.flags[received], is_on_host(self.avals[sent]) or is_on_host(self.avals[received])
         return flags.only_dots and not on_host
@@ -258,7 +259,7 @@ class _Walk:
     def _widest(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
         flags = self.uses.flags[node.outs[0]]
         wide = flags.only_wide or (flags.is_position and not self._is_stream(node, seen))
-        wide = wide and node.name in ROUNDS  # what rounds nothing is as exact in the dtype of its operands
+        wide = wide and node.name in ROUNDS  # an operation that rounds nothing is as exact in its operands' dtype
         if node.name == "div" and not wide and self._is_mean_to_store(node):
             # The sum is float32, and with it the quotient would be. A pool writes its result to memory, so that 16 bits
             # are half of the bytes.
@@ -277,9 +278,9 @@ class _Walk:
         return self._pairwise(node, entry, seen, precision)
 
     def _starts(self, node: Node) -> bool:
-        """Whether a node computes what the state of an unrolled loop, or a running sum, may start with.
+        """Whether the state of an unrolled loop, or a running sum, may start with a node's result.
 
-        A product with a constant array of other numbers than zeros is none: it is masked or scaled, most often.
+        A product with a constant array may only if that holds zeros: others are mostly masks or scales.
         """
         if id(node) not in self.starts:
             return False
@@ -288,8 +289,8 @@ class _Walk:
     def _changes_units(self, node: Node) -> bool:
         """Whether a node adds a large constant, or multiplies by a large or small one, as `2000 * y + 5000` does.
 
-        So predictions get the units of their data, in which float16 may be infinite or zero, and 16 bits have few
-        decimals.
+        This is how predictions get the units of their data, in which float16 may be infinite or zero, and 16 bits have
+        few decimals.
         """
         known = [values for number in node.ins if (values := self.facts[number].numbers.range) is not None]
         largest = max([values.largest for values in known], default=1.0)
@@ -298,7 +299,7 @@ class _Walk:
         return node.name in ("mul", "div") and not 1 / _LARGE < largest < _LARGE
 
     def _is_stream(self, node: Node, seen: list[Precision]) -> bool:
-        """Whether a node adds narrow values or a bias: the sum is off by little more than they are, and is stored."""
+        """Whether a node adds narrow values or a bias: its sum, which is stored, is little less exact than they are."""
         pairs = zip(node.ins, seen, strict=True)
         return node.name in ADDS and all([p is Precision.LOW or self.facts[n].parameter for n, p in pairs])
 
@@ -309,7 +310,7 @@ class _Walk:
         if pool is None or pool.name != "reduce_window_sum" or self.facts[pool.ins[0]].precision is not Precision.LOW:
             return False
         mean = divides_by_terms(math.prod(pool.params["window_dimensions"]), self.facts[divisor].numbers.range)
-        # What the program returns leaves in float32: a rounding before would be visible and save nothing.
+        # A result of the program is returned in float32: a rounding before that would be visible and save nothing.
         return mean and not (node.outs[0] in self.program.outputs or self.uses.flags[node.outs[0]].sensitive)
 
     def _pairwise(self, node: Node, entry: Entry, seen: list[Precision], precision: Precision) -> Decided:
@@ -334,7 +335,7 @@ class _Walk:
         return self._dot(node, entry, reads) if settings is None else self._attention(node, entry, reads)
 
     def _dot(self, node: Node, entry: Entry, reads: list[np.dtype | None]) -> Decided:
-        """A matrix product or convolution of 16-bit operands, and the dtype in which its result leaves it."""
+        """A matrix product or convolution of 16-bit operands, and the dtype that it returns."""
         low = next(dtype for dtype in reads if dtype is not None)
         if not is_float32(self.avals[node.outs[0]]):
             return equation_of(node, entry, reads), [Precision.RECORDED]
@@ -342,11 +343,11 @@ class _Walk:
         # cuDNN has no convolution of 16-bit operands with a float32 result: asked for one, XLA casts both operands and
         # runs it in float32, in three times the bytes.
         gradient = node.name != "conv_general_dilated" and self.place.is_backward(node)
-        # A product with a parameter is the gradient of an activation, most often, and no float32 need leave it.
+        # A product with a parameter is mostly the gradient of an activation, and need not return float32.
         weights = self.weights if any(are_parameters) else None
         leaves = self.reduce_dtype if gradient and self.uses.ends_at(node.outs[0], weights) else low
-        # Of the backward pass only what ends there leaves in float32. Any other cotangent is read by the elementwise
-        # derivatives up to the next dot, and would have them run in float32.
+        # In the backward pass a dot returns float32 only if no other dot follows. Any other cotangent is read by the
+        # elementwise derivatives up to the next dot, which would then run in float32.
         if not self.place.is_backward(node) and leaves_small_result(self.recorded, node, are_parameters):
             entry, leaves = Entry(entry.rule, f"{entry.reason}; its small result stays in float32"), FLOAT32
         if any([call.params.get("name") == DROPOUT for call in node.calls]):
@@ -369,11 +370,11 @@ class _Walk:
         return equation_of(node, dataclasses.replace(entry, reason=reason), reads), made
 
     def _collective(self, node: Node, entry: Entry, seen: list[Precision]) -> Decided:
-        """Gradients cross devices in the dtype that the policy asks for, statistics of the forward pass in float32."""
+        """Gradients are sent in the policy's `reduce_dtype`, statistics of the forward pass in float32."""
         return self._in_dtype(node, entry, self.reduce_dtype if self.place.is_backward(node) else FLOAT32)
 
     def _in_dtype(self, node: Node, entry: Entry, dtype: np.dtype) -> Decided:
-        """Computes in `dtype`, and returns what was recorded: of hand-cast 16-bit operands a 16-bit result."""
+        """Computes in `dtype`, and returns the recorded dtype: for hand-cast 16-bit operands a 16-bit result."""
         avals = [self.avals[number] for number in (*node.ins, *node.outs)]
         dtypes = [dtype if is_float32(aval) or is_sixteen_bit(aval) else None for aval in avals]
         return equation_of(node, entry, dtypes[: len(node.ins)], computes=dtypes[len(node.ins) :]), self._made(node)
@@ -397,7 +398,7 @@ class _Walk:
     }
 
     def _for_readers_outside(self, number: int, flags: Flags, carried: bool) -> Precision:
-        """What a result is for those who read it outside: rounded, if a dot out there consumes it."""
+        """The precision of a result for readers outside: rounded, if a dot outside reads it."""
         fact = self.facts[number]
         precision = self._across(number, fact.precision)
         is_rounded = (fact.has_low_copy or carried) and precision is Precision.FULL
@@ -405,7 +406,7 @@ class _Walk:
 
 
 def _numbers_of(node: Node, operands: Sequence[Fact], precision: Precision, low: np.dtype) -> Numbers:
-    for operand in operands:  # a loop: of most values nothing is known, and nothing of what is computed from them
+    for operand in operands:  # a loop: nothing is known of most values, nor of values computed from them
         if operand.numbers != UNKNOWN_NUMBERS:
             break
     else:

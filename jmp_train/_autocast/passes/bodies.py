@@ -1,4 +1,4 @@
-"""Scans and `shard_map`s that hand values to one another: what each is given and returns, and in which layout.
+"""Scans and `shard_map`s that pass values to one another: the operands and results of each, and their layouts.
 
 `body_residuals.py` exchanges operands and results of these. Decides nothing.
 """
@@ -20,9 +20,9 @@ from .dead_code import remove_dead_code
 
 
 class Operand(NamedTuple):
-    """An operand of a scan or `shard_map`: its layout, and which value of the program around it is.
+    """An operand of a scan or `shard_map`: its layout, and its number in the program around.
 
-    The layout says what the body gets of the value. Of a scan it is one of `Scan`'s, of a `shard_map` a
+    The layout says which part of the value the body gets. For a scan it is one of `Scan`'s layouts, for a `shard_map` a
     `PartitionSpec`.
     """
 
@@ -31,7 +31,7 @@ class Operand(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A result: its layout, which value of the program around it is, and which one of the body."""
+    """A result: its layout, its number in the program around, and its number in the body."""
 
     layout: Any
     number: int
@@ -42,12 +42,12 @@ class WithBody(abc.ABC):
     """A scan or `shard_map` whose operands and results are exchanged.
 
     Attributes:
-      equation: as it was.
+      equation: the equation before the exchange.
       body: its body, one input for each of the operands.
-      operands, results: of both.
-      alike: equal for those that can hand values to each other. All scans can: a stack is read row by row whichever way
-        a scan runs.
-      shares: whether another body is given for nothing what this one is given.
+      operands, results: those of equation and body.
+      alike: equal for bodies that can pass values to each other. All scans can: a stack is read row by row in whichever
+        direction a scan runs.
+      shares: whether passing the operands of this body to another body costs nothing.
     """
 
     operands: list[Operand]
@@ -61,33 +61,33 @@ class WithBody(abc.ABC):
 
     @property
     def handed_on(self) -> list[Result]:
-        """The results that another body may be given."""
+        """The results that may be passed to another body."""
         return self.results
 
     @property
     def passed(self) -> dict[int, Operand]:
-        """The inputs of the body that another body may be given as well."""
+        """The inputs of the body that may be passed to another body as well."""
         return dict(zip(self.body.inputs, self.operands, strict=True))
 
     def in_memory(self, program: Program) -> Collection[int]:
-        """The values of the body that are in memory, whether or not another one is given them."""
+        """The values of the body that are in memory, whether or not they are passed to another body."""
         return ()
 
     @abc.abstractmethod
     def layout_of(self, number: int) -> Any:
-        """The layout in which a value of the body is handed on; `None` if it cannot be."""
+        """The layout in which a value of the body is passed on; `None` if it cannot be."""
 
     @abc.abstractmethod
     def whole(self, number: int) -> Any:
-        """The abstract value that a value of the body is in the program around."""
+        """The abstract value in the program around of a value of the body."""
 
     def input_of(self, operand: Operand) -> int | None:
-        """The body's input that is given an operand, if no other input is given the same value."""
+        """The body's input for an operand, if no other input has the same value."""
         found = [i for i, each in enumerate(self.operands) if each.number == operand.number]
         return self.body.inputs[found[0]] if [self.operands[i] for i in found] == [operand] else None
 
     def given(self, operand: Operand, aval: Any) -> int:
-        """The body's input that is given an operand, of `aval` inside; added if there is none yet."""
+        """The body's input for an operand, which has `aval` inside; added if there is none yet."""
         if operand not in self.operands:
             self.operands.append(operand)
             value = self.body.new(aval)
@@ -105,11 +105,11 @@ class WithBody(abc.ABC):
         return {e.operands[0]: e.results[0] for e in casts if self.body.avals[e.results[0]].dtype == self.body.low}
 
     def reading(self, given: int) -> tuple[int, list[Equation]]:
-        """What equations that run again in this body read of an input, and the equations that compute that from it."""
+        """The value that rematerialized equations of this body read for an input, and the equations that compute it."""
         return given, []
 
     def finished(self) -> Equation:
-        """The equation with the new operands and results, its body without what nobody reads."""
+        """The equation with the new operands and results, and without dead code in its body."""
         body = self.body.replace(outputs=tuple([result.inner for result in self.results]))
         body = remove_dead_code(body)
         slots = self.slots({*body.outputs}.union(*(equation.operands for equation in body.equations)))
@@ -127,7 +127,7 @@ class WithBody(abc.ABC):
 
 
 class Scan(WithBody):
-    """Hands what it stacks, which is written for that, to a scan that reads it row by row."""
+    """Passes values to another scan as stacks, which it writes for that and the other reads row by row."""
 
     _CONST, _CARRY, _ROW = range(3)
     alike, shares = "scan", True
@@ -158,7 +158,7 @@ class Scan(WithBody):
         return aval.update(shape=(length, *aval.shape), sharding=aval.sharding.update(spec=rows))
 
     def slots(self, read: Collection[int]) -> list[int]:
-        # A scan returns its carries, read or not. JAX wants constants, then carries, then rows; added ones are last.
+        # A scan returns all its carries. JAX wants constants, then carries, then rows; added operands are last.
         layouts = [operand.layout for operand in self.operands]
         left = [i for i, number in enumerate(self.body.inputs) if layouts[i] == self._CARRY or number in read]
         return sorted(left, key=layouts.__getitem__)
@@ -170,7 +170,7 @@ class Scan(WithBody):
 
 
 class ShardMap(WithBody):
-    """Hands what each device computes to a `shard_map` over the same devices."""
+    """Passes values of each device to a `shard_map` over the same devices."""
 
     def __init__(self, equation: Equation):
         super().__init__(equation)
@@ -189,7 +189,7 @@ class ShardMap(WithBody):
         axes = tuple([name for name in mesh.axis_names if name in manual])
         aval = self.body.avals[number]
         spec = aval.nospec(mesh, self.params["check_vma"], axes)  # as JAX hands on residuals
-        # What differs between devices is handed on concatenated along its first axis, which a scalar does not have.
+        # A value that differs between devices is passed on concatenated along its first axis, which a scalar has not.
         return spec if len(spec) <= len(aval.shape) else None
 
     def whole(self, number: int) -> Any:
@@ -198,8 +198,8 @@ class ShardMap(WithBody):
         return ShapedArray((devices * aval.shape[0], *aval.shape[1:]) if spec.partitions else aval.shape, aval.dtype)
 
     def reading(self, given: int) -> tuple[int, list[Equation]]:
-        # Both bodies are parts of one program to XLA, unlike those of two scans. Without a barrier it would take what
-        # runs again for the expression that the forward body has, compute it once, and store it.
+        # To XLA both bodies are parts of one program, unlike those of two scans. Without a barrier XLA would find a
+        # rematerialized expression equal to that of the forward body, compute it once, and store it.
         saved, node = self.body.new(self.body.avals[given]), self.equation.node
         return saved, [added(Op.SAVED, node, [given], saved)]
 

@@ -1,16 +1,16 @@
-"""What one scan or `shard_map` hands to another, as the forward pass of a network does to its backward pass.
+"""The values that one scan or `shard_map` passes to another, as a forward pass does to its backward pass.
 
     y ; h = scan { a = dot x w; h:f32 = exp a; ... }        y ; a = scan { a:f16 = dot x w; h:f32 = exp a; ... }
     g = scan { g = mul h ct }  h                       ->   g = scan { h:f32 = remat exp a; g = mul h ct }  a
 
-Whatever the forward body leaves is written to memory, and what lies inside a GELU, a softmax or a normalisation is
-float32. All of it is elementwise in a few values: the layer's input, the results of its dots, the statistics of its
-rows. To hand on those and rematerialize the rest in the backward body moves fewer bytes, needs less memory and
-rounds nothing (Chen et al., "Training deep nets with sublinear memory cost", 2016; the choice is a greedy form of the
-cut in Jain et al., "Checkmate", 2020).
+Every residual that the forward body returns is written to memory, and the intermediate values of a GELU, a softmax or a
+normalisation are float32. All of them are elementwise in a few values: the layer's input, the results of its dots, the
+statistics of its rows. To pass on only those and to rematerialize the others in the backward body moves fewer bytes,
+needs less memory and rounds nothing (Chen et al., "Training deep nets with sublinear memory cost", 2016; the choice is
+a greedy form of the cut in Jain et al., "Checkmate", 2020).
 
-Decides which values a body hands on, by the bytes of an iteration or a device (`analysis/residual_costs.py`). Does not
-decide a dtype: the equations that run again are those of the forward body, so that both sides see the same bits.
+Decides which values a body passes on, by the bytes per iteration or device (`analysis/residual_costs.py`). Does not
+decide a dtype: the rematerialized equations are those of the forward body, so that both sides compute the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .dead_code import computing, remove_dead_code
 
 
 def body_residuals(program: Program) -> Program:
-    """The program whose bodies hand on what others rematerialize the rest from, where that is fewer bytes."""
+    """The program whose bodies pass on fewer bytes, from which other bodies rematerialize the rest."""
     found = {i: KINDS[e.name](e) for i, e in enumerate(program.equations) if e.bodies and e.name in KINDS}
     if len(found) < 2 or not program.context.saves_low:
         return program
@@ -39,7 +39,7 @@ def body_residuals(program: Program) -> Program:
                 value = found[at].input_of(Operand(result.layout, operand))
                 if value is not None:
                     pairs.setdefault(at, []).append((result.number, value))
-        # What one reader has come to read, to rematerialize other values from it, is handed on whatever others need.
+        # Values that one reader reads by now, to rematerialize others from them, are passed on in any case.
         used: set[int] = set()
         for at, candidates in pairs.items():
             movable = {number: value for number, value in candidates if number not in used}
@@ -51,7 +51,7 @@ def body_residuals(program: Program) -> Program:
 def _only_reader(program: Program, readers: Mapping[int, int | None], number: int) -> tuple[int, int]:
     """The position of the equation that alone reads a value, -1 if several do, and the value that it reads.
 
-    That is another value where a saved copy stands between: a stack is in memory, so that it needs no barrier.
+    The latter is another value if the equation reads a saved copy: a stack is in memory, so that it needs no barrier.
     """
     while (at := readers.get(number)) is not None and program.equations[at].op is Op.SAVED:
         (number,) = program.equations[at].results
@@ -59,18 +59,18 @@ def _only_reader(program: Program, readers: Mapping[int, int | None], number: in
 
 
 class _Link:
-    """What one body hands to one other.
+    """The values that one body passes to one other body.
 
     Args:
       program: the program around both.
       source, reader: the equations with the bodies.
-      candidates: the results that only `reader` reads, and the input of its body that is given each.
+      candidates: the results that only `reader` reads, and the input of its body for each.
 
     Attributes:
-      wanted: the value of the source's body that the reader reads of each candidate.
-      replaced: the value of the reader's body that this is.
-      first: what runs in the reader's body before all else.
-      used: the values of `program` that are read for that.
+      wanted: for each candidate, the value of the source's body that the reader needs.
+      replaced: for each candidate, the value of the reader's body that it replaces.
+      first: the equations that run in the reader's body before all others.
+      used: the values of `program` that these read.
     """
 
     def __init__(self, program: Program, source: WithBody, reader: WithBody, candidates: dict[int, int]):
@@ -84,12 +84,12 @@ class _Link:
         ours, theirs = source.copies(), reader.copies()
         for result in self.candidates:
             given = candidates[result.number]
-            # If the reader only casts a value that the source casts as well, the copy is handed on: half of the bytes.
+            # If the reader only casts a value that the source casts as well, the copy is passed on: half of the bytes.
             if result.inner in ours and given in theirs and reader.reads_once(given):
                 self.wanted[result.number], self.replaced[result.number] = ours[result.inner], theirs[given]
 
     def costs(self) -> tuple[ResidualCosts, dict[int, Sources]]:
-        """What the values of the source's body cost the reader, and what each could be computed from."""
+        """The costs of the source's values for the reader, and the sources from which each could be computed."""
         free, memory = self.passed if self.source.shares else (), self.source.in_memory(self.program)
         costs = ResidualCosts(
             lambda number: size_in_bytes(self.body.avals[number]), in_memory=self.there.difference(free)
@@ -112,13 +112,13 @@ class _Link:
         return costs, could
 
     def chosen(self) -> tuple[set[int], dict[int, int]]:
-        """The values to hand on, and which of them or of what is rematerialized some candidates are."""
+        """The values to pass on, and for some candidates the passed or rematerialized value that they equal."""
         costs, could = self.costs()
         needed: set[int] = {*costs.sources_of(self.wanted.values())}
-        # `costs` compared each value alone with its sources. Once it is known which values are handed on, some sources
-        # cost reading only, and a value may be cheaper to compute again after all. A source that is not handed on
-        # stands for its own sources: a value rounded for a dot for the float32 value before the rounding, and that for
-        # the two results of dots that it is the product of.
+        # `costs` compared each value alone with its sources. Once it is known which values are passed on, some sources
+        # only cost a read, and a value may be cheaper to rematerialize after all. A source that is not passed on is
+        # replaced by its own sources: a value rounded for a dot by the float32 value before the rounding, and this by
+        # the two results of dots whose product it is.
         for number in reversed(could):
             if number in needed:
                 theirs = [{each} if each in needed else could.get(each, {each}) for each in could[number]]
@@ -126,7 +126,7 @@ class _Link:
                 if costs.is_cheaper(sources, number, needed):
                     needed.remove(number)
                     needed |= sources
-        again, there = {}, set(self.there)  # JAX may return one value several times: it is handed on once
+        again, there = {}, set(self.there)  # JAX may return one value several times: it is passed on once
         for result in self.candidates:
             wanted = self.wanted[result.number]
             if wanted != result.inner or wanted not in needed or wanted in there:
@@ -136,13 +136,13 @@ class _Link:
         return needed, again
 
     def make(self) -> set[int]:
-        """Exchanges what is handed on, if anything is gained; returns what the reader reads for that."""
+        """Exchanges the values that are passed on, if that saves bytes; returns those that the reader then reads."""
         needed, again = self.chosen()
         if not again:
             return set()
         source = self.source
         source.results = [result for result in source.results if result.number not in again]
-        # The equations that run again start from what is handed on, what the source is given itself, and literals.
+        # Rematerialized equations start from values that are passed on, the source's own inputs, and literals.
         stops = needed | self.passed.keys() | self.body.constants.keys()
         chain = computing(self.body.equations, again.values(), stops)
         read = {number for equation in chain for number in equation.operands}
@@ -157,7 +157,7 @@ class _Link:
         return self.used
 
     def _given(self, number: int) -> int:
-        """The value of the reader's body that is one of the source's: given as to the source, or by it."""
+        """The value of the reader's body that equals one of the source's: an input of both, or passed on."""
         body, reader = self.body, self.reader
         if number in body.constants:
             value = reader.body.new(body.avals[number])
@@ -169,7 +169,7 @@ class _Link:
         return reader.given(operand, body.avals[number])
 
     def _handed_on(self, number: int) -> Operand:
-        """The source's result that is a value of its body; added if there is none yet."""
+        """The source's result for a value of its body; added if there is none yet."""
         for result in self.source.handed_on:
             if result.inner == number:
                 return Operand(result.layout, result.number)
@@ -181,11 +181,11 @@ class _Link:
         uses = [Use(names[number]) for number in equation.operands]
         results = tuple([self.reader.body.new(self.body.avals[number]) for number in equation.results])
         for number, result in zip(equation.results, results, strict=True):
-            names.setdefault(number, result)  # another part of a `split` may be handed on
+            names.setdefault(number, result)  # another part of a `split` may be passed on
         return equation.replace(uses=uses, results=results, at=equation.at or equation.node, remat=True)
 
     def _substitute(self, names: Mapping[int, int]) -> None:
-        """Runs `first` before the reader's body, which then reads other values than some that it was given."""
+        """Runs `first` before the reader's body, which then reads its results in place of some inputs."""
         reader = self.reader
         rest = [
             equation.replace(uses=[Use(names.get(number, number)) for number in equation.operands])

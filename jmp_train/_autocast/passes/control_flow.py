@@ -1,4 +1,4 @@
-"""Equations with programs inside: what is known enters them, and what they return comes out.
+"""Equations with programs inside: the facts of their operands go in, and the precisions of their results come out.
 
     b:f32 = scan { c -> ... } w x:f32     ->     b:f16 = scan { c:f16 -> ... } w:f32 x:f16
 
@@ -45,9 +45,9 @@ class _Entered:
     Attributes:
       context: of the program around.
       node, entry: the node and the rule that holds for it.
-      inside: where its body stands.
-      seen: what its operands are.
-      outs: what becomes of its results.
+      inside: the place of its body.
+      seen: the precisions of its operands.
+      outs: how its results are used.
     """
 
     context: Context
@@ -106,7 +106,7 @@ def _loop(call: _Entered) -> Decided | str:
 
 
 def _plan_loop(call: _Entered, loop: Loop) -> tuple[Program, list[Precision]]:
-    """The plan of a loop's body, and what its carry is, which starts as its initial value is and can only widen."""
+    """The plan of a loop's body, and the precisions of its carries: those of the initial values, perhaps widened."""
     planner, (body, consts, carry, *_), seen = call.context.planner, loop, call.seen[loop.skip :]
     whole, rows, starts = planner.inlined(body, call.inside), consts + carry, seen[consts : consts + carry]
     # Parameters that come row by row, one layer's at a time. One that every iteration reads is a recurrence's.
@@ -115,11 +115,11 @@ def _plan_loop(call: _Entered, loop: Loop) -> tuple[Program, list[Precision]]:
     carried = []
     for precision, *ends in carries:
         narrow = precision is Precision.LOW and may_be_narrow(whole, call.inside, weights, *ends, wide=planner.wide)
-        # What starts as a parameter is float32 data to the body: from the second iteration on the body has made it.
+        # A carry that starts as a parameter is float32 data to the body, which makes it from the second iteration on.
         stays = narrow or precision in (Precision.OVERFLOWS, Precision.RECORDED)
         carried.append(precision if stays else Precision.FULL)
     while True:  # a carry can only widen, so this ends
-        # A narrow carry is rounded at the end of each iteration, as for a dot; others are returned as results are.
+        # A narrow carry is rounded at the end of each iteration, as for a dot; others are returned like results.
         returned = [Flags(reaches_dot=True, to_dot=True) if each is Precision.LOW else RETURNED for each in carried]
         arguments = [*seen[:consts], *carried, *seen[rows:]]
         program = call.plan(body, arguments, [*returned, *call.outs[carry:]], roundable=range(consts, rows))
@@ -131,8 +131,8 @@ def _plan_loop(call: _Entered, loop: Loop) -> tuple[Program, list[Precision]]:
 
 def _custom_jvp(call: _Entered) -> Decided:
     equation, made = _branches(call)
-    # Of the arguments and their tangents. That an argument holds numbers beyond the compute dtype, such as the -1e9 of
-    # a mask, says nothing of its tangent's.
+    # Of the arguments and their tangents. An argument may hold numbers beyond the compute dtype, such as the -1e9 of a
+    # mask; its tangent need not.
     precisions = [*call.seen, *(Precision.FULL if p is Precision.OVERFLOWS else p for p in call.seen)]
 
     def derive(rule: Callable, args: Sequence[Any]) -> Any:
@@ -146,8 +146,8 @@ def _custom_jvp(call: _Entered) -> Decided:
 def _custom_vjp(call: _Entered) -> Decided:
     """Keeps float32 at the boundary; the inside is planned.
 
-    What a user's `fwd` saves for `bwd` may be the operands themselves. JAX then hands on those of the call, not what
-    `fwd` returned, and `bwd` expects the dtype that they were recorded in.
+    The residuals that a user's `fwd` returns for `bwd` may be its operands. JAX then passes the operands of the call to
+    `bwd`, not the values that `fwd` returned, and `bwd` expects the dtypes in which they were recorded.
     """
     equation, made = _branches(call)
 
@@ -162,7 +162,7 @@ def _custom_vjp(call: _Entered) -> Decided:
 
 
 def run_rule(call: _Entered, rule: Callable, args: Sequence[Any], precisions: Sequence[Precision], place: Place) -> Any:
-    """Runs a derivative rule on `args` as recorded with its inside autocast; what is no array passes through."""
+    """Runs a derivative rule on `args` as recorded, with its inside under autocast; leaves that are no arrays pass."""
 
     def hidden(*args: Any) -> Any:
         return hide_static(rule(*reveal_static(args)), is_array)
@@ -170,8 +170,8 @@ def run_rule(call: _Entered, rule: Callable, args: Sequence[Any], precisions: Se
     given = hide_static(tuple(args), is_array)
     jaxpr, shape = trace(hidden, *given)
     of_arrays = [precision for precision, arg in zip(precisions, args, strict=True) if is_array(arg)]
-    # JAX asks for a rule when the program around it has been planned, and the jaxprs may be gone by whose ids that
-    # planner remembers equations.
+    # JAX asks for a rule after the program around it was planned. By then the jaxprs may be gone by whose ids that
+    # planner knows equations.
     fresh = call.context.planner.fresh()
     program = fresh.plan_whole(jaxpr, of_arrays, [Flags()] * len(open_jaxpr(jaxpr).outvars), place)
     results = emit(fresh.lower(program), jax.tree.leaves(given))

@@ -1,4 +1,4 @@
-"""Equations whose results nobody reads.
+"""Equations whose results nothing reads.
 
     a = exp x                          a = exp x
     b = mul a a                   ->   b = dead mul a a      (`b*` is computed again, from `a`)
@@ -17,7 +17,7 @@ from ..ir import Equation, Op, Program
 
 
 def mark_dead(program: Program) -> Program:
-    """The program with the equations marked that need not run where they stand."""
+    """The program in which equations that need not run at their place are marked as dead."""
     needed, runs_again = set(program.outputs), set()  # values read as they are, and those that are rematerialized
     remat, equations = program.residuals.remat, []
     for equation in reversed(program.equations):
@@ -25,7 +25,7 @@ def mark_dead(program: Program) -> Program:
         if not dead:
             for number, _, residual in equation.uses:
                 (runs_again if residual and number in remat else needed).add(number)
-        # `insert_casts` will run it across a dot, dead or not, where it reads residuals whatever its uses say.
+        # `insert_casts` will run it across a dot, dead or not; there it reads residuals, whatever its uses say.
         if not runs_again.isdisjoint(equation.results):
             for number in equation.operands:
                 (runs_again if number in remat else needed).add(number)
@@ -44,7 +44,7 @@ def computing(
     given: Iterable[int] = (),
     also: Callable[[Equation], bool] = lambda equation: False,
 ) -> list[Equation]:
-    """The equations that compute some values from what is given; those for which `also` holds count as wanted."""
+    """The equations that compute some values from given ones; equations for which `also` holds are included."""
     given = {*given}
     needed, found = {*wanted} - given, []
     for equation in reversed(equations):

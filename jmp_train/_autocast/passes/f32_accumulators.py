@@ -4,8 +4,8 @@
     s:f16 = scan { b:f16 = add a:f16 x } c x  ->  t:f32 = scan { y:f32 = cast x; b:f32 = add a:f32 y } d x
                                                   s:f16 = cast t
 
-The backward pass of a loop adds the gradient of a weight at every iteration to a carry of the weight's dtype. After
-2,048 equal terms such a sum in float16 stops growing.
+The backward pass of a loop adds the gradient of a weight to a carry of the weight's dtype in every iteration. In
+float16 such a sum stops growing after 2,048 equal terms.
 
 Decides which carries are such sums and writes the loop anew, before anything is planned: the carry, and the carry with
 terms added, are computed in float32; whatever else reads them sees them rounded to the recorded dtype. Does not decide

@@ -9,8 +9,8 @@
                                              f:f32 = remat exp e
                                              g:f32 = mul f y
 
-Decides where they stand: in front of the first equation that reads them, once for each value, dtype and side of a dot.
-Does not decide which there are; see `assign_dtypes.py` and `save_or_remat.py`.
+Decides where these equations are placed: in front of the first equation that reads them, once for each value, dtype and
+side of a dot. Does not decide which are needed; see `assign_dtypes.py` and `save_or_remat.py`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Writer:
                 self._add(Op.CAST, (result,), number, node)
 
     def read(self, use: Use, at: Node | None) -> Use:
-        """The value that a use in the equation `at` is, as it is."""
+        """A use of a value that, read as it is, equals a use in the equation `at`."""
         if not use.residual and (use.dtype is None or use.dtype == self.avals[use.value].dtype):
             return use if use.dtype is None else Use(use.value)
         if use not in self.copies:
@@ -104,10 +104,10 @@ class _Writer:
         return self._cast(value, value, dtype, at)
 
     def _derived(self, use: Use, at: Node | None) -> int:
-        """What a use across a dot reads; where `jax.grad` may come after autocast, with the derivative of a near use.
+        """The value that a use across a dot reads; if `jax.grad` may follow, it has the derivative of the near cast.
 
         A value in 16 bits that float32 equations read on both sides of a dot is cast twice, and `jax.grad` would round
-        the cotangent of each cast before it adds them, though they may cancel. `Op.COPY_OF` hands the cotangent of the
+        the cotangent of each cast before it adds them, though they may cancel. `Op.COPY_OF` passes the cotangent of the
         far cast to the near one, so that they are added in float32.
         """
         copy, plain = self._residual(use, at), self.copies.get(Use(use.value, use.dtype))
@@ -124,12 +124,12 @@ class _Writer:
         if dtype not in (None, low):
             saved = self.read(Use(value, low, SHARED), at).value
             copy = self._add(Op.CAST, (saved,), self._new(value, dtype), at)
-            # XLA for CPUs computes bfloat16 in float32, and drops the rounding of what it keeps behind a barrier:
-            # without this the probabilities of a softmax summed to 0.998 or 1.002.
+            # XLA for CPUs computes bfloat16 in float32, and drops the rounding of values behind a barrier: without this
+            # the probabilities of a softmax summed to 0.998 or 1.002.
             is_rounded = low == BFLOAT16 or residual >= SEPARATE
             return self._round(value, copy, at, residual=residual) if is_rounded else copy
-        # Without a barrier XLA may compute the value again in the kernel of each reader, and store for that what it is
-        # computed from: float32, or several arrays.
+        # Without a barrier XLA may compute the value again in the kernel of each reader, and store its sources for
+        # that: float32 values, or several arrays.
         copy = self.read(Use(value, dtype), at).value
         params = {"joined": True} if value in self.residuals.joined else {}
         return self._add(Op.SAVED, (copy,), self._new(copy), at, params)
@@ -138,7 +138,7 @@ class _Writer:
         """`source`, which is `value` or equal to it, in another dtype, on the compute dtype's grid where it must be."""
         put = self.producers.get(value)
         if put is not None and put.node.name == "device_put" and is_on_host(self.avals[value]):
-            # A value on the host is cast where it comes from, the device: XLA casts slowly on the host.
+            # A value on the host is cast on the device that it comes from: XLA casts slowly on the host.
             (operand,) = put.uses
             result = self._new(value, dtype)
             self.equations.append(put.replace(uses=[self.read(operand._replace(dtype=dtype), at)], results=(result,)))
@@ -169,11 +169,11 @@ class _Writer:
         return made[value]
 
     def _is_in_full(self, use: Use) -> bool:
-        """Whether what is rematerialized finds an operand in float32, rather than the low copy that it read."""
+        """Whether a rematerialized equation reads an operand in float32, rather than the low copy."""
         return use.value in self.residuals.in_full and not use.residual
 
     def _again(self, use: Use, residual: int, at: Node | None) -> Use:
-        """What an operand of a rematerialized equation is, for those who read the equation as `residual`."""
+        """The operand of a rematerialized equation, for readers that read the equation's result as `residual`."""
         if self._is_in_full(use):
             return Use(self.rematerialized[residual][use.value])
         is_residual = use.value in self.residuals.saved or use.value in self.residuals.remat

@@ -1,25 +1,25 @@
-"""What XLA would store in float32 between the kernel of a sum and what waits for that sum, saved in 16 bits.
+"""Values that XLA would store in float32 for a sum and for equations that need the sum, saved in 16 bits instead.
 
     t:f32 = tanh x:f16                       t:f32 = tanh x
     h:f32 = mul x t                          h:f32 = mul x t
     s:f32 = reduce_sum h          ->         s:f32 = reduce_sum h*        (* the saved copy, in the compute dtype)
     n:f32 = sub h s                          n:f32 = sub h* s
 
-The sums of a norm are a kernel of their own, which ends before anything can be normalised, and XLA does not compute all
-that comes before them in both kernels. It stores what they share, in float32, and reads that at least twice. A copy in
-16 bits is half of the bytes. Flax's `dtype` and torch.amp round the same numbers.
+The sums of a norm are a kernel of their own, which ends before anything can be normalised, and XLA does not repeat the
+whole computation before them in both kernels. It stores the values that both kernels share in float32, and reads them
+at least twice. A copy in 16 bits is half of the bytes. Flax's `dtype` and torch.amp round the same numbers.
 
 A value that a dot depends on is saved so if
 
 * it is the result of an activation function that a norm reads, perhaps squared or reshaped first: expensive, and no
   larger than the values in the compute dtype that it is computed from (`analysis/activations.py`), so that it is finite
   where they are;
-* or it is a cotangent that a sum reads as it is, as the gradient of a GELU behind a norm: sums over rows of it are
-  subtracted from it. Where it overflows, the loss scale skips the step. Selections and sums of 16-bit numbers, such as
-  the gradients of a relu and a leaky relu, XLA computes again in each kernel.
+* or it is a cotangent that a sum reads directly, such as the gradient of a GELU behind a norm: sums over its rows are
+  subtracted from it. If it overflows, the loss scale skips the step. XLA computes selections and sums of 16-bit
+  numbers, such as the gradients of a relu and a leaky relu, again in each kernel, so that these are left out.
 
-Up to that rounding it is computed in float32. Decides which values these are. What is read across a dot was decided
-before, by `save_or_remat.py`.
+Up to that rounding it is computed in float32. Decides which values these are. `save_or_remat.py` has decided before
+which values are saved for readers across a dot.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KEEPS_DTYPE = frozenset({Rule.WIDEST, Rule.FOLLOW, Rule.SHAPE})
 
 
 def save_for_sums(program: Program) -> Program:
-    """The program whose sums, and what waits for them, read saved copies of what XLA would store for both."""
+    """The program whose sums, and equations that need them, read saved copies of values that XLA would store."""
     found = _shared_with_sums(program) if program.context.saves_low else None
     if not found:
         return program
@@ -45,8 +45,8 @@ def save_for_sums(program: Program) -> Program:
         if not found.isdisjoint(equation.operands):
             uses = [use._replace(residual=SHARED) if use.value in found else use for use in uses]
         for number in found.intersection(equation.results):
-            # It is rounded once, where it is saved: what follows the dtype of its operands is computed in float32. What
-            # a region or an edit asks for in 16 bits stays so.
+            # It is rounded once, where it is saved: equations that follow the dtype of their operands compute it in
+            # float32. An equation that a region or an edit has in 16 bits stays so.
             if facts[number].precision is Precision.LOW and equation.entry.rule is not Rule.LOW:
                 uses = [use._replace(dtype=FLOAT32) for use in uses]
                 facts[number] = dataclasses.replace(facts[number], precision=Precision.FULL)
@@ -57,7 +57,7 @@ def save_for_sums(program: Program) -> Program:
 
 
 def _shared_with_sums(program: Program) -> set[int]:
-    """The values that are stored for sums and what waits for these, and that may be rounded."""
+    """The values that are stored for sums and for equations that need these, and that may be rounded."""
     found = _read_around_sums(program)
     forward, cotangents = set[int](), set[int]()
     narrow = _narrow(program) if found else ()
@@ -69,7 +69,7 @@ def _shared_with_sums(program: Program) -> set[int]:
         if not program.place.is_backward(equation.node):
             forward.add(number)
         elif name in EXPONENTIALS:
-            continue  # of a softmax that is computed again
+            continue  # belongs to a softmax that is rematerialized
         elif is_read_by_sum and (name == "mul" or not (narrow[number] or name == "select_n")):
             cotangents.add(number)
     if forward:
@@ -80,14 +80,14 @@ def _shared_with_sums(program: Program) -> set[int]:
 
 
 def _read_around_sums(program: Program) -> list[tuple[Equation, int, bool]]:
-    """The elementwise equations whose results XLA would store for a sum and for what waits for it, and these results.
+    """The elementwise equations whose results XLA would store for a sum and for readers of it, and these results.
 
-    Of several readers one is on the way to a sum, another on the way to an equation that reads a value computed from a
-    sum, too. The boolean says whether a sum reads the result itself, rather than what is elementwise in it. As
-    `assign_dtypes`, this runs for every equation, and calls no function that need not be.
+    Such a result has a reader from which a sum is computed, and another one from which an equation is computed that
+    also reads a value computed from a sum. The boolean says whether a sum reads the result itself, rather than a value
+    that is elementwise in it. Like `assign_dtypes`, this runs for every equation, and so avoids calls of functions.
     """
-    # From the arguments on: what is computed from a sum on the same side of a dot, and what an elementwise equation
-    # reads beside that.
+    # Forwards: values computed from a sum on the same side of a dot, and values that an elementwise equation reads
+    # beside these.
     after_sum, beside = ([False] * len(program.facts) for _ in range(2))
     for equation in program.equations:
         elementwise, is_sum = equation.node.name in FUSED, equation.entry.has_own_kernel
@@ -102,8 +102,8 @@ def _read_around_sums(program: Program) -> list[tuple[Equation, int, bool]]:
                 beside[number] = beside[number] or not residual
     if True not in beside:
         return []
-    # From the results back: all that such values are computed from, and which of these a sum is computed from, too, by
-    # elementwise equations.
+    # Backwards: all values from which the latter are computed, and those among them from which elementwise equations
+    # also compute a sum.
     readers, summed, read_by_sum = [0] * len(beside), [False] * len(beside), [False] * len(beside)
     found: list[tuple[Equation, int, bool]] = []
     for equation in reversed(program.equations):
@@ -129,7 +129,7 @@ def _read_around_sums(program: Program) -> list[tuple[Equation, int, bool]]:
 def _narrow(program: Program) -> list[bool]:
     """Which values are in the compute dtype, or would be if their readers were.
 
-    So are sums and selections of what was cast from 16 bits, as in a program that has been through autocast before.
+    Sums and selections of values cast from 16 bits count too, as in a program that has been through autocast before.
     """
     narrow = [fact is None or fact.precision is not Precision.FULL for fact in program.facts]
     for equation in program.equations:

@@ -1,18 +1,19 @@
-"""Sums that rematerialize what they read in expressions of their own.
+"""Sums that rematerialize their operands in expressions of their own.
 
     h:f32 = exp a:f16                 h:f32 = exp a:f16
     s:f32 = reduce_sum h*      ->     s:f32 = reduce_sum h*2         (an expression that no other reader's is equal to)
     ...                               ...
     g:f32 = mul h* y                  g:f32 = mul h* y
 
-XLA computes equal expressions once. One that is expensive, as an exponential is, it then stores in float32 rather than
-compute it in the kernel of each reader: by its cost model three readers of `exp (a + bias)` on an H200 are too many,
-and so are two of `exp (tanh a)`, the softmax of capped logits. Read by expressions that are not equal, the value that
-they are computed from is read in 16 bits by each.
+XLA computes equal expressions once. If the expression is expensive, such as an exponential, XLA stores its result in
+float32 rather than compute it in the kernel of each reader: by its cost model three readers of `exp (a + bias)` on an
+H200 are too many, and so are two of `exp (tanh a)`, the softmax of capped logits. If the expressions are not equal,
+each reads its operand in 16 bits.
 
-The sums on the near side have an expression of their own of what they read as rematerialized. Where an exponential is
-computed from another expensive value, so has every single sum and maximum, with what XLA computes in its kernel alone.
-Everywhere, that would cost: a U-Net with `silu` behind GroupNorm would move 16 % more bytes.
+The sums on the near side share one expression of a rematerialized value, which no other reader has. If an exponential
+is computed from another expensive value, every single sum and maximum has an expression of its own, together with the
+equations that XLA computes in its kernel alone. To do so everywhere would cost: a U-Net with `silu` behind GroupNorm
+would move 16 % more bytes.
 
 Decides which uses read which expression. Does not decide what is rematerialized; see `save_or_remat.py`.
 """
@@ -29,7 +30,7 @@ _EXTREMES = having(Trait.EXTREMES)
 
 
 def separate_sums(program: Program) -> Program:
-    """The program whose sums read rematerialized values as `SEPARATE` and what follows, by sums of the same values."""
+    """The program whose sums read rematerialized values with residual numbers from `SEPARATE` on."""
     remat, facts, nested = program.residuals.remat, program.facts, _nested(program)
     kernels = _kernels(program) if nested else [None] * len(program.equations)
     numbers: dict[int, dict[int, int]] = {}  # by the exponential, and by the sum in whose kernel it is computed

@@ -1,4 +1,4 @@
-"""Roundings that every reader of a value has to see.
+"""Values that all readers have to read rounded.
 
     a:f16 = dot_general x w             a:f16 = dot_general x w
     h:f32 = exp a:f32                   b:f32 = cast a
@@ -9,13 +9,13 @@
                                         p:f32 = remat exp (cast s)
 
 XLA may drop a cast to 16 bits and back where it fuses both. Two readers of one value then compute from different bits.
-To an exponential an absolute error is a relative one, so that a softmax and its gradient, which rematerializes the
-exponential, would no longer belong together. And a squared distance `|a|² - 2 a b` needs the same `a` in both terms.
-These readers round explicitly (`Op.ROUND`), which fuses and costs no memory traffic. If both sides read the saved copy
-instead, both exponentials would be one expression, which XLA would compute once and store in float32. So would those of
-a sum and of the readers across the dot: where a rematerialized operand is rounded, it is by another expression, one for
-each number of `Use.residual`. In the body of a scan or `shard_map` all that an exponential is computed from is rounded:
-`body_residuals` may rematerialize that in another body.
+An exponential turns an absolute error into a relative one, so that a softmax and its gradient, which rematerializes the
+exponential, would no longer match. And a squared distance `|a|² - 2 a b` needs the same `a` in both terms. These
+readers round explicitly (`Op.ROUND`), which fuses and costs no memory traffic. If both sides read the saved copy
+instead, both exponentials would be one expression, which XLA would compute once and store in float32. The same holds
+for the exponentials of a sum and of the readers across the dot: if a rematerialized operand is rounded, there is a
+different rounding expression for each number of `Use.residual`. In the body of a scan or `shard_map` all values from
+which an exponential is computed are rounded, because `body_residuals` may rematerialize them in another body.
 
 Decides which values these are.
 """
@@ -45,13 +45,13 @@ def shared_roundings(program: Program) -> Program:
         exponents = _low(program, leading_to(program, exponentials, fuses))
     else:
         read = leading_to(program, exponentials, lambda equation: not residuals.remat.isdisjoint(equation.results))
-        # What is neither saved nor rematerialized, as the largest logit of a row, both sides read as the same value.
+        # Values that are neither saved nor rematerialized, such as the largest logit of a row, are equal on both sides.
         exponents = _low(program, read & (residuals.saved | residuals.remat))
     return program.replace(residuals=dataclasses.replace(residuals, rounded=exponents | squared, squared=squared))
 
 
 def leading_to(program: Program, numbers: Iterable[int], through: Callable[[Equation], bool]) -> set[int]:
-    """All that some values are computed from by equations that may be followed, and these."""
+    """Some values, and all values from which equations that satisfy `through` compute them."""
     found = set(numbers)
     for equation in reversed(program.equations) if found else ():
         if not found.isdisjoint(equation.results) and through(equation):

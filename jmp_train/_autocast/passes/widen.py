@@ -1,18 +1,19 @@
-"""Float32 for what only float32 equations read.
+"""Float32 for values that only float32 equations read.
 
     c:f16 = add a:f16 b:f16             c:f32 = add a:f32 b:f32
     d:f32 = exp c:f32             ->    d:f32 = exp c:f32
 
 Rounding the sum saves nothing here: it fuses with its reader, which widens it again. Only the whole program shows
-that: the readers have to be near, or rematerialize it, since across a dot a value in 16 bits is what is saved. Between
-may be what picks, joins or bounds numbers: a normal distribution's `cdf` chooses among `erf` and `erfc`, the derivative
-of a `cumprod` slices and pads products, of which a logarithm is taken, and a softmax subtracts the largest logit.
+that: the readers have to be on the same side of a dot, or to rematerialize the sum, since across a dot a value in 16
+bits is saved. Equations that pick, join or bound numbers may be between: a normal distribution's `cdf` chooses among
+`erf` and `erfc`, the derivative of a `cumprod` slices and pads products of which a logarithm is taken, and a softmax
+subtracts the largest logit.
 
-The sum of a dot's result and a bias stays rounded, unless it is small, as the values of states are, whose differences a
-loss may be made of: of values of 200, bfloat16 keeps halves. Two kernels may read a large one, and XLA then stores one
-value of the chain that they share, in the dtype that it has there: on an H200 the loss of a dense network moves a third
-more bytes with that sum in float32. In a scan, so does the sum of two dots' results, as a gate reads it: it is what is
-stacked for the backward pass, and the gate computed again from it.
+The sum of a dot's result and a bias stays rounded, unless it is small. The values of states are an example of small
+sums: a loss may depend on their differences, and bfloat16 holds numbers around 200 to one half only. Two kernels may
+read a large sum, and XLA then stores one value of the chain that they share, in the dtype that it has there: on an H200
+the loss of a dense network moves a third more bytes with that sum in float32. In a scan the sum of two dots' results
+stays rounded too, as a gate reads it: it is stacked for the backward pass, which rematerializes the gate from it.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from ..._sizes import assumed_size
 from ..ir import Equation, Precision, Program
 from ..primitives import ADDS, COMPARISONS, DOTS, ROUNDS, Rule, Trait, having
 
-# A value that is that many times smaller than another one costs next to nothing in float32: an eighth of its bytes.
+# A value this many times smaller than another one costs next to nothing in float32: an eighth of the other's bytes.
 _SMALL = 8
-# What hands on numbers as they are, within a kernel: a transfer to other devices is none. XLA updates the operand of a
-# `scatter` or `dynamic_update_slice` in place, so that this is a buffer in memory.
+# Primitives that return numbers of their operands within a kernel. Transfers to other devices are none of them. XLA
+# updates the operand of a `scatter` or `dynamic_update_slice` in place, so that it is a buffer in memory.
 _UNROUNDED = having(Trait.JOINS | Trait.BOUNDS | Trait.FLIPS | Trait.PICKS | Trait.EXTREMES) | {"stop_gradient"}
 _UNROUNDED |= having(Trait.MOVES) & having(Trait.FUSES)
 _UNROUNDED -= {"scatter", "dynamic_update_slice"}
@@ -54,16 +55,16 @@ def widen(program: Program) -> Program:
 def _wide(program: Program) -> set[int]:
     """The results that run in float32.
 
-    A comparison is no reader: it keeps no value in 16 bits, and reads in float32 what is widened for others.
+    A comparison does not count as a reader: it does not keep a value in 16 bits, and reads a widened value in float32.
     """
     remat, facts, avals, heads = program.residuals.remat, program.facts, program.avals, _small_heads(program)
     rounded, sums = _rounded(program, heads)
     narrow_readers, wide, saved = set(program.outputs), set(), rounded - remat
     for equation in program.equations:
-        # What runs again across a dot reads saved values, and these are in 16 bits. So are those that are marked for it
-        # without a reader there: for an H200, Transformers would move 1 % more bytes with such a relu in float32.
-        # Values that are small beside the result, such as statistics of rows, cost nothing in float32, nor do the few
-        # outputs of a layer.
+        # An equation that is rematerialized across a dot reads saved values, and these are in 16 bits. The results that
+        # are marked for it without a reader there stay narrow too: for an H200, Transformers would move 1 % more bytes
+        # with such a relu in float32. Values that are small beside the result, such as statistics of rows, cost nothing
+        # in float32, nor do the few outputs of a layer.
         if not remat.isdisjoint(equation.results):
             result = avals[equation.results[0]]
             for number in (saved - heads).intersection(equation.operands):
@@ -89,7 +90,7 @@ def _wide(program: Program) -> set[int]:
 
 
 def _small_heads(program: Program) -> set[int]:
-    """The few outputs of a layer, with its bias, as a value function has them; they may be returned in parts."""
+    """The sums of a layer with few outputs, such as a value function, and its bias; they may be returned in parts."""
     totals = [equation for equation in program.equations if equation.node.name in ADDS]
     return {
         total.results[0]
@@ -105,7 +106,7 @@ def _dots(program: Program, total: Equation) -> list[Node]:
 
 
 def _is_of_activations(program: Program, node: Node) -> bool:
-    """Whether a dot multiplies activations with activations, as the scores of an attention are made."""
+    """Whether a dot multiplies activations by activations, as for the scores of an attention."""
     has_batch = node.name == "dot_general" and any(node.params["dimension_numbers"][1])
     return has_batch and not any([program.facts[number].parameter for number in node.ins])
 
@@ -129,11 +130,11 @@ def _is_small(aval: Any, other: Any) -> bool:
 
 
 def _rounded(program: Program, heads: set[int]) -> tuple[set[int], set[int]]:
-    """The results in the compute dtype that are rounded in their equation, or hand on such numbers; and stored sums.
+    """The results in the compute dtype that their equation rounds, or that hold such numbers; and the stored sums.
 
     Not those that an edit of the table or a region asks for. Sums of values in the compute dtype and of biases are
-    stored, as a residual stream is, unless they join parts beside zeros, are among `heads`, all terms are computed by
-    the same kernel, or some are the scores of an attention. What is stored hands nothing on.
+    stored, as a residual stream is, unless they join parts beside zeros, are among `heads`, the same kernel computes
+    all terms, or some terms are the scores of an attention. Values made of stored ones do not count as rounded.
     """
     rounded, sums, parts, scores = set(), set(), set(), set()
     for equation in program.equations:
@@ -156,9 +157,9 @@ def _rounded(program: Program, heads: set[int]) -> tuple[set[int], set[int]]:
 
 
 def _widens(program: Program, total: Equation, number: int) -> bool:
-    """Whether a term is a literal, float32 that widens what it meets, or a parameter for each number of the sum.
+    """Whether a term is a literal, float32 that widens the others, or a parameter as large as the sum.
 
-    Such a parameter is no bias but what a network adds to, as the corners of a mesh.
+    Such a parameter is no bias: the network's result is added to it, as to the corners of a mesh.
     """
     fact = program.facts[number]
     widens = fact.precision is Precision.FULL or fact.numbers.range is not None

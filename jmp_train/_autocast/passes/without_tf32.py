@@ -3,9 +3,9 @@
     a:f32 = dot_general x:f32 w:f32      ->      a:f32 = dot_general[highest] x:f32 w:f32
 
 Without a precision of its own a product of float32 numbers runs in TF32 on GPUs since Ampere: with 10 bits of mantissa,
-as float16 has. A product that is kept out of 16 bits, by the plan, by rules or in a `full_precision` region, is there
-for its accuracy. Programs that run as recorded, such as solvers, are included. A precision that was asked for, of the
-product or by the policy, stays.
+as float16 has. A product that the plan, rules or a `full_precision` region keep in float32 is kept there for accuracy,
+and so are products in programs that run as recorded, such as solvers. A precision that the product or the policy sets
+stays.
 
 Decides nothing else. Kernels, exported functions and rules that JAX calls later (of `custom_jvp`, `custom_vjp` and
 `custom_vmap`) are left as they are.
@@ -31,7 +31,7 @@ _WITH_PRECISION = DOTS | _ATTENTION
 
 
 def without_tf32(program: Program) -> Program:
-    """The program whose products of float32 numbers say that they are."""
+    """The program whose products of float32 numbers have the precision of float32."""
     equations, avals = [*program.equations], program.avals
     known: dict[Any, Any] = {}  # a program that several calls share stays shared: JAX lowers it once
     for i, equation in enumerate(equations):
