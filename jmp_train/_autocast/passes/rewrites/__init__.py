@@ -1,7 +1,8 @@
 """The rewrites, in the order in which they are tried within each stage.
 
-Any may be left out. `hoist_weight_casts` comes before `narrow_caches`, which keeps the scan that it narrows for its
-derivative, with the operands that it has by then. `swapped_dots` looks at the dots that `fold_transposes` leaves.
+Each of them may be left out. `hoist_weight_casts` comes before `narrow_caches`, which keeps the scan that it narrows
+for the derivative, with the operands that the scan has by then. `swapped_dots` looks at the dots that `fold_transposes`
+leaves.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A product written as the multiplications and additions that it is.
+"""A product written as multiplications and additions.
 
     c:f32[m,n] = dot_general a:f32[m,2] b:f32[2,n]    ->    c = a[:,0] * b[0,:] + a[:,1] * b[1,:]
 
-What contracts a few numbers, or has one number or vector for its result, fills no Tensor Core: as a dot it is a kernel
-of its own, and one that rounds its operands to TF32 on GPUs that have it. Written out it fuses with whatever reads it,
-in float32.
+A product that contracts a few numbers, or whose result is one number or vector, does not fill a Tensor Core: as a dot
+it is a kernel of its own, which rounds its operands to TF32 on GPUs that have it. Written as multiplications and
+additions it fuses with its readers, in float32.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def dot_as_sums(program: Program, equation: Equation) -> Computation | None:
     if any([axes is not None for spec in specs for axes in spec.partitions]):
         return None
     if entry.of_derivative:
-        # If it is short as well, or one long sum: a reduction of what XLA multiplies in the same kernel, as the
-        # gradient of the weights that multiply coordinates is.
+        # If it is short as well, or one long sum: a reduction whose operand XLA multiplies in the same kernel, such as
+        # the gradient of weights that multiply coordinates.
         sizes = DotSizes.of(program.recorded, equation.node)
         if sizes is None or TENSOR_CORE_DEPTH <= sizes.contracted <= sizes.result:
             return None
@@ -50,7 +50,7 @@ def dot_as_sums(program: Program, equation: Equation) -> Computation | None:
 
 
 def multiply_and_add(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
-    """What a `dot_general` does to float32 operands: `[batch..., left..., right...]`, float32.
+    """Computes a `dot_general` of float32 operands: `[batch..., left..., right...]`, float32.
 
     >>> eqn = jax.make_jaxpr(lambda x, y: x @ y)(np.ones((2, 3)), np.ones((3, 4))).eqns[0]
     >>> node = Node(eqn, (), (), None, False)
@@ -64,7 +64,7 @@ def multiply_and_add(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
         places = itertools.product(*(range(left.x.shape[axis]) for axis in left.contracted))
         return [functools.reduce(operator.add, (_taken(one, start, at) * _taken(other, start, at) for at in places))]
     # As one reduction of a product that has its axes in the order of the larger operand: compilers keep the order, and
-    # read that operand as it lies in memory. Its free axes are the result's last; those of a left one are moved.
+    # read that operand in its layout in memory. Its free axes are the result's last; those of a left one are moved.
     if left.x.size <= right.x.size:
         return [_reduced(left, right)]
     total, middle = _reduced(right, left), start + len(right.free)

@@ -1,17 +1,18 @@
-"""A dot in the order that needs no transpose, or one that leaves the last axis where it is.
+"""A dot with its operands in the order that needs no transpose, or only one that keeps the last axis.
 
     a = dot_general g x                b = dot_general x g
     b = transpose a             ->
 
-JAX differentiates `x @ w` into `transpose(dot(ct, x))`. `dot(x, ct)` is the same matrix. Besides sparing an operation,
-this keeps bfloat16 running on CPUs: XLA rejects there, at run time, a transposed bfloat16 dot whose result is float32.
+JAX differentiates `x @ w` into `transpose(dot(ct, x))`. `dot(x, ct)` is the same matrix. This saves an operation, and
+it makes bfloat16 run on CPUs, where XLA rejects, at run time, a transposed bfloat16 dot whose result is float32.
 
     a:f16[k,q,r] = dot_general y x              a:f16[q,r,k] = dot_general x y
     b:f16[r,q,k] = transpose[2,1,0] a    ->     b:f16[r,q,k] = transpose[1,0,2] a
 
-`jnp.einsum` writes the scores of a grouped-query attention so. XLA transposes nothing: it keeps `b` as `a` lies in
-memory, and a softmax along `k` would step over all queries from number to number, for which it has no fused kernel. On
-an H200 such an attention would move 2.2 times the bytes. What goes to another dot is left: that reads it in any layout.
+`jnp.einsum` records the scores of a grouped-query attention in this way. XLA moves nothing for the transpose: `b` keeps
+the layout of `a` in memory, so that a softmax along `k` has a stride of all queries, for which XLA has no fused kernel.
+On an H200 such an attention would move 2.2 times the bytes. A transpose that another dot reads stays, since a dot reads
+any layout.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ...primitives import Rule
 
 
 def fold_transposes(program: Program) -> Program:
-    """The program without the transposes that follow a dot as its only readers, where a swap of operands can be."""
+    """The program without transposes that alone read a dot, if swapping the dot's operands can replace them."""
     if not any([equation.node.name == "transpose" for equation in program.equations]):
         return program
     readers = program.only_readers()
@@ -59,7 +60,7 @@ def fold_transposes(program: Program) -> Program:
 
 
 def _only_transpose(program: Program, readers: dict[int, int | None], equation: Equation) -> Equation | None:
-    """The transpose that alone reads what an equation computes, and can be folded into it; `None` if there is none."""
+    """The transpose that alone reads an equation's result, and can be folded into it; `None` if there is none."""
     at = readers.get(equation.results[0])
     only = None if at is None else program.equations[at]
     if only is None or only.node.name != "transpose" or only.entry.rule is not Rule.SHAPE:

@@ -4,14 +4,15 @@
                                             ->     scan { d:f16 = copy_of w b; c = dot x d }  w b
 
 XLA moves few casts out of a loop: a recurrent network would read its float32 weights and write their copies at every
-step, and text generation those of all layers for every token, which is four times the bytes of the copies. But the
-gradient of a weight that is only cast outside would be accumulated over the iterations in 16 bits, if someone
-differentiates the loop. So the loop is given both, and the copy's derivative is that of a cast inside.
+step, and text generation those of all layers for every token, which is four times the bytes of the copies. But if the
+weight were only cast outside and somebody differentiates the loop, its gradient would be accumulated over the
+iterations in 16 bits. So both are passed to the loop, and the copy's derivative is that of a cast inside.
 
-The weight may be moved first, as in `x @ w.T`, or picked from a stack: then the copy is of the moved one. A function
-that the loop rematerializes may read it, or one that it maps over devices. Or a loop inside reads a stack of weights
-row by row: then the stack is cast before the outer loop, unless that holds a backward pass. A program that accumulates
-gradients of a stack needs the memory of such a copy, and its backward pass reads far more bytes than the weights have.
+The weight may be moved first, as in `x @ w.T`, or picked from a stack: then the moved weight is copied. A function that
+the loop rematerializes, or that it maps over devices, may read the weight. Or a loop inside reads a stack of weights
+row by row: then the stack is cast before the outer loop, unless that contains a backward pass. A program that
+accumulates gradients of a stack needs the memory of such a copy for these, and its backward pass reads far more bytes
+than the weights have.
 
 Decides which casts are made before which loop. Does not decide that a dot reads a copy; see `assign_dtypes.py`.
 """
@@ -35,7 +36,7 @@ def hoist_weight_casts(program: Program) -> Program:
     """The program whose loops are given copies of the constants that their dots read in the compute dtype."""
     if not any([equation.bodies for equation in program.equations]):
         return program
-    # Inside first: a copy made before an inner loop is a cast in the body of the outer one, which it leaves next.
+    # Inner loops first: a copy made before an inner loop is a cast in the outer loop's body, which is hoisted next.
     equations = [_with_copies_inside(each) if each.bodies else each for each in program.equations]
     return _with_copies(program.replace(equations=equations), _constants)
 
@@ -44,9 +45,9 @@ class _Inputs(NamedTuple):
     """Inputs of an equation's body that are one value in all iterations of a loop.
 
     Attributes:
-      positions: which they are.
-      copies_at: the position at which copies of them are given to the body.
-      are_parts: whether the body is given a part of each: one row at a time, or a device's.
+      positions: their positions.
+      copies_at: the position of their copies among the inputs of the body.
+      are_parts: whether the body gets a part of each: one row at a time, or that of a device.
     """
 
     positions: Sequence[int]
@@ -73,8 +74,8 @@ def _with_copies_inside(equation: Equation) -> Equation:
         counts = inner.loop_counts if inner.node.name == "scan" and not has_backward else None
         if counts is None and inner.node.name not in ("remat2", "shard_map"):
             return None
-        # The rows of a scan, whose constants are cast before it anyway, and all operands of the others. What is moved
-        # of a row or of a device's part cannot be moved outside.
+        # The rows of a scan, whose constants are cast before it anyway, and all operands of other equations. A row or a
+        # device's part that is moved inside cannot be moved outside.
         count, first, are_parts = len(inner.uses), sum(counts or ()), inner.node.name != "remat2"
         return _Inputs([i for i in range(first, count) if inner.operands[i] in constant], count, are_parts)
 
@@ -92,7 +93,7 @@ def _with_copies(program: Program, inputs: Callable[[Equation], _Inputs | None])
 
 
 def _hoisted(program: Program, equation: Equation, inputs: _Inputs) -> list[Equation]:
-    """The casts of the inputs of an equation's body for dots, and what moves these first; then the equation."""
+    """The casts of inputs of an equation's body for dots, after the equations that move these; then the equation."""
     body = equation.bodies[0]
     names = {body.inputs[i]: equation.given[i] for i in inputs.positions}
     moves = [] if inputs.are_parts else _moves(body, names)
@@ -112,7 +113,7 @@ def _hoisted(program: Program, equation: Equation, inputs: _Inputs) -> list[Equa
 
 
 def _varying(body: Program, numbers: Container[int]) -> dict[int, Equation]:
-    """What only declares in a `shard_map` that an input varies over devices, by its result."""
+    """The equations in a `shard_map` that only declare an input to vary over devices, by their results."""
     found = [each for each in body.equations if each.node.name == "pvary" and each.operands[0] in numbers]
     return {each.results[0]: each for each in found}
 
@@ -123,7 +124,7 @@ def _moves(body: Program, constant: Container[int]) -> list[Equation]:
     for equation in body.equations:
         if equation.op is Op.RECORDED and equation.node.name in _MOVES:
             same = all(number in constant or number in moved for number in equation.operands)
-            # A copy of what is repeated would be larger than the weight.
+            # A copy of a repeated weight would be larger than the weight.
             sizes = [assumed_size(body.avals[number]) for number in (equation.operands[0], equation.results[0])]
             if same and sizes[0] >= sizes[1]:
                 moved.update(equation.results)
@@ -147,7 +148,7 @@ def _casts(body: Program, numbers: Container[int]) -> list[Equation]:
 def _reading(
     equation: Equation, casts: Sequence[Equation], copies: Sequence[int], at: int, varying: Mapping[int, Equation]
 ) -> Equation:
-    """The equation given `copies`, at a position among the inputs of its body, which reads them in place of casts."""
+    """The equation with `copies` at a position among the inputs of its body, which reads them in place of casts."""
     (body, *others), counts, params = equation.bodies, equation.loop_counts, equation.params
     body = body.replace(avals=[*body.avals])
     weights, inputs, hoisted = list[int](), list[int](), dict[int, list[Equation]]()

@@ -4,10 +4,10 @@
     ct = mul scale 1.0                          ->
     g = shard_map { backward } r w ct
 
-JAX differentiates a `shard_map` into one for the forward and one for the backward pass, which is given what it needs of
-the first. Planned apart, neither side can rematerialize a value from another one. Where the backward pass starts from
-what does not depend on the forward pass, as that of a loss does, one `shard_map` does both, as if the loss had been
-differentiated inside.
+JAX differentiates a `shard_map` into one for the forward pass and one for the backward pass, which gets residuals of
+the first. If they are planned apart, the second cannot rematerialize a value from values of the first. If the cotangent
+with which the backward pass starts does not depend on the forward pass, as with a loss, one `shard_map` computes both,
+as if the loss had been differentiated inside.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ...._jaxpr import FlatJaxpr, Literal, Node, Scope, Var, open_jaxpr
 
-# What both must agree in: the devices, the mesh axes that the body has to itself, and how JAX checks its results.
+# Parameters that must be equal: the devices, the mesh axes that are manual in the body, and how JAX checks its results.
 _SAME = ("mesh", "newly_manual_axes", "check_vma")
 
 
@@ -39,9 +39,9 @@ class _Value(NamedTuple):
     """An operand or result of a `shard_map`.
 
     Attributes:
-      number: which value of the program it is.
-      outside, inside: what the equation and its body call it.
-      spec: how the devices share it.
+      number: its number in the program.
+      outside, inside: its variables in the equation and in its body.
+      spec: how it is divided among the devices.
     """
 
     number: int
@@ -65,7 +65,7 @@ def _with_joined(
 ) -> tuple[Node, ...] | None:
     """The nodes with two `shard_map`s as one; `None` where that cannot be."""
     alike = all([first.params[key] == second.params[key] for key in _SAME])
-    # The equations of a rematerialized function do not say themselves that they are its backward pass.
+    # The equations of a rematerialized function do not say themselves that they belong to a backward pass.
     halves = not first.scope.is_backward and (second.scope.is_backward or first.scope.is_recomputed)
     start, end = nodes.index(first), nodes.index(second)
     # Equations between them change their order, but effects, such as a print, have to keep theirs.
@@ -78,8 +78,8 @@ def _with_joined(
         else:
             after.append(node)
             dependent.update(node.outs)
-    # What the second is given of the first must be a result of it, on the same devices: otherwise something between
-    # them computes it, or JAX moves it.
+    # An operand of the second that depends on the first must be a result of the first, on the same devices: otherwise
+    # an equation between them computes it, or JAX moves it.
     handed_on = [(each.number, each.spec) for each in _operands(second) if each.number in dependent]
     if not {(each.number, each.spec) for each in _results(first)}.issuperset(handed_on):
         return None
@@ -123,7 +123,7 @@ def _joined(first: Node, second: Node, read: Collection[int]) -> Node:
         params={**first.params, "jaxpr": body, "in_specs": in_specs, "out_specs": out_specs},
     )
     ins, outs = (tuple(each.number for each in values) for values in (operands, results))
-    # The scopes of the two calls are parts of their equations' name stacks, above: the joined call has none of its own.
+    # The scopes of the two calls became parts of their equations' name stacks above: the joined call has none itself.
     scope = Scope(type(first.scope.name_stack)(), first.scope.called_at)
     return Node(eqn, ins, outs, scope, first.low_region, first.calls)
 

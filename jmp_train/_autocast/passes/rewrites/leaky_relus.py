@@ -5,11 +5,11 @@
     r:f32 = mul 0.2 q              ->    d:f32 = add_any[scale_where_false] m g 0.2      (where(m, g, 0.2 * g))
     d:f32 = add_any p r
 
-The numbers are the same, since one term is zero. But sums of the norm's gradient read `d` in one kernel, and what waits
-for these in another: for an H200, XLA stores `p` and `q` for both, or `d` in float32. Of the selection it stores
-nothing, or the mask, a byte a number, unless that is best computed again, as behind a norm over rows. Networks of
-convolutions move 5 to 20 % fewer bytes. Behind a norm without a bias of its own, where no sum reads `d` as it is, they
-would move up to 9 % more. Where a dot reads `d`, that is in 16 bits, and nothing changes.
+The numbers are the same, since one term is zero. But sums of the norm's gradient read `d` in one kernel, and equations
+that need these sums read it in another: for an H200, XLA stores `p` and `q` for both, or `d` in float32. For the
+selection it stores nothing, or the mask, a byte per number, unless it rematerializes that, as behind a norm over rows.
+Networks of convolutions move 5 to 20 % fewer bytes. Behind a norm without a bias of its own, where no sum reads `d`
+directly, they would move up to 9 % more. If a dot reads `d`, that is in 16 bits, and nothing changes.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class _Half(NamedTuple):
 
 
 def leaky_relus(program: Program) -> Program:
-    """The program whose sums of what a mask selects and what it does not, scaled, are selections."""
+    """The program with a selection for each sum of values where a mask is true and scaled values where it is false."""
     halves: dict[int, _Half] = {}
-    scaled: dict[int, tuple[_Half, int]] = {}  # and by what they are multiplied
+    scaled: dict[int, tuple[_Half, int]] = {}  # those that are multiplied, each with its factor
     found: dict[int, Equation] = {}
     summed = set[int]()
     for i, equation in enumerate(program.equations):
@@ -46,7 +46,7 @@ def leaky_relus(program: Program) -> Program:
             halves[equation.results[0]] = half
         elif name == "mul" and halves:
             for number, slope in (operands, operands[::-1]):
-                # Infinity, times a zero, is none. (The range of a number is of finite ones.)
+                # Not by infinity, which times zero is NaN. (A range is of finite numbers.)
                 if number in halves and (known := program.facts[slope].numbers.range) is not None and known.largest:
                     scaled[equation.results[0]] = halves[number], slope
         elif name == "add_any" and scaled and program.precision(equation.results[0]) is Precision.FULL:

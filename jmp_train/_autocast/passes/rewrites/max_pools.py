@@ -4,16 +4,16 @@
                                              g = sum over places k of pad(select(p == k, dy, 0))
 
 JAX records the gradient as `select_and_scatter_add`, which compilers turn into a search with three integer outputs and
-a scatter that adds in the dtype of its buffer. Here the place of each window's extreme is found once, in a byte, and
-every window hands its gradient to that place; an element sums what the few windows over it hand it. That fuses, reads
-and writes values of the compute dtype, and sums in float32 registers.
+a scatter that adds in the dtype of its buffer. Here the place of each window's extreme is found once and stored in a
+byte, and every window passes its gradient to that place; an element sums the gradients of the few windows over it. This
+fuses, reads and writes values of the compute dtype, and sums in float32 registers.
 
     m:f16 = reduce_window_max x:f16    ->    m = cast (reduce_window_max (cast x))
 
-Both pools choose the same numbers. XLA for GPUs stores the float16 numbers that a pool compares; float32 numbers it
-computes in the pool's kernel and again in the gradient's, as it does bfloat16 numbers, which it widens itself.
-ResNet-50 writes and reads 0.8 GB less. Pools that JAX differentiates afterwards stay as they are: the gradient that it
-records of a pool in float32 moves twice the bytes.
+Both pools choose the same numbers. XLA for GPUs stores the float16 numbers that a pool compares. It computes float32
+numbers in the pool's kernel and again in the gradient's, and so it does bfloat16 numbers, which it widens itself.
+ResNet-50 writes and reads 0.8 GB less. Pools that JAX differentiates afterwards stay as they are: the gradient that JAX
+records for a pool in float32 moves twice the bytes.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _ENTRY = Entry(Rule.WIDEST, "a selection in each window, summed in float32")
 
 
 def entry_of_scatter(node: Node) -> Entry | None:
-    """Selections follow their operands, where a scatter adds in its buffer's dtype."""
+    """The rule for a scatter that becomes selections, which follow their operands and have no buffer to add in."""
     return _ENTRY if windows_are_small(node) else None
 
 
 def max_pools(program: Program, equation: Equation) -> Computation | None:
-    # Not a scatter that the user's rules keep as recorded or in float32, where it adds in that.
+    # Not a scatter that the user's rules keep as recorded or in float32, where it adds in float32.
     follows = equation.entry.rule in (Rule.WIDEST, Rule.FOLLOW, Rule.LOW)
     return scatter_to_windows if follows and windows_are_small(equation.node) else None
 
 
 def pools_in_float32(program: Program) -> Program:
-    """The program whose pools of numbers in the compute dtype compare them in float32."""
+    """The program in which pools of values in the compute dtype compare them in float32."""
     if not any([equation.rewrite is scatter_to_windows for equation in program.equations]):
         return program
     equations = [*program.equations]
@@ -62,7 +62,7 @@ def pools_in_float32(program: Program) -> Program:
 
 
 def windows_are_small(node: Node) -> bool:
-    """Whether the windows of a `select_and_scatter_add` have so few places that each can be written out."""
+    """Whether the windows of a `select_and_scatter_add` have so few places that there can be one term for each."""
     return are_small(node, node.eqn.invars[0].aval, _MOST_PLACES)
 
 
@@ -89,16 +89,16 @@ def scatter_to_windows(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
 
 
 def compare_in_float32(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
-    """What a `reduce_window_max` or `reduce_window_min` does to an operand in 16 bits, in its dtype."""
+    """Computes a `reduce_window_max` or `reduce_window_min` of an operand in 16 bits, in its dtype."""
     (result,) = bind(node.eqn, [lax.convert_element_type(operands[0], FLOAT32)])
     return [lax.convert_element_type(result, operands[0].dtype)]
 
 
 def _chosen(operand: Any, source: Any, starts: list[list[int]], strides: Any, largest: bool) -> jax.Array:
-    """The number of the place of each window's first extreme element, `uint8[m_0, m_1, ...]`, sharded as `source`.
+    """The place of each window's first extreme element, as a number, `uint8[m_0, m_1, ...]`, sharded as `source`.
 
-    Compares in the order and manner of XLA's SelectAndScatter, so that ties choose the same element. Places in the
-    padding are never chosen, also where all others are infinite or NaN.
+    Compares in the same order and with the same comparison as XLA's SelectAndScatter, so that ties choose the same
+    element. Places in the padding are never chosen, even if all others are infinite or NaN.
     """
     # Of at most _MOST_PLACES places, so that a byte holds the number of each, and one for none.
     compare, nowhere = lax.ge if largest else lax.le, len(starts)
@@ -110,7 +110,7 @@ def _chosen(operand: Any, source: Any, starts: list[list[int]], strides: Any, la
         value = elements_at(operand, start, strides, windows)
         keep = compare(extreme, value) & (chosen < nowhere) | ~_inside(start, strides, windows, operand.shape)
         chosen = lax.select(keep, chosen, lax.full_like(chosen, place))
-    return lax.optimization_barrier(chosen)  # one byte, found once: its readers are as many as there are places
+    return lax.optimization_barrier(chosen)  # one byte, found once: it has as many readers as there are places
 
 
 def _inside(start: Sequence[int], strides: Any, windows: tuple[int, ...], shape: tuple[int, ...]) -> Any:

@@ -1,19 +1,19 @@
-"""Caches of which a loop reads copies in 16 bits, carried in 16 bits.
+"""Caches that a loop reads in 16 bits only, carried in 16 bits.
 
     c:f32 = scan { k:f32 = cast j                              c:f16 = scan {
                    n:f32 = dynamic_update_slice c k i                         n:f16 = dynamic_update_slice c j i
                    m:f16 = cast n; dot q m; return n }   ->                   dot q n; return n }
 
-Keys and values that attention reads for every token of a text are such a cache. In float32 it is read, its copy written
-and read again at every step, which is twice the bytes of a program in float32. A cast commutes with what only moves
-numbers, so that all that is computed from the copies stays the same. Where something reads what the loop returns in
-float32, a cache is narrowed only if all numbers in it are 16-bit ones.
+The keys and values that attention reads for every token of a text are such a cache. A float32 cache is read, and its
+copy is written and read, at every step, which is twice the bytes of a program in float32. A cast commutes with
+operations that only move numbers, so that all results of the copies stay the same. If something reads the loop's final
+cache in float32, the cache is narrowed only if all its numbers are 16-bit numbers.
 
-Somebody may differentiate the loop, and JAX adds up the gradient of a carry in the carry's dtype. So a scan keeps the
-equation that it was, whose derivative it has (`Equation.wide`).
+Somebody may differentiate the loop, and JAX adds up the gradient of a carry in the carry's dtype. So a scan keeps its
+wide equation, and has the derivative of that (`Equation.wide`).
 
-Decides which carries these are, and writes the loop's body for them. The dtype of all other carries was decided by
-`control_flow.py`.
+Decides which carries these are, and writes the loop's body for them. `control_flow.py` has decided the dtype of all
+other carries.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def narrow_caches(program: Program) -> Program:
 def _with_narrow_caches(
     program: Program, loop: Equation, read: set[int], producers: Mapping[int, Equation]
 ) -> list[Equation]:
-    """A loop whose caches are in the compute dtype, between casts of what they start as and of what is `read`."""
+    """A loop whose caches are in the compute dtype, between casts of their first values and of results in `read`."""
     counts = loop.loop_counts
     if counts is None:
         return [loop]
@@ -54,8 +54,8 @@ def _with_narrow_caches(
     for condition in conditions:
         decisive = {number for equation in condition.equations for number in equation.operands}
         found -= {i for i, number in enumerate(condition.inputs[-carry:]) if number in decisive}
-    # A body that moves numbers from one cache to another may be written only for both. So it is written for all, and
-    # anew without those that cannot be narrow, until none is left out.
+    # If a body moves numbers from one cache to another, both have to be narrow or neither. So the body is written for
+    # all caches, and again without those that cannot be narrow, until no more are left out.
     while True:
         if not found:
             return [loop]
@@ -89,7 +89,7 @@ def _given_narrow(condition: Program, carry: int, narrow: Container[int]) -> Pro
 
 
 def _candidates(body: Program, consts: int, carry: int) -> set[int]:
-    """The carries that the body returns moved, out of a loop, or cast from the compute dtype: few loops have any."""
+    """The carries that the body returns moved, from a loop, or cast from the compute dtype: few loops have any."""
     producers, found = body.producers(), set[int]()
     for i, (start, result) in enumerate(zip(body.inputs[consts : consts + carry], body.outputs[:carry], strict=True)):
         if is_float32(body.avals[start]) and (equation := producers.get(result)) is not None:
@@ -99,7 +99,7 @@ def _candidates(body: Program, consts: int, carry: int) -> set[int]:
 
 
 def _is_exact(program: Program, number: int, producers: Mapping[int, Equation]) -> bool:
-    """Whether a value holds numbers of the compute dtype only: casts of such, moved and joined, and literals."""
+    """Whether all numbers of a value fit the compute dtype: casts from it, moved and joined, and literals."""
     pending, seen = [number], set[int]()
     while pending:
         each = pending.pop()
@@ -138,13 +138,13 @@ class _Writer:
 
     Args:
       body: the body.
-      given: those inputs, each with the caches that it is made of, by their positions in the loop around.
+      given: those inputs, each with the caches whose numbers it holds, by their positions in the loop around.
 
     Attributes:
-      caches: of each value that is narrow now, those that it is made of.
+      caches: for each value that is narrow now, the caches whose numbers it holds.
       failed: the caches that something reads in float32.
-      rounded: those in which other numbers are written than the compute dtype has.
-      read: those of which a copy in the compute dtype is read.
+      rounded: the caches into which numbers are written that the compute dtype cannot hold.
+      read: the caches of which a copy in the compute dtype is read.
     """
 
     def __init__(self, body: Program, given: Mapping[int, frozenset[int]]):
@@ -200,11 +200,11 @@ class _Writer:
             self._body.equations.append(equation.replace(uses=uses, results=self._names(equation.results)))
         elif equation.node.name == "scan" and (counts := equation.loop_counts):
             self._write_scan(equation, *counts)
-        else:  # what computes with a cache would do so in 16 bits
+        else:  # an equation that computes with a cache would do so in 16 bits
             self.failed |= caches
 
     def _write_scan(self, scan: Equation, consts: int, carry: int) -> None:
-        """Writes a scan that is given caches, such as one over layers with one each."""
+        """Writes a scan with caches among its operands, such as a scan over layers with one cache each."""
         (body,) = scan.bodies
         pairs = zip(body.inputs, scan.operands, strict=True)
         given = {inside: self.caches[number] for inside, number in pairs if number in self.caches}

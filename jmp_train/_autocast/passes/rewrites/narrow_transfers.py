@@ -1,11 +1,12 @@
-"""A weight that is cast before it is sent to the devices that multiply by it: half of the bytes.
+"""A weight that is cast before it is sent to the devices that multiply by it, which halves the bytes.
 
     g:f32[8n,m] = all_gather w:f32[n,m]        g:f16[n,m] = cast w
     c:f16[8n,m] = cast g                 ->    c:f16[8n,m] = all_gather g
 
-So are parameters that are sharded over devices and gathered layer by layer (Rajbhandari et al., "ZeRO", 2020). XLA
-casts before it gathers where it finds both in one place, but not where what was gathered leaves a loop or a `shard_map`
-for the backward pass. The derivative stays that of a cast after the transfer: gradients are summed in float32.
+Parameters that are sharded over devices and gathered layer by layer (Rajbhandari et al., "ZeRO", 2020) are an example.
+XLA moves the cast before the gather where it finds both in one place, but not if a loop or a `shard_map` returns the
+gathered value for the backward pass. The derivative stays that of a cast after the transfer: gradients are summed in
+float32.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ def narrow_transfers(program: Program) -> Program:
 
 
 def casts_first(low: np.dtype) -> Computation:
-    """What a transfer of one array does to a cast of it, with the derivative of a cast of what arrives."""
+    """Sends a cast of an array in place of the array, with the derivative of a cast after the transfer."""
 
     def send_copy(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
         @jax.custom_jvp
         def sent(x: jax.Array) -> jax.Array:
-            # A `reshard` from explicit to automatic mesh axes is bound under the mesh of its result, where JAX casts no
-            # array of the other.
+            # A `reshard` from explicit to automatic mesh axes is bound under the mesh of its result, under which JAX
+            # casts no array of the operand's mesh.
             with jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh):
                 narrow = cast(x, low)
             return bind(node.eqn, [narrow])[0]

@@ -2,9 +2,9 @@
 
     g = scatter-add zeros i u    ->    g = add zeros (select (iota == i) u 0)
 
-That is how a cross-entropy picks the logit of its label. JAX records the gradient as a `scatter-add` into zeros, a
-kernel of its own, which writes logits-sized float32 values for the next to read, add and cast. Where each row gets one
-value nothing is summed: comparing with the index fuses with everything around it.
+A cross-entropy picks the logit of its label in this way. JAX records the gradient as a `scatter-add` into zeros, which
+is a kernel of its own and writes a float32 array as large as the logits for the next kernel to read, add and cast. If
+each row gets one value, nothing is summed: a comparison with the index fuses with the equations around it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .rewrite import Computation
 
 
 def one_hot_scatter(program: Program, equation: Equation) -> Computation | None:
-    """What computes a `scatter-add` of one value to each row of its operand, at an index of the row's own."""
+    """The computation for a `scatter-add` of one value to each row of its operand, at one index per row."""
     operand, _, updates = (program.avals[number] for number in equation.node.ins)
     numbers = equation.node.params["dimension_numbers"]
     rows = numbers.operand_batching_dims
-    # All axes but one are batch axes, in the order that they have in the operand, so that a reshape brings indices and
-    # updates beside it. Along the other axis there is one index and one number a row.
+    # All axes but one are batch axes, in the order of the operand, so that a reshape aligns indices and updates with
+    # it. Along the other axis there is one index and one number per row.
     one_per_row = (
         equation.entry.rule is Rule.HIGH
         and len(rows) == operand.ndim - 1
@@ -43,7 +43,7 @@ def one_hot_scatter(program: Program, equation: Equation) -> Computation | None:
 
 
 def add_one_per_row(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
-    """What such a `scatter-add` does to its operand `[..., n, ...]`, given indices and updates, one a row."""
+    """Computes such a `scatter-add` to an operand `[..., n, ...]`, given one index and one update per row."""
     operand, indices, updates = operands
     axis, rows = node.params["dimension_numbers"].inserted_window_dims[0], [*operand.shape]
     size, rows[axis] = rows[axis], 1
@@ -54,6 +54,6 @@ def add_one_per_row(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
         index = lax.clamp(np.zeros((), index.dtype), index, jnp.asarray(size - 1, index.dtype))
     every = range(operand.ndim)
     index, update = (lax.broadcast_in_dim(x, operand.shape, every) for x in (index, lax.reshape(updates, rows)))
-    # An index out of bounds is equal to none, so that its update is dropped.
+    # An index out of bounds equals no place of the `iota`, so that its update is dropped.
     here = lax.eq(lax.broadcasted_iota(index.dtype, operand.shape, axis), index)
     return [lax.add(operand, lax.select(here, update, lax.full_like(update, 0)))]

@@ -1,7 +1,7 @@
-"""`Rewrite`: another way of computing what a part of a program computes, which moves fewer bytes.
+"""`Rewrite`: another way of computing the results of a part of a program, which moves fewer bytes.
 
-A rewrite may be left out: the program is then another one, not its results beyond roundings. It hooks into the stage
-where what it asks for is known.
+A rewrite may be left out: that changes the program, but its results only by roundings. It hooks into the stage where
+the facts that it needs are known.
 """
 
 from __future__ import annotations

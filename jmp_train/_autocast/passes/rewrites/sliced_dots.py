@@ -1,19 +1,19 @@
-"""A dot of which an iteration of a scan reads parts, stored before they are read.
+"""A dot in a scan whose result is read in parts, stored before the parts are read.
 
     a:f16 = dot_general x w               a:f16 = dot_general x w
     b:f16 = slice a                       s:f16 = saved a
     c:f16 = slice a                ->     b:f16 = slice s
                                           c:f16 = slice s
 
-An LSTM multiplies with the kernels of its four gates at once. Of few rows, such a dot is split over its contracted
-dimension, and XLA fuses the sum of the partial results with what reads it. A scan stacks what its backward pass reads,
-each array in a kernel of its own, and each of them would sum up all partial results: on an H200 an iteration of Flax's
-`OptimizedLSTMCell` would read them in five kernels.
+An LSTM multiplies by the kernels of its four gates at once. XLA splits such a dot over its contracted dimension if it
+has few rows, and fuses the sum of the partial results with each reader. A scan stacks the residuals of its backward
+pass, each in a kernel of its own, and each of these kernels would sum all partial results: on an H200 an iteration of
+Flax's `OptimizedLSTMCell` would read them in five kernels.
 
-Of many rows, which XLA does not split, a dot writes its result to memory in any case: scanned layers with joined
-kernels, of 4,096 rows, move the same bytes with this and without.
+XLA does not split a dot with many rows, which writes its result to memory in any case: scanned layers with joined
+kernels, of 4,096 rows, move the same bytes with this rewrite and without.
 
-Decides which dots those are: read in parts only, as they are or in a sum with another value, such as a bias.
+Decides which dots those are: read in parts only, directly or in a sum with another value, such as a bias.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def sliced_dots(program: Program) -> Program:
     before = program.equations
     if not program.place.is_scan or _PICKS.isdisjoint([equation.node.name for equation in before]):
         return program
-    # What something reads whole. A sum, with a bias say, is read in parts only if the kernels of the parts compute it.
+    # The values that something reads whole. A sum, with a bias say, is read in parts only if the kernels of the parts
+    # compute it.
     whole = set(program.outputs)
     for equation in reversed(before):
         in_parts = equation.name in _PICKS or (equation.name in _SUMS and whole.isdisjoint(equation.results))

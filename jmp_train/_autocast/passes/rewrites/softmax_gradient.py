@@ -1,4 +1,4 @@
-"""The gradient of a softmax as one equation, which reads nothing but the scores and the cotangent.
+"""The gradient of a softmax as one equation, which reads only the scores and the cotangent.
 
     r:f32 = reduce_max a                    r:f32 = reduce_max a
     h:f32 = exp (sub a r)                   h:f32 = exp (sub a r)
@@ -9,11 +9,11 @@
     d:f32 = mul (g / s - t) h*
 
 Here the largest score and the sum of each row are rematerialized with the exponentials. XLA for GPUs then computes the
-softmax in one kernel, from 16-bit scores to 16-bit probabilities, and its gradient in another. With the two numbers of
-each row saved it takes three kernels and two, and each of them reads the scores. It matches only a gradient that is
-written so: the recorded one it computes in several kernels where rows are no powers of two, and writes float32 between.
-A kernel with sums inside cannot write to memory that it reads, so that a single layer of attention may need more
-temporary memory, for one more array as large as its scores.
+softmax in one kernel, from 16-bit scores to 16-bit probabilities, and its gradient in another. If the two numbers of
+each row were saved, it would take three kernels and two, and each of them would read the scores. XLA has one kernel
+only for a gradient in this form: it computes the recorded form in several kernels where the length of rows is no power
+of two, and writes float32 between them. A kernel with sums inside cannot write in place, so that a single layer of
+attention may need more temporary memory, for one more array as large as its scores.
 
 Decides which gradients those are: of exponentials over sums along the last axis, which are rematerialized anyway.
 """
@@ -33,7 +33,7 @@ from ...ir import SHARED, Equation, Program, Use
 
 
 class _Gradient(NamedTuple):
-    """What the gradient of a softmax reads, and the numbers of rows that are rematerialized for it."""
+    """The values that the gradient of a softmax reads, and the values of rows that are rematerialized for it."""
 
     cotangent: Use
     exponentials: int
@@ -42,7 +42,7 @@ class _Gradient(NamedTuple):
 
 
 def softmax_gradient(program: Program) -> Program:
-    """The program whose gradients of softmaxes are one equation each, for which the softmax is rematerialized whole."""
+    """The program with one equation for each gradient of a softmax, for which the whole softmax is rematerialized."""
     found = dict(_Softmaxes(program).gradients())
     if not found:
         return program
@@ -54,7 +54,7 @@ def softmax_gradient(program: Program) -> Program:
             uses = [cotangent, *(Use(number, FLOAT32, SHARED) for number in others)]
             equations[i] = equation.replace(uses=uses, rewrite=gradient_of_softmax)
         elif not exponentials.isdisjoint(equation.operands):
-            # The sum reads the expression that the quotient reads, which otherwise were in another kernel.
+            # The sum reads the same expression as the quotient, which would otherwise be in another kernel.
             is_near = [equation.depth <= program.facts[number].depth for number in equation.operands]
             pairs = zip(equation.uses, is_near, strict=True)
             uses = [use._replace(residual=0) if near and use.value in exponentials else use for use, near in pairs]
@@ -93,7 +93,7 @@ class _Softmaxes:
         return None
 
     def _largest(self, exponentials: int) -> list[int] | None:
-        """The numbers of rows that are subtracted from scores before exponentials are taken of them: the largest."""
+        """The largest score of each row and the values between: it is subtracted before the exponentials are taken."""
         exponential = self._made_by("exp", exponentials)
         difference = exponential and self._made_by("sub", exponential.operands[0])
         if difference is None:
@@ -118,7 +118,7 @@ class _Softmaxes:
         return equation if equation is not None and equation.node.name == name else None
 
     def _of_rows(self, name: str, number: int, through: Collection[str] = ()) -> tuple[int | None, list[int]]:
-        """What a value has the sum or maximum of, one of each row and at that row, and the values between them."""
+        """The value whose sum or maximum over each row another value holds, and the values between the two."""
         between: list[int] = []
         while (equation := self._producers.get(number)) is not None:
             between.append(number)
@@ -135,7 +135,7 @@ class _Softmaxes:
 
 
 def _axes(shape: tuple[Any, ...]) -> list[int]:
-    """Those of more than one number."""
+    """The axes that have more than one number."""
     return [axis for axis, size in enumerate(shape) if size != 1]
 
 
@@ -156,7 +156,7 @@ def _both_ways(equation: Equation) -> tuple[tuple[int, int], tuple[int, int]]:
 def gradient_of_softmax(_: Node, operands: Sequence[Any]) -> list[jax.Array]:
     """The gradient `[..., n]` of a softmax by its scores.
 
-    Of a cotangent `[..., n]`, exponentials `[..., n]` and their sums `[..., 1]`, which a softmax divides them by.
+    Its operands are a cotangent `[..., n]`, exponentials `[..., n]` and their sums `[..., 1]`.
     """
     cotangent, exponentials, total = operands
     probabilities = exponentials / total

@@ -1,10 +1,10 @@
-"""A sum over axes of one number each, written as the change of shape that it is.
+"""A sum over axes of size one, replaced by the change of shape that it is.
 
     b:f32[8] = reduce_sum[axes=(0,)] a:f32[1,8]    ->    b = squeeze a
 
-JAX records such a sum as the derivative of a broadcast along an axis of size one, as of a bias. It sums nothing. But
-the passes take a sum for a kernel of its own, and store what it reads. As a squeeze it fuses with what is around it,
-and `a` may be in 16 bits: a rounding of `a` is one of `b`.
+JAX records such a sum as the derivative of a broadcast along an axis of size one, for example of a bias. It sums
+nothing, but the passes treat a sum as a kernel of its own and store its operand. A squeeze fuses with the equations
+around it, and `a` may be in 16 bits: a rounding of `a` is one of `b`.
 """
 
 from __future__ import annotations
@@ -34,5 +34,5 @@ def sums_of_one(program: Program, equation: Equation) -> Computation | None:
 
 
 def drop_axes(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
-    """What a `reduce_sum` over axes of size one does to an operand."""
+    """Computes a `reduce_sum` over axes of size one."""
     return [lax.squeeze(operands[0], node.params["axes"])]

@@ -3,10 +3,10 @@
     w:f32[d,h,k] = dot_general x:bf16[n,d] g:bf16[n,h,k]   ->   a:f32[h,k,d] = dot_general g x;  w = transpose a
 
 XLA for CPUs has no kernel for such a product if the left operand is `[contracted, free]` and the right one has several
-free axes, and says so when the program runs. That is the gradient of a weight of an attention's heads, where the layer
-reads one axis of examples. For GPUs XLA makes programs of both that move the same bytes.
+free axes, and raises an error when the program runs. The gradient of a weight of an attention's heads is such a
+product if the layer reads one axis of examples. For GPUs both orders compile to programs that move the same bytes.
 
-Decides which products those are: found by running all forms of up to two contracted, two free and one batch axis.
+Decides which products those are, found by running all forms of up to two contracted, two free and one batch axis.
 """
 
 from __future__ import annotations

@@ -26,14 +26,14 @@ from ...ir import Equation, Program, Use
 from ...primitives import Rule, Trait, having
 
 _MOVES = having(Trait.MOVES | Trait.PICKS) - having(Trait.TRANSFERS) | {"convert_element_type"}
-# Found by compiling for an H200: over how many rows a sum is that XLA fuses no chain into.
+# Found by compiling for an H200: XLA fuses no chain into a sum over a number of rows in this range.
 _FEWEST_ROWS, _MOST_ROWS = 100, 2**13
-# A sum of so many results is fused with what it reads, as is one over so few rows.
+# A sum with this many results is fused with the equations that compute its operand, and so is one over so few rows.
 _RESULTS, _FEW_ROWS = 2**14, 32
 
 
 def two_step_sums(program: Program) -> Program:
-    """The program whose sums of computed values are such that XLA fuses the computation into them."""
+    """The program with sums of computed values in a form into which XLA fuses the computation."""
     slow = {i for i, e in enumerate(program.equations) if e.node.name == "reduce_sum" and _is_slow(e)}
     if not slow:
         return program
@@ -53,7 +53,7 @@ def _is_slow(equation: Equation) -> bool:
 
 
 def first_axes(shape: Sequence[Any], axes: Sequence[int]) -> list[int]:
-    """Those among `axes` to sum over before the others; none where all at once is no worse.
+    """Those among `axes` to sum over before the others; none if one sum over all is no worse.
 
     >>> first_axes((8, 28, 28, 64), (1, 2)), first_axes((32, 4, 4, 256), (0, 1, 2))
     ([2], [1, 2])
@@ -64,7 +64,7 @@ def first_axes(shape: Sequence[Any], axes: Sequence[int]) -> list[int]:
     if not _FEWEST_ROWS <= rows < _MOST_ROWS or total >= _RESULTS * rows:
         return []
     found, fused = [], 1
-    # Not the batch, axis 0: devices may share it, and would have to add up all that is left of the other axes.
+    # Not the batch, axis 0: it may be split over devices, which would have to add up the larger partial result.
     others = [axis for axis in axes if axis and shape[axis] > 1]
     for axis in sorted(others, key=lambda axis: (shape[axis], axis), reverse=True):
         if fused * shape[axis] <= _FEW_ROWS or total >= _RESULTS * fused * shape[axis]:
@@ -73,7 +73,7 @@ def first_axes(shape: Sequence[Any], axes: Sequence[int]) -> list[int]:
 
 
 def sum_in_two_steps(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
-    """What a `reduce_sum` does to `[n_0, n_1, ...]`.
+    """Computes a `reduce_sum` of `[n_0, n_1, ...]`.
 
     >>> import jax.numpy as jnp
     >>> eqn = jax.make_jaxpr(lambda x: jnp.sum(x, (0, 1)))(jnp.ones((10, 20, 3))).eqns[0]
@@ -92,7 +92,7 @@ def sum_over(x: jax.Array, axes: Sequence[int]) -> jax.Array:
 
 
 class _Lengths:
-    """How many operations, at most, compute a value from what is in memory; an expensive one counts as two."""
+    """The length of the longest chain of operations from memory to a value; an expensive operation counts as two."""
 
     def __init__(self, program: Program):
         self._avals, self._saved = program.avals, program.residuals.saved
@@ -109,7 +109,7 @@ class _Lengths:
         name, own, uses = equation.node.name, 0, equation.uses
         if name == BARRIER or not (name in _MOVES or fuses(equation)):
             return  # its results are in memory
-        # What is broadcast, as a norm's statistics are, is computed in a kernel of its own.
+        # A value that is broadcast, such as a norm's statistics, is computed in a kernel of its own.
         if name not in _MOVES:
             own, shape = 2 if is_expensive(equation) else 1, self._avals[equation.results[0]].shape
             uses = [use for use in uses if self._avals[use.value].shape == shape]

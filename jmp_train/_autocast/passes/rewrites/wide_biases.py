@@ -1,4 +1,4 @@
-"""Biases and scales that join in float32, so that `jax.grad(autocast(f))` sums their gradients in float32.
+"""Biases and scales applied in float32, so that `jax.grad(autocast(f))` sums their gradients in float32.
 
     c:f16[8]   = cast b                      c:f32[4,8] = cast x
     y:f16[4,8] = add x:f16[4,8] c     ->     d:f32[4,8] = add c b
@@ -6,9 +6,10 @@
 
 The transpose of a broadcast is a sum, which JAX computes in the dtype of what was broadcast. In 16 bits the gradient of
 the one temperature of an attention, a sum of thousands of numbers of either sign, may be off by half. The casts fuse
-with what they stand beside. Where a program holds its backward pass, these sums are equations, and run in float32.
+with the equations around them. In a program that contains its backward pass these sums are equations, which run in
+float32 anyway.
 
-Decides which equations those are: sums and products of 16-bit values and of parameters that are smaller.
+Decides which equations those are: sums and products of 16-bit values with smaller parameters.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def wide_biases(program: Program) -> Program:
 
 
 def _is_parameter(program: Program, number: int) -> bool:
-    # Facts are of recorded values, which have the lower numbers.
+    # There are facts only of recorded values, which have the lower numbers.
     return number < len(program.facts) and program.facts[number].parameter
 
 
@@ -52,8 +53,8 @@ def _is_smaller(program: Program, number: int, equation: Equation) -> bool:
 def _in_float32(program: Program, equation: Equation, wide: dict[int, int]) -> list[Equation]:
     """An equation of 16-bit numbers as one of float32 numbers between casts.
 
-    What is cast to float32 is rounded there, too: a compiler may leave out a cast to bfloat16 and back in one kernel,
-    and not in another.
+    Values that are cast to float32 are also rounded there: a compiler may drop a cast to bfloat16 and back in one
+    kernel, but not in another.
     """
     made: list[Equation] = []
 

@@ -4,8 +4,9 @@
     s:f32[1] = reduce_window_sum x:f32[n]    ->    s = reduce_sum x
 
 GPU compilers make a reduction over windows a kernel of its own, which reads and writes float32 in memory. An average
-pool is one, and its gradient another. Additions of slices fuse with what computes `x` and with what reads the sums. If
-there is one window, as in a squeeze-and-excitation block, its sum fuses with what computes `x`.
+pool is such a reduction, and so is its gradient. Additions of slices fuse with the equations that compute `x` and with
+those that read the sums. If there is one window, as in a squeeze-and-excitation block, its sum fuses with the equations
+that compute `x`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _MOST_PLACES = 16  # of a window: each reads the operand once more
 
 def window_sums(program: Program, equation: Equation) -> Computation | None:
     node = equation.node
-    # Dilation puts zeros between elements, or leaves elements out: slices with strides would be other elements.
+    # Dilation puts zeros between elements, or leaves elements out: slices with strides would have other elements.
     dilated = {*node.params["base_dilation"], *node.params["window_dilation"]} != {1}
     if equation.entry.rule is not Rule.HIGH or dilated:
         return None
@@ -47,7 +48,7 @@ def _is_one_window(node: Node) -> bool:
 
 
 def sum_axes(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
-    """What a `reduce_window_sum` with one window does to `[n_0, n_1, ...]`: each summed axis is left with size one.
+    """Computes a `reduce_window_sum` with one window of `[n_0, n_1, ...]`: each summed axis is left with size one.
 
     >>> x = jax.numpy.ones((2, 20, 3))
     >>> pooled = jax.make_jaxpr(lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 20, 1), (1, 1, 1), "VALID"))(x)
@@ -59,7 +60,7 @@ def sum_axes(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
 
 
 def add_places(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
-    """What a `reduce_window_sum` does to `[n_0, n_1, ...]`: `[m_0, m_1, ...]`, one sum a window, in the same dtype.
+    """Computes a `reduce_window_sum` of `[n_0, n_1, ...]`: `[m_0, m_1, ...]`, one sum per window, in the same dtype.
 
     >>> x = jax.numpy.arange(6.0)
     >>> pooled = jax.make_jaxpr(lambda x: lax.reduce_window(x, 0.0, lax.add, (2,), (2,), "VALID"))(x)

@@ -1,6 +1,6 @@
-"""The elements of windows that slide over an array, for what writes each place of a window out.
+"""The elements of windows that slide over an array, for rewrites that have one term for each place of a window.
 
-Sizes may be symbolic: all is padding and strided slices from the first element, which `jax.export` accepts.
+Sizes may be symbolic: only padding and strided slices from the first element are used, which `jax.export` accepts.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ...._sizes import is_less, static_size
 
 
 def are_small(node: Node, windows: Any, most_places: int) -> bool:
-    """Whether windows have so few places that each can be written out.
+    """Whether windows have so few places that there can be one term for each.
 
-    Along every axis there must be a window, also where the sizes are symbolic: with none, `elements_at` would cut off
-    more than an axis has.
+    Along every axis there must be a window, even if the sizes are symbolic: without one, `elements_at` would cut off
+    more elements than the axis has.
 
     Args:
-      node: says how large a window is.
-      windows: the abstract value that has one number a window.
+      node: the reduction, whose parameters hold the size of a window.
+      windows: the abstract value that has one number for each window.
       most_places: how many places a window may have.
     """
     places = static_size(node.params["window_dimensions"])
