@@ -1,1 +1,1 @@
-"""What passes ask about a program; nothing here changes one."""
+"""Facts about programs that passes ask for; nothing here changes a program."""

@@ -1,29 +1,29 @@
-"""How an operand gets to its equation: fused into it, or through memory, where its copy in 16 bits will do.
+"""How an equation gets an operand: computed in the same kernel, or read from memory, where a 16-bit copy suffices.
 
     h:f32 = exp a                      a dot reads `h`, so that a copy of it is stored in 16 bits
     c = dot_general h w
     d = mul 2.0 h                      fused: XLA computes `h` in the kernel of `d`, which reads float32
     s = reduce_sum h                   stored: the kernel of the sum reads memory, where the copy is half of the bytes
 
-A sum is a kernel of its own and reads what is stored, and so does what sends values to other devices or to the host.
-Three sums of a backward pass, each the gradient of a bias, are exceptions, since XLA for GPUs computes the cotangent
-that they add up in a kernel that can add it up as well:
+A sum is a kernel of its own and reads memory, and so do transfers to other devices or to the host. Three kinds of sum
+in a backward pass, each the gradient of a bias, are exceptions, since XLA for GPUs can add up the cotangent in the
+kernel that computes it:
 
-* behind the loss's own softmax, whose cotangent is known only once the sum over each row is;
-* before a norm, whose backward pass computes the cotangent once its own sums over rows or batches are known, unless an
-  expensive activation lies between;
-* of a cotangent that repeats numbers, as behind a mean: the few that are repeated are what is stored, in float32.
+* behind the loss's own softmax, whose cotangent is known only after the sum over each row;
+* before a norm, whose backward pass computes the cotangent after its own sums over rows or batches, unless an expensive
+  activation is between;
+* of a cotangent that repeats numbers, as behind a mean: only the repeated numbers are stored, in float32.
 
-There the sum reads float32, which moves no more bytes. So does the sum of a cotangent that is small beside the
-activations of its layer, as those of a value function are, whose terms may cancel: it moves hardly more.
+There the sum reads float32, which moves no more bytes. The sum of a cotangent that is small beside the activations of
+its layer, such as that of a value function, reads float32 too: its terms may cancel, and it moves hardly more bytes.
 
 A carry of a loop has one dtype, that of its first value. The first value of a residual stream is an embedding, which is
-a parameter; that of the stream's gradient comes from a network's head in float32. Outside of a loop the first layer
-would narrow either. Here both may be narrowed before the loop.
+a parameter; the first value of the stream's gradient comes from a network's head in float32. Outside of a loop the
+first layer would narrow either. Here both may be narrowed before the loop.
 
 Decides the `Access` of each operand, and which carries may start in the compute dtype. Does not decide whether they
-do: what a loop builds up over many iterations (the state of a recurrent cell, sums, weights that an inner loop updates)
-stays as it starts; see `passes.control_flow`.
+do: a carry that a loop builds up over many iterations (the state of a recurrent cell, a sum, weights that an inner loop
+updates) keeps its dtype; see `passes.control_flow`.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ from ..ir import Access, Fact, Place, Precision
 from ..primitives import EXPENSIVE, FUSED, PLAIN_DOTS, Entry, Rule, Trait, having
 
 _KERNELS = having(Trait.POOL | Trait.TRANSFERS)  # kernels of their own
-# Compiled for an H200, heads with fewer logits keep the sum in a kernel of its own, and XLA stores float32 for it.
+# Compiled for an H200, the sum of a head with fewer logits is a kernel of its own, for which XLA stores float32.
 _MANY_LOGITS = 2**20
-# The same of the cotangent of a norm: with fewer numbers in all, or fewer rows that are added up into one, its sum is
+# The same for the cotangent of a norm: with fewer numbers in all, or fewer rows that are added up into one, its sum is
 # a kernel of its own.
 _MANY, _MANY_ROWS = 2**22, 2**13
-# A cotangent that many times smaller than its layer's activations: with a float32 sum of it the gradients of two layers
-# and more, the last of so few outputs, move from 0.2 % fewer to 0.5 % more bytes on an H200, of 64 to 4,096 units.
+# How many times smaller a small cotangent is than its layer's activations. With a float32 sum of it, the gradients of
+# two or more layers of 64 to 4,096 units, the last with so few outputs, move from 0.2 % fewer to 0.5 % more bytes on an
+# H200.
 _SMALL = 64
 
 
 class Accesses:
-    """Says of each equation of a program how its operands get to it; asked in the order of the equations."""
+    """The accesses of each equation of a program; asked for in the order of the equations."""
 
     def __init__(self, program: FlatJaxpr, place: Place, returned: Container[int]):
         self._program, self._place, self._returned = program, place, returned
@@ -59,12 +60,12 @@ class Accesses:
         self._after_statistic: dict[int, int] = {}
 
     def of(self, node: Node, entry: Entry, facts: Sequence[Fact]) -> list[Access]:
-        """For each operand of `node`, given what is known of every value so far."""
+        """The access of each operand of `node`, given the facts of every value so far."""
         if entry.rule is not Rule.ENTER:
             is_sum = entry.has_own_kernel
             backward, adds = is_sum and self._place.is_backward(node), node.name == "reduce_sum"
-            # JAX records the gradient of a bias as the sum of a cotangent. Where the program does not return that sum,
-            # more is computed from it, and it is not known to be a gradient.
+            # JAX records the gradient of a bias as the sum of a cotangent. If the program computes something from the
+            # sum rather than return it, it may be no gradient.
             gradient = backward and adds and node.outs[0] in self._returned
             fused = gradient and (
                 self._repeats(node.ins[0])
@@ -89,7 +90,7 @@ class Accesses:
 
     @functools.cached_property
     def _factors(self) -> dict[int, list[int]]:
-        """What dots multiply each value with."""
+        """The values by which dots multiply each value."""
         found: dict[int, list[int]] = {}
         for node in self._program.nodes:
             if node.name in PLAIN_DOTS:
@@ -100,13 +101,14 @@ class Accesses:
 
     def _is_of_few_outputs(self, number: int, facts: Sequence[Fact]) -> bool:
         """Whether a value is the cotangent of a layer that has few outputs: small beside the layer's activations."""
-        # Beside weights the cotangent of a small batch is small, too, but that of each layer, which adds up. Of what a
-        # later node computes, as a transposed weight in a rule of the user's, there is no fact yet.
+        # Not compared with weights: beside these all cotangents of a small batch are small, and the bytes of all layers
+        # would add up. There is no fact yet of a value that a later node computes, such as a transposed weight in a
+        # rule of the user's.
         known = [other for other in self._factors.get(number, ()) if facts[other] and not facts[other].parameter]
         return any([_SMALL * self._size(number) <= self._size(other) for other in known])
 
     def _repeats(self, number: int) -> bool:
-        """Whether a value repeats fewer numbers, as the cotangent behind a mean does: what is stored is these."""
+        """Whether a value repeats fewer numbers, as the cotangent behind a mean does: only these are stored."""
         producer = self._program.producers.get(number)
         return producer is not None and producer.name == "broadcast_in_dim"
 
@@ -132,8 +134,8 @@ class Accesses:
         size, statistic = self._size(cotangent), self._after_statistic.get(cotangent)
         if statistic is None or size < _MANY or size < _MANY_ROWS * self._size(node.outs[0]):
             return False
-        # Of two sums over disjoint axes one or the other keeps each axis: their sizes multiply to no less than the
-        # cotangent's. Over the same axes they multiply to less.
+        # If two sums are over disjoint axes, each axis remains in one of them, and the product of their sizes is no
+        # less than the size of the cotangent. If they are over the same axes, it is less.
         gradients = self._summed.get(facts[cotangent].depth, ())
         beside = any([gradient * statistic >= size for gradient in gradients])
         return not (beside or self._is_behind_activation(cotangent, facts))
@@ -141,22 +143,22 @@ class Accesses:
     def _is_behind_activation(self, cotangent: int, facts: Sequence[Fact]) -> bool:
         """Whether the norm is of an expensive function, whose derivative is a factor of the cotangent.
 
-        XLA stores the product of both anyway, rather than compute the function in a kernel more; a sum that reads the
-        product in float32 would have XLA store it in float32.
+        XLA stores the product of both anyway, rather than compute the function in one more kernel; for a sum that reads
+        the product in float32 it would store it in float32.
         """
         size, seen, rest = self._size(cotangent), {cotangent}, [cotangent]
         while rest:
             result = rest.pop()
             node = self._program.producers[result]
-            # What a tanh returns in the compute dtype is stored itself, and its derivative computed from that.
+            # The result of a tanh in the compute dtype is stored itself, and its derivative is computed from that.
             if node.name in EXPENSIVE and not (node.name == "tanh" and facts[node.ins[0]].precision is Precision.LOW):
                 return True
             for number in node.ins:
                 producer = self._program.producers.get(number)
-                # What is smaller, as a row of parameters or statistics, is computed in a kernel of its own.
+                # A smaller value, such as a row of parameters or statistics, is computed in a kernel of its own.
                 if number in seen or producer is None or producer.name not in FUSED or self._size(number) < size:
                     continue
-                if self._place.is_backward(producer):  # what comes before the norm's sums is another kernel
+                if self._place.is_backward(producer):  # equations before the norm's sums are in another kernel
                     follows = number in self._after_statistic
                 else:  # between two dots of the forward pass, as a norm and the activation that it reads are
                     follows = self._place.is_backward(node) or facts[number].depth == facts[result].depth
@@ -168,13 +170,13 @@ class Accesses:
     def _note(self, sums: dict[int, int], node: Node, entry: Entry, facts: Sequence[Fact], is_one: bool) -> None:
         """Adds the results of a node to `sums` if it computes them from values there, or is itself such a sum.
 
-        As `Values.add`, this runs for every equation, and calls no function that need not be.
+        Like `Values.add`, this runs for every equation, and so avoids calls of functions.
         """
         depth, largest = -1, self._size(node.outs[0]) if is_one else 0
         for number in node.ins:
             if facts[number].depth > depth:
                 depth = facts[number].depth
-        # An operand of less depth is one that a dot separates from the others: only what is as deep counts.
+        # A dot separates an operand of less depth from the others: only operands of the same depth count.
         for number in node.ins:
             if number in sums and facts[number].depth == depth and sums[number] > largest:
                 largest = sums[number]

@@ -1,13 +1,15 @@
-"""Which values are expensive, and no larger than the values in the compute dtype that they are computed from.
+"""Which expensive values are no larger than the values in the compute dtype from which they are computed.
 
     t = tanh (mul 0.8 x:f16)      |t| <= 1             degree 0, factor 1
     s = mul 0.5 (add 1.0 t)       |s| <= 0.5 (1 + 1)   degree 0, factor 1
     y = mul x:f16 s               |y| <= 1 |x|         degree 1, factor 1: no larger than `x`, and as expensive as `t`
 
-So are the results of activation functions that multiply their operand by a bounded function of it: GELU (Hendrycks and
-Gimpel, 2016), SiLU, Mish; and so is tanh itself. In the compute dtype they are finite wherever their operand is.
+The results of activation functions that multiply their operand by a bounded function of it are such values: GELU
+(Hendrycks and Gimpel, 2016), SiLU, Mish; and so is tanh itself. In the compute dtype they are finite wherever their
+operand is.
 
-Decides which values these are. Does not decide which of them are saved so; see `passes.save_for_sums`.
+Decides which values these are. Does not decide which of them are saved in the compute dtype; see
+`passes.save_for_sums`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _SAME = having(Trait.MOVES | Trait.PICKS | Trait.FLIPS)
 class _Bound(NamedTuple):
     """A value is at most `factor` times the largest value in the compute dtype to the power of `degree`.
 
-    Bounds compare as tuples: one of less degree is the smaller one, since the largest value is far above any factor.
+    Bounds compare as tuples: a bound of less degree is smaller, since the largest value is far above any factor.
     """
 
     degree: int
@@ -62,8 +64,8 @@ def activations(program: Program) -> dict[int, set[int]]:
         name, operands = equation.node.name, equation.node.ins
         if not equation.results:  # it prints or checks
             continue
-        # What is smaller, as a statistic or a row of parameters or a gate, is computed in a kernel of its own, where
-        # its cost does not count.
+        # A smaller operand, such as a statistic, a row of parameters or a gate, is computed in a kernel of its own,
+        # where its cost does not count.
         large = []
         for n in operands:  # a loop, since it runs for every equation
             if n in expensive and not is_less(size(n), size(equation.results[0])):

@@ -1,10 +1,10 @@
-"""The numbers of values that no argument decides, and what rounding them to 16 bits would do to a product with them.
+"""The numbers of values that depend on no argument, and the effect of rounding them to 16 bits on a product.
 
-    a = iota; b = exp a           `b` is a constant: no argument decides it
+    a = iota; b = exp a           `b` is a constant: it depends on no argument
     c = dot_general x b           `table_of` its numbers `exceeds` float16, which is infinite from exp(12) on
 
-Decides both by running the equations that make such a value, while the program is planned. Does not decide what follows
-from it; see `product_causes.py`.
+Decides both by running the equations that compute such a value, while the program is planned. Does not decide what
+follows from them; see `product_causes.py`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ..._jaxpr import FlatJaxpr, Node, bind
 from ..._sizes import static_size
 from ..primitives import TABLE, Rule, Trait, having
 
-# A value of more numbers, or that takes more equations to make, is not known: planning would take time and memory.
+# A value of more numbers, or of more equations, counts as not known: planning would take time and memory.
 _MOST_NUMBERS = 2**20
 _MOST_EQUATIONS = 256
-# XLA compiles each equation by itself, unless there are more than so many, which one program runs; see `_run`.
+# Up to this many equations run one by one; more are compiled as one program; see `_run`.
 _FEW_EQUATIONS = 8
-# A sum that is so much smaller than what was added is zero, but for float32's rounding (its `eps` is 1.2e-7).
+# A sum this many times smaller than its terms counts as zero, given float32's rounding (its `eps` is 1.2e-7).
 _ROUNDED_TO_ZERO = 1e-6
 
 _ARITHMETIC = (Rule.LOW, Rule.HIGH, Rule.FOLLOW, Rule.SHAPE, Rule.WIDEST)
-# What gives the same result for the same operands, wherever it can be run, and costs little to run. No loop: how long
-# it takes is not known before it ends.
+# Primitives that give the same result for the same operands wherever they run, and that cost little to run. No loops:
+# how long a loop takes is not known before it ends.
 _MAKES_CONSTANTS = having(Trait.CONSTANT) | {"jit", "custom_jvp_call", "custom_vjp_call"}
 _MAKES_CONSTANTS |= {name for name, entry in TABLE.items() if entry.rule in _ARITHMETIC}
 
@@ -47,13 +47,13 @@ def is_zero(value: Any) -> bool:
 
 
 class Constants:
-    """The values of one program that no argument decides, and their numbers: evaluated once, and only if asked for.
+    """The values of one program that depend on no argument, and their numbers: evaluated once, and only if asked for.
 
     Args:
       program: the program.
 
     Attributes:
-      is_constant: of every value, once the node that makes it was added.
+      is_constant: for every value, whether it is one; known after the node that computes it was added.
     """
 
     def __init__(self, program: FlatJaxpr):
@@ -65,13 +65,13 @@ class Constants:
             self.is_constant[number] = not isinstance(value, Tracer)
 
     def give(self, number: int, numbers: Callable[[], np.ndarray | None]) -> None:
-        """Notes of an input, or of the result of a call, that it is a constant of another program, and its numbers."""
+        """Notes that an input, or the result of a call, is a constant of another program, and its numbers."""
         self._given[number], self.is_constant[number] = numbers, True
 
     def add(self, node: Node) -> bool:
         """Notes whether the results of a node are constants, after the nodes before it; returns that.
 
-        As `Values.add`, this runs for every equation.
+        Like `Values.add`, this runs for every equation.
         """
         constant = True
         for number in node.ins:
@@ -82,17 +82,17 @@ class Constants:
         return constant
 
     def numbers(self, number: int) -> np.ndarray | None:
-        """The numbers of a value; `None` of one that is no constant, large, or not known before the program runs."""
+        """The numbers of a value; `None` if it is no constant, is large, or is not known before the program runs."""
         if number not in self._numbers:
             nodes = self._nodes_of(number) if self.is_constant[number] else None
             self._numbers[number] = None if nodes is None else self._run(nodes, number)
         return self._numbers[number]
 
     def _nodes_of(self, number: int) -> list[Node] | None:
-        """The nodes that make a constant, in order; `None` if they are many, or some of their values large."""
+        """The nodes that compute a constant, in order; `None` if they are many, or some of their values large."""
         nodes, values, pending = [], {number}, {number}
         for node in reversed(self._program.nodes):
-            # What is known, or given by the program around, is not computed here.
+            # Values that are known, or that the program around gives, are not computed here.
             pending = {each for each in pending if each not in self._program.known and each not in self._given}
             if not pending or len(nodes) > _MOST_EQUATIONS:
                 break
@@ -121,11 +121,11 @@ class Constants:
                 values.update(zip(node.outs, bind(node.eqn, list(map(read, node.ins))), strict=True))
             return read(number)
 
-        # Outside of `jit`, XLA compiles each equation by itself; many, as those of random numbers, it compiles together
-        # in less time.
+        # Outside of `jit`, XLA compiles each equation by itself; it takes less time to compile many, such as those of
+        # random numbers, together.
         made = jax.jit(run) if len(nodes) > _FEW_EQUATIONS else run
-        # In a thread of its own, since JAX keeps the current trace and mesh by thread: under a `jit` around this one
-        # the equations would be traced, and under a mesh placed on its devices, rather than give numbers.
+        # In a thread of its own, since JAX keeps the current trace and mesh by thread: in this thread the equations
+        # would be traced if a `jit` is around, or placed on the devices of a mesh, rather than give numbers.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             try:
                 return thread.submit(lambda: np.asarray(made())).result()
@@ -138,15 +138,15 @@ class Table:
     """What is known of an array of constants.
 
     Attributes:
-      exceeds: the compute dtype cannot stand for it: some numbers are infinite there; or all are integers, of which it
-        skips some (float16 those above 2,048); or so many are too small for it that what they add up to along the
-        contracted axes is lost.
+      exceeds: whether the compute dtype cannot represent it: some numbers are infinite there; or all are integers, some
+        of which it cannot hold (in float16 above 2,048); or so many numbers are too small for it that their sum along
+        the contracted axes is lost.
       exact: the compute dtype holds all of them, without rounding.
       averages: it is exact, and no number is larger than one: the weights of an average or a selection.
-      ordered: one row of numbers that rise or fall, as bins and grids do.
+      ordered: it is one row of numbers that rise or fall, such as bins and grids.
       uniform: all numbers are equal, as in a sum.
-      differences: along the contracted axes they add up to zero, as in a derivative.
-      staircase: zeros and ones in a triangle, as in a cumulative sum.
+      differences: along the contracted axes the numbers add up to zero, as in a derivative.
+      staircase: it has zeros and ones in a triangle, as in a cumulative sum.
     """
 
     exceeds: bool
@@ -159,23 +159,23 @@ class Table:
 
 
 def table_of(value: np.ndarray, contracted: Sequence[int], low: np.dtype, captured: bool = False) -> Table:
-    """What is known of the floating array `value`, whose axes `contracted` a product sums over.
+    """The facts of the floating array `value`, over whose axes `contracted` a product sums.
 
-    If it was captured, it may be a frozen network's weight: a row of tiny numbers in it is no reason to widen all.
+    If it was captured, it may be a frozen network's weight: a row of tiny numbers is then no reason for float32.
     """
     # Infinities and NaN are the same in every dtype.
     wide = np.where(np.isfinite(value), value, 0).astype(np.float64)
     with np.errstate(over="ignore"):
         narrow = wide.astype(low).astype(np.float64)
     infinite, exact = not np.all(np.isfinite(narrow)), bool(np.array_equal(narrow, wide))
-    # Rounding normal numbers loses at most half of `eps`, relative to each, and the bound below is four times that:
-    # only subnormal numbers lose more. They matter if a whole row of them does, which is what one result sums over; in
-    # a captured array, only if all numbers together lose that much.
+    # Rounding a normal number loses at most half of `eps`, relative to it, and the bound below is four times that: only
+    # subnormal numbers lose more. They matter if a whole row loses that much, since one result sums over a row; in a
+    # captured array, only if all numbers together do.
     rows = None if captured else tuple(contracted)
     errors = np.sum(np.where(np.isfinite(narrow), narrow - wide, 0) ** 2, axis=rows)
     sums, sizes = (np.sum(each, axis=tuple(contracted)) for each in (wide, np.abs(wide)))
     vanishing = np.any(errors > (2 * facts(low).eps) ** 2 * np.sum(wide**2, axis=rows))
-    # Rounded integers are others: a position or a label off by one.
+    # An integer that is rounded becomes another one: a position or a label off by one.
     loses_integers = not exact and np.array_equal(np.round(wide), wide)
     steps = np.diff(wide.reshape(-1))
     is_row = max(value.shape, default=0) == value.size > 1
@@ -191,7 +191,7 @@ def table_of(value: np.ndarray, contracted: Sequence[int], low: np.dtype, captur
 
 
 def _is_staircase(value: np.ndarray) -> bool:
-    """Whether a matrix holds zeros and ones, with no one beyond a line that only falls or only rises."""
+    """Whether a matrix holds zeros and ones, with all ones on one side of a line that only falls or only rises."""
     value = value.squeeze()
     if value.ndim != 2 or not np.all((value == 0) | (value == 1)):
         return False

@@ -1,14 +1,14 @@
-"""What becomes of a product, as far as that says how exact it has to be.
+"""How the result of a product is read, as far as that says how exact it has to be.
 
     c = dot_general a b
     d = sub (add |a|² |b|²) (mul 2.0 c)        c: a cross term of squared distances
 
-Distances between two sets are written so. Where points lie close together beside their norm, all digits cancel that 16
-bits hold, and more if the product rounds numbers whose squares beside it are of unrounded ones.
+This is how distances between two sets are written. If the distance of points is small beside their norm, all digits
+that 16 bits hold cancel, and more if the product rounds numbers whose squares are not rounded.
 
     c = dot_general a b; e = cos (mul 2.0 c)       c is delicate: an absolute error of an angle is one of its cosine
-    c = dot_general a b; e = log (add (gather c i) 1e-12)      c is under a logarithm, of which this picks numbers
-    c = dot_general a b; e = select_n (eq (iota 0) (iota 1)) 0.0 c       of c only the diagonal is read, as by a trace
+    c = dot_general a b; e = log (add (gather c i) 1e-12)      c is under a logarithm, which is taken of numbers of it
+    c = dot_general a b; e = select_n (eq (iota 0) (iota 1)) 0.0 c       only the diagonal of c is read, as by a trace
     c = dot_general a b; e = div c (reduce_sum a)  c is an average, of which `a` are the weights
     c = dot_general a b; e = cholesky c            c is in a system, directly
     c = dot_general a b; e = dot_general c a       c is repeated, as in a quadratic form: `a` is a factor of both
@@ -16,7 +16,7 @@ bits hold, and more if the product rounds numbers whose squares beside it are of
     c = dot_general a v; e = mul c v               c is a component along `v`: `a - e` projects or reflects the rows
 
 Decides which products are such terms, and which are read by a function or a linear system that magnifies their error.
-Does not decide what follows from it; see `product_causes.py`.
+Does not decide in which dtype they run; see `product_causes.py`.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from .ranges import Range, range_of
 
 _PICKS = having(Trait.PICKS)
 _SQUARES = frozenset({"square", "integer_pow", "pow", "mul", "dot_general"})
-# Operands of which an absolute error counts, or a rounding to zero. Not those of bounds: a layer's result is clipped as
-# often, as by a relu6. Nor that of the attention's backward pass (the only position counted from the end), a
-# log-sum-exp, which no product is.
+# Operands for which an absolute error matters, or a rounding to zero. Not those of bounds: a layer's result is clipped
+# just as often, as by a relu6. Nor the log-sum-exp of the attention's backward pass (the only position counted from the
+# end), which is no product.
 _DELICATE = {name: position for name, position in DELICATE_OPERAND.items() if name not in BOUNDS and position >= 0}
 _DELICATE |= dict.fromkeys(having(Trait.PERIODIC), 0)
 
 _LOGARITHMS = frozenset({"log", "log2", "log1p"})
 _SUMS = frozenset({"reduce_sum"})
 _EXPONENTIALS = frozenset({"exp", "exp2", "logistic"})
-_MAGNITUDES = frozenset({"square", "integer_pow", "abs", "sqrt"})  # what a power spectrum is computed with
+_MAGNITUDES = frozenset({"square", "integer_pow", "abs", "sqrt"})  # the primitives that compute a power spectrum
 _KEEPS_MASKS = having(Trait.MOVES) | {"convert_element_type"}
-# What a program does to probabilities before it takes their logarithm: it picks those of labels, weighs, adds and
-# normalises them, and multiplies them by further ones.
+# The primitives by which a program computes with probabilities before it takes their logarithm: it picks those of
+# labels, weighs, adds and normalises them, and multiplies them by further ones.
 _OF_PROBABILITIES = ARITHMETIC | BOUNDS | PLAIN_DOTS | _MAGNITUDES | having(Trait.PICKS | Trait.JOINS)
 _OF_PROBABILITIES |= {"reduce_sum", "reduce_max", "cumsum"}
 
 # A sum is followed back to that many terms, which keeps planning linear in the number of equations.
 _MOST_TERMS = 16
 
-Sums = frozenset[tuple[Any, int]]  # the source of the value whose squares are summed, and how many sums these are
+Sums = frozenset[tuple[Any, int]]  # the source of the value whose squares are summed, and the number of sums
 _NOTHING: Sums = frozenset()
 
 
@@ -63,14 +63,14 @@ class Consumers:
     Args:
       program: the program.
       producers: of its values.
-      given: for inputs, a function that gives the sums of squares that they are outside.
+      given: for inputs, a function that returns the sums of squares that are terms of the value outside.
     """
 
     def __init__(self, program: FlatJaxpr, producers: Producers, given: Mapping[int, Callable[[], Sums]]):
         self._program, self._producers, self._given = program, producers, dict(given)
 
     def give(self, sums: Mapping[int, Sums]) -> None:
-        """Notes the sums of squares that are terms of what a scan stacks; what was answered before did not know."""
+        """Notes the sums of squares that are terms of arrays that a scan stacks, and forgets earlier answers."""
         self._given.update({number: functools.partial(frozenset, found) for number, found in sums.items()})
         for name in [name for name in vars(self) if isinstance(vars(Consumers).get(name), functools.cached_property)]:
             delattr(self, name)
@@ -81,7 +81,7 @@ class Consumers:
         return frozenset((stacked[source], size * length) for source, size in sums if source in stacked)
 
     def sums_outside(self, number: int) -> Sums:
-        """The sums of squares that are terms of a value, as a program is told that is given it."""
+        """The sums of squares that are terms of a value, in the form for a program to which it is passed."""
         return frozenset((("outside", source), size) for source, size in self._sums_of_squares.get(number, _NOTHING))
 
     @functools.cached_property
@@ -96,9 +96,9 @@ class Consumers:
 
     @functools.cached_property
     def under_logarithms(self) -> set[int]:
-        """The products of which a logarithm is taken, or of what is picked from them, weighed, added or multiplied.
+        """The products under a logarithm, even if numbers are picked from them, weighed, added or multiplied before.
 
-        More than are `delicate`, and layers may be among them: what is multiplied decides; see `are_exponentials`.
+        These are more than the `delicate` ones, and may include layers: the operands decide; see `are_exponentials`.
         """
         nodes, seen = self._program.nodes, set[int]()
         found = list(self._probabilities([node.ins[0] for node in nodes if node.name in _LOGARITHMS], seen))
@@ -110,7 +110,7 @@ class Consumers:
 
     @functools.cached_property
     def diagonals(self) -> set[int]:
-        """The products of which nothing but a diagonal is read: the inner products that a trace adds up."""
+        """The products of which only a diagonal is read: the inner products that a trace adds up."""
         producers, nodes = self._producers, self._program.nodes
         masks, places = set[int](), dict[int, int]()  # of what counts places along an axis, which one
         for node in nodes:
@@ -147,7 +147,7 @@ class Consumers:
         return None
 
     def _probabilities(self, pending: list[int], seen: set[int]) -> Iterator[Node]:
-        """The products that values are computed from as from probabilities, except those that were seen before."""
+        """The products from which values are computed as from probabilities, except those that were seen before."""
         while pending:
             node = self._producers.producer(pending.pop())
             if node is None or node.name not in _OF_PROBABILITIES or node.outs[0] in seen:
@@ -159,9 +159,9 @@ class Consumers:
 
     @functools.cached_property
     def are_exponentials(self) -> set[int]:
-        """The values made of exponentials, as a softmax and the mean of sigmoids are.
+        """The values made of exponentials, such as a softmax and the mean of sigmoids.
 
-        What is divided by an exponential is none, nor is a function of one.
+        A value that is divided by an exponential is none, nor is a function of one.
         """
         found: set[int] = set()
         for node in self._program.nodes:
@@ -176,9 +176,9 @@ class Consumers:
 
     @functools.cached_property
     def in_systems(self) -> dict[int, bool]:
-        """The products that a linear system or a factorization reads, perhaps with others added, or products of them.
+        """The products that a linear system or a factorization reads, and whether it reads them directly.
 
-        And whether it reads them directly.
+        Others may be added to them; if products of them are read, they are not read directly.
         """
         systems = [node for node in self._program.nodes if node.name in SYSTEMS]
         pending = [node for system in systems for number in system.ins for node in self._products_in(number)]
@@ -195,7 +195,8 @@ class Consumers:
     def averages(self) -> dict[int, list[int]]:
         """The operands of products, by position, that are weights of an average: the product is divided by their sum.
 
-        If the product alone rounds them, an offset of what is averaged does not cancel: off by 2e-4 of it in float16.
+        If the product rounds them and the sum does not, an offset of the averaged values does not cancel: in float16
+        the result is off by 2e-4 of the offset.
         """
         found: dict[int, list[int]] = {}
         producers = self._producers
@@ -218,9 +219,9 @@ class Consumers:
 
     @functools.cached_property
     def repeated(self) -> dict[int, bool]:
-        """The products that multiply by one value with another one, as `x @ a @ x.T` and `a @ (a @ x)`, or powers.
+        """The products that multiply by the same value as another product does, as in `x @ a @ x.T`, and powers.
 
-        And whether nothing is between two of them. Else it is a norm that the first is divided by, as in a power
+        And whether the second reads the first directly. Otherwise the first is divided by a norm between, as in a power
         iteration.
         """
         found: dict[int, bool] = {}
@@ -264,7 +265,7 @@ class Consumers:
 
     @functools.cached_property
     def squared_beside(self) -> dict[int, frozenset[int]]:
-        """The operands of products, by position, sums of whose squares are added to the product."""
+        """The operands of products, by position, the sums of whose squares are added to the product."""
         found: dict[int, frozenset[int]] = {}
         for number, sums in self._sums_of_squares.items():
             for dot in self._products_in(number):
@@ -276,7 +277,7 @@ class Consumers:
     def _is_squared(self, number: int, sizes: DotSizes, position: int, sums: Sums) -> bool:
         """Whether one of some sums is over the squares of an operand, and over the numbers that the dot contracts.
 
-        Then one sum is left for each row of the operand.
+        Then there is one sum for each row of the operand.
         """
         free = sizes.operands[position] // sizes.contracted
         matching = [source for source, size in sums if size == free]

@@ -3,12 +3,12 @@
     c[m,n] = dot_general a[m,k] b[k,n]       recorded at line 7
     d[m,k] = dot_general g[m,n] b[k,n]       transposed, at line 7, of the sizes {mn, mk, kn} too: a derivative of `c`
 
-Told by its place in the user's code, since a jaxpr does not say it: JAX records a derivative under the line and the
-scope of the product that it derives, on values of the same three sizes, or of larger ones where cotangents are mapped
-over.
+A jaxpr does not say this, but the line in the user's code does: JAX records a derivative under the line and the scope
+of the product that it differentiates, on values of the same three sizes, or of larger ones where the derivative is
+mapped over cotangents.
 
 Decides this for products whose derivatives matter: those that run in float32, and those whose precision was set. Does
-not decide why a product does; see `products.py`.
+not decide why a product runs in float32; see `products.py`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .wide_product import Cause
 
 
 class Forward(NamedTuple):
-    """A product whose derivatives are decided with it.
+    """A product whose derivatives run in the same dtype as it does.
 
     Attributes:
-      site: the program that it is in, as the nodes that lead there.
-      sources: of its operands, and of those of its derivatives so far.
+      site: the program that contains it, as the nodes that lead there.
+      sources: the sources of its operands, and of the operands of its derivatives so far.
       avals: of its two operands and its result.
       cause: why it is in float32; `None` where it is narrow although its precision was set.
     """
@@ -40,7 +40,7 @@ class Forward(NamedTuple):
 
 
 class Registry:
-    """The products whose derivatives are to be found, by what they share with these: primitive, line and scope."""
+    """The products whose derivatives are to be found, by the key that both share: primitive, line and scope."""
 
     def __init__(self):
         self._by_key: dict[Any, dict[tuple, Forward]] = {}  # by primitive, line and scope; then by place
@@ -58,7 +58,7 @@ class Registry:
     def forward_of(
         self, key: tuple, site: tuple, sources: set[Any], avals: Sequence[Any], backward: bool
     ) -> Forward | None:
-        """The product that one with this key derives: in the same program, only if they share an operand."""
+        """The product whose derivative a product with this key is; in the same program both must share an operand."""
         if not self._by_key.get(key):  # as of most products
             return None
         # In one program a derivative shares an operand with its product. Two products of one line that share none, as
@@ -86,8 +86,8 @@ def _are_of_same_sizes(avals: Sequence[Any], others: Sequence[Any]) -> bool:
 def are_mapped(avals: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether one value is as large as one of the others, and two are larger than the rest by one factor.
 
-    So it is where a function is transposed and then mapped over cotangents, as `jax.jacrev` does: the cotangent and
-    what is made of it grow, the other operand does not.
+    This is so if a function is transposed and then mapped over cotangents, as `jax.jacrev` does: the cotangent and the
+    result computed from it are larger, the other operand is not.
     """
     larger, smaller = ([static_size(aval.shape) or 0 for aval in each] for each in (avals, others))
     return all([*larger, *smaller]) and any(

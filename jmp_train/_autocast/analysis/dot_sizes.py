@@ -15,19 +15,19 @@ import numpy as np
 from ..._jaxpr import FlatJaxpr, Node
 from ..._sizes import assumed_shape
 
-# A result that many times smaller than an operand moves no bytes worth counting in float32: 2 bytes more for each of
-# its numbers are less than a hundredth of the operand's bytes in 16 bits.
+# A result this many times smaller than an operand costs next to nothing in float32: 2 more bytes for each of its
+# numbers are less than a hundredth of the operand's bytes in 16 bits.
 _SMALL = 128
 
-# The presets whose products have the digits of float32: in float32 itself, or as sums of products of parts of it. One
-# pass in TF32 has as many digits as float16, one in bfloat16 fewer.
+# The presets whose products have the digits of float32: computed in float32, or as sums of products of parts of the
+# operands. One pass in TF32 has as many digits as float16, one in bfloat16 fewer.
 _FLOAT32_PRESETS = frozenset(
     "F32_F32_F32 F64_F64_F64 TF32_TF32_F32_X3 BF16_BF16_F32_X3 BF16_BF16_F32_X6 BF16_BF16_F32_X9".split()
 )
 
 
 class DotSizes(NamedTuple):
-    """How many numbers a `dot_general` contracts, how many each side has beside them, and the sizes of its values."""
+    """How many numbers a `dot_general` contracts, how many free ones each side has, and the sizes of its values."""
 
     contracted: int
     left: int
@@ -56,8 +56,8 @@ class DotSizes(NamedTuple):
 def leaves_small_result(program: FlatJaxpr, node: Node, are_parameters: Sequence[bool]) -> bool:
     """Whether a product's result is so small beside its operands that it costs nothing in float32.
 
-    A weight times a vector, as in a power iteration, is left out: other products read its result, which would cost
-    bytes.
+    A weight times a vector, as in a power iteration, does not count: other products read its result, and in float32
+    that would cost bytes.
     """
     sizes = DotSizes.of(program, node)
     if sizes is None:

@@ -1,10 +1,10 @@
-"""The rule of each equation of a program: region over scope over edit over table, and what the program says besides.
+"""The rule of each equation of a program, by region, scope, edit and table in this order, and by its operands.
 
     a = mul x x             HIGH, where the table says WIDEST: a square
     b = add x:i32 y:i32     RECORDED: not recorded in float32
     c = dot_general x w     LOW, as the table says; RECORDED in a `full_precision` region
 
-Decides what holds for an equation before any dtype is known. Does not decide dtypes; see `passes.assign_dtypes`.
+Decides the rule of an equation before any dtype is known. Does not decide dtypes; see `passes.assign_dtypes`.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ def entries_of(program: FlatJaxpr, rules: Rules, place: Place, rewrites: Sequenc
 
 
 def _of_tree(producers: Producers, node: Node, entry: Entry) -> Entry:
-    """The entry of an addition of two parts of one value, as cumulative sums that are written as trees consist of.
+    """The entry of an addition of two parts of one value; cumulative sums that are written as trees consist of these.
 
-    `x[:4] + x[4:]`, and again of the result, adds up many numbers, each level with a rounding of its own in 16 bits.
+    `x[:4] + x[4:]`, and again of the result, adds up many numbers, with a rounding per level in 16 bits.
     """
     if node.ins[0] == node.ins[1]:  # `x + x` is a factor of two, and sums nothing
         return entry
     left, right = map(producers.whole, node.ins)
-    # Disjoint parts are joined by their addition, which sums nothing.
+    # The addition of disjoint parts joins them, and sums nothing.
     of_one = left is not None and left == right and not producers.are_disjoint(*node.ins)
     return Entry(Rule.HIGH, "adds parts of one value, as a sum written as a tree does") if of_one else entry
 
 
 def _entry(node: Node, rules: Rules, place: Place, producers: Producers, rewrites: Sequence[Rewrite]) -> Entry:
     entry, program = rules.entry(node.name), producers.program
-    # A region is stronger than all that follows. Of the marks only this one is an equation: a call marked
+    # A region takes precedence over everything below. Of the two marks only this one is an equation: a call marked
     # `low_precision` is inlined, and its nodes say so.
     if node.name == "jit" and region_mark(node.eqn) == FULL_PRECISION_MARK:
         return Entry(Rule.RECORDED, "full_precision region")
@@ -86,7 +86,7 @@ def _refine(node: Node, entry: Entry, producers: Producers, rewrites: Sequence[R
         return _of_tree(producers, node, entry)
     if node.name == "mul" and node.ins[0] == node.ins[1]:
         return Entry(Rule.HIGH, "a square: float16 overflows at 256 squared")
-    # A rewrite computes without the sum for which the table says HIGH, and says what follows.
+    # A rewrite may compute without the sum for which the table says HIGH, and then gives another entry.
     for rewrite in rewrites if entry.rule is Rule.HIGH else ():
         if node.name in rewrite.entry:
             entry = rewrite.entry[node.name](node) or entry

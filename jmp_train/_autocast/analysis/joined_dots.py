@@ -1,11 +1,11 @@
-"""Which dots XLA for GPUs computes as one: those that read the same operand, as a gate and what it multiplies do.
+"""Which dots XLA for GPUs computes as one: dots of the same operand, such as those of a gate and of its factor.
 
     g:f16 = dot_general x w             joined = dot_general x (concatenate w v)
     u:f16 = dot_general x v      ->     g, u = slices of it, computed in the kernels that read them
 
-Behind an optimization barrier, as saved values are, such a slice is copied: written once more and read once more. What
-is saved of these dots is kept apart from the forward pass in another way, see `emit.py`. Where dots read these results
-in turn, as in attention, the slices are rearranged for that, and so copied anyway.
+Saved values are behind an optimization barrier. For a barrier XLA copies such a slice: it is written and read once
+more. So saved results of these dots are kept apart from the forward pass in another way, see `emit.py`. If dots read
+these results in turn, as in attention, the slices are rearranged for that, and so copied anyway.
 
 Decides which results these are. Does not decide which of them are saved.
 """
@@ -25,7 +25,7 @@ _MOST_BYTES = 2**26
 def joined_dots(program: Program) -> frozenset[int]:
     """The results of dots that read one operand in the same way, if one of these dots is small.
 
-    Not of dots that share a parameter only, as those of a primal and its tangent, and not those that dots read.
+    Not of dots that share only a parameter, such as those of a primal and its tangent; and no results that dots read.
     """
     dots: dict[Any, list[Equation]] = {}
     for equation in program.equations:

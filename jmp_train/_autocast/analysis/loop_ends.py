@@ -1,14 +1,14 @@
-"""Whether a planned loop takes the steps that it takes in float32, whatever its products run in.
+"""Whether a planned loop takes the same steps as in float32, whatever the dtype of its products.
 
     while t < 1:  t, s = t + 0.1, s @ w          no product decides `t`: those of the loop may run in 16 bits
     while |s| > 0.1:  s = s @ w                  products decide when it ends, so that it runs as recorded
 
 A solver of differential equations with constant steps adds up its time beside its state: the time decides when the loop
-ends, and no product decides the time. Its products may run in 16 bits. Where a loop ends on a residual, or where an
-error estimate chooses the next step, products decide, and in 16 bits the number of steps would be another.
+ends, and no product decides the time. Its products may run in 16 bits. If a loop ends on a residual, or if an error
+estimate chooses the next step, products decide, and in 16 bits the number of steps would change.
 
-Decides which values of a loop are decisions, and whether all that they are computed from runs as recorded. Reads
-planned programs, so that the answer holds for every rule, edit and region. Does not decide what is done about it; see
+Decides which values of a loop are decisions, and whether all values from which they are computed run as recorded. Reads
+planned programs, so that the answer holds for every rule, edit and region. Does not decide what follows; see
 `passes.control_flow`.
 """
 
@@ -23,10 +23,10 @@ from ..ir import Equation, Precision, Program, is_float32, is_sixteen_bit
 
 
 def narrowed_decision(condition: Program, body: Program, loop: Loop) -> str | None:
-    """What of a `while` depends on values that do not run as recorded; `None` if no decision does.
+    """The decision of a `while` that depends on values that do not run as recorded; `None` if no decision does.
 
     Decisions are its end, and the integers and booleans that it carries: no rounding of these is small. They matter
-    where a backward pass takes the steps of an adaptive solver once more: it knows how many there are, but decides anew
+    when a backward pass takes the steps of an adaptive solver again: it knows the number of steps, but decides again
     which of them are rejected.
 
     Args:
@@ -43,14 +43,14 @@ def narrowed_decision(condition: Program, body: Program, loop: Loop) -> str | No
 
 
 def narrowed_stop(body: Program, loop: Loop) -> str | None:
-    """As `narrowed_decision`, for a `scan` that from some iteration on hands on its carry unchanged.
+    """As `narrowed_decision`, for a `scan` that from some iteration on returns its carry unchanged.
 
-    That is a `while` with a bound, written so that JAX can differentiate it. Like the condition of a `while`, what
-    stops it is computed from the carry alone; an update that is skipped for its own result stops nothing.
+    That is a `while` with a bound, written so that JAX can differentiate it. Like the condition of a `while`, its stop
+    is computed from the carry alone; an update that is skipped because of its own result does not stop the loop.
     """
     stops = _stops(body, loop)
-    # In one iteration the stop is computed as recorded: what narrows it is then the carry that earlier ones made. If
-    # the products of this iteration decide, it is the update that is skipped.
+    # Within one iteration the stop has to be computed as recorded; only the carry from earlier iterations may narrow
+    # it. If products of this iteration decide, that is a skipped update and no stop.
     of_carry = dependencies(body, stops) is not None
     if of_carry and _dependencies_of_loop((body,), loop, numbers=stops) is None:
         return "when it stops depends on a product, or on another value that 16 bits change"
@@ -58,7 +58,7 @@ def narrowed_stop(body: Program, loop: Loop) -> str | None:
 
 
 def _stops(body: Program, loop: Loop) -> set[int]:
-    """The predicates by which a scan hands on all that it carries unchanged; none if it never does."""
+    """The predicates by which a scan returns all its carries unchanged; none if it never does."""
     producers, same = body.producers(), _copies(body)
     cases, found = {0, 1}, set()  # the values of the predicates for which all carries seen so far stay as they are
     for start, result in zip(body.inputs[loop.consts :], body.outputs[: loop.carry], strict=False):
@@ -97,7 +97,7 @@ def _unchanged(equation: Equation, result: int, start: int, same: dict[int, int]
 
 
 def dependencies(program: Program, numbers: Iterable[int]) -> set[int] | None:
-    """The arguments, by position, that some values are computed from; `None` if not all of that runs as recorded."""
+    """The arguments, by position, from which some values are computed; `None` if any equation between is changed."""
     needed = set(numbers)
     rounded = _rounded_residuals(program)
     for equation in reversed(program.equations):
@@ -107,7 +107,7 @@ def dependencies(program: Program, numbers: Iterable[int]) -> set[int] | None:
         operands = _operands(equation, results)
         if operands is None or not _runs_as_recorded(equation, operands, rounded):
             return None
-        # Of an equation with programs inside not every operand decides every result.
+        # In an equation with programs inside, a result need not depend on every operand.
         needed.update(equation.operands[i] for i in operands)
     # `avals` are the recorded ones here: a value in 16 bits by hand is not LOW.
     if any(program.precision(n) is Precision.LOW or is_sixteen_bit(program.avals[n]) for n in needed):
@@ -116,18 +116,18 @@ def dependencies(program: Program, numbers: Iterable[int]) -> set[int] | None:
 
 
 def _runs_as_recorded(equation: Equation, operands: Iterable[int], rounded: Collection[int]) -> bool:
-    """Whether an equation does what was recorded, on operands that come as they were recorded."""
+    """Whether an equation runs as recorded, on operands in their recorded dtypes."""
     for i in operands:
         number, read, residual = equation.uses[i]
         if (read is not None and read.itemsize < 4) or (residual and number in rounded):
             return False
-    # The operands of an equation with bodies were asked of these. An effect brings in what is no operand, such as what
-    # another operation wrote.
+    # For an equation with bodies, these gave its operands. An effect depends on more than operands, such as on values
+    # that another operation wrote.
     return bool(equation.bodies) or not (equation.rewrite or equation.node.eqn.effects)
 
 
 def _rounded_residuals(program: Program) -> set[int]:
-    """The values that are others across a dot: saved in 16 bits, or rematerialized from such."""
+    """The values that differ across a dot: saved in 16 bits, or rematerialized from values that are."""
     residuals = program.residuals
     found = {number for number in residuals.saved if is_float32(program.avals[number])}
     for equation in program.equations:
@@ -137,7 +137,7 @@ def _rounded_residuals(program: Program) -> set[int]:
 
 
 def _operands(equation: Equation, results: Collection[int]) -> Collection[int] | None:
-    """The operands of an equation that some of its results are computed from; `None` as for `dependencies`."""
+    """The operands of an equation from which some of its results are computed; `None` as for `dependencies`."""
     bodies = equation.bodies
     if not bodies:
         return range(len(equation.node.ins))
@@ -146,7 +146,7 @@ def _operands(equation: Equation, results: Collection[int]) -> Collection[int] |
     skip, called = branches_of(equation.node.eqn)
     each = [dependencies(body, [body.outputs[i] for i in results]) for body in bodies]
     found = [inside for inside in each if inside is not None]
-    if len(found) < len(bodies) or not called:  # of a call that is planned behind a boundary nothing is known
+    if len(found) < len(bodies) or not called:  # nothing is known of a call that is planned behind a boundary
         return None
     return {*range(skip), *(skip + i for inside in found for i in inside)}
 
@@ -156,7 +156,7 @@ def _dependencies_of_loop(
 ) -> set[int] | None:
     """`dependencies` of some of a loop's results and of other values of its body, in all iterations.
 
-    And of its end, if a condition is the second of the `bodies`.
+    Also those of its end, if a condition is the second of the `bodies`.
     """
     (body, *conditions), (consts, carry, skip) = bodies, (loop.consts, loop.carry, loop.skip)
     ends = dependencies(conditions[0], conditions[0].outputs) if conditions else set()

@@ -23,13 +23,13 @@ _COMMUTES = frozenset({"add", "add_any"})  # `x - c` changes the carry's sign in
 _ACCUMULATES = having(Trait.ACCUMULATES)
 _PASSES = having(Trait.MOVES) | {"convert_element_type"}
 _HANDS_ON = having(Trait.MOVES | Trait.TRANSFERS)
-_ADDS_TO_STREAM = ADDS | _PASSES | {"select_n"}  # a selection is a mask, as of steps beyond a sequence's end
+_ADDS_TO_STREAM = ADDS | _PASSES | {"select_n"}  # a selection is a mask, such as that of steps beyond a sequence's end
 
 
 def dependents(
     program: FlatJaxpr, numbers: Iterable[int], through: Callable[[Node], bool] = lambda node: True
 ) -> set[int]:
-    """The values that depend on any of `numbers` by a path `through` some nodes, and these."""
+    """`numbers`, and the values that depend on any of them by a path `through` some nodes."""
     found = set(numbers)
     for node in program.nodes:
         if not found.isdisjoint(node.ins) and through(node):
@@ -40,7 +40,7 @@ def dependents(
 def sources(
     program: FlatJaxpr, numbers: Iterable[int], through: Callable[[Node], bool] = lambda node: True
 ) -> set[int]:
-    """The values that any of `numbers` depends on by a path `through` some nodes, and these."""
+    """`numbers`, and the values on which any of them depends by a path `through` some nodes."""
     found = set(numbers)
     for node in reversed(program.nodes):
         if not found.isdisjoint(node.outs) and through(node):
@@ -54,17 +54,17 @@ def may_be_narrow(
 ) -> bool:
     """Whether a carry in the compute dtype loses no more than the same layers do outside of a loop.
 
-    Either the body hands on the carry as it is, as ring attention does with keys that go from device to device; or it
-    rounds all that it makes of the carry for a dot anyway, as a plain recurrent network does; or the carry is the
-    residual stream of a stack of layers, whose weights come in row by row. The state of an integrator, a
-    recursion or an average is neither: it is built up of many small terms; nor are weights that a loop updates, nor the
-    gradient that comes back through such updates, which meets rows of activations only.
+    Either the body returns the carry unchanged, as ring attention does with keys that go from device to device; or a
+    dot rounds everything that the body computes from the carry anyway, as in a plain recurrent network; or the carry is
+    the residual stream of a stack of layers, whose weights are rows of the loop. The state of an integrator, a
+    recursion or an average is none of these: it adds up many small terms. Nor are weights that a loop updates, nor the
+    gradient that comes back through such updates, since the rows of their loops are activations only.
 
     Args:
       body: the loop's body, whatever it rematerializes written out.
-      place: where it stands.
+      place: the place of the body.
       weights: the arguments of `body` that are rows of parameters.
-      start, result: the carry, as `body` is given it and as `body` returns it.
+      start, result: the numbers of the carry as an argument of `body` and as its result.
       wide: the ids of equations that are products kept in float32.
     """
     if start in sources(body, [result], lambda node: node.name in _HANDS_ON):
@@ -72,10 +72,10 @@ def may_be_narrow(
     # A 16-bit dot rounds the carry anyway; one that is kept in float32 does not.
     if result not in dependents(body, [start], lambda node: node.name not in DOTS or id(node.eqn) in wide):
         return True
-    # A loop of the forward pass that takes gradients inside updates weights: what it carries are those.
+    # A loop of the forward pass that takes gradients inside updates weights, which are its carries.
     if not place.backward and any(map(place.is_backward, body.nodes)):
         return False
-    rows = set(weights)  # and what is computed from rows of parameters and known values alone
+    rows = set(weights)  # and values computed from rows of parameters and known values alone
     for node in body.nodes:
         if not rows.isdisjoint(node.ins) and all(n in rows or n in body.known for n in node.ins):
             rows.update(node.outs)
@@ -86,7 +86,7 @@ def may_be_narrow(
 
 
 class Relation(enum.IntEnum):
-    """What a value in a loop's body has to do with one carry."""
+    """How a value in a loop's body depends on one carry."""
 
     NOTHING = 0
     CARRY = 1  # it is the carry, perhaps rearranged, cast to another width or masked
@@ -99,16 +99,16 @@ HOLDS_SUMS = frozenset({"scan", "while", "cond", "remat2"})
 
 
 def accumulates(program: FlatJaxpr, start: int, result: int) -> bool:
-    """Whether the carry that the body is given as `start` and returns as `result` is a running sum.
+    """Whether the carry that is the body's argument `start` and its result `result` is a running sum.
 
-    It is one if the body adds terms to it that do not depend on it, as a gradient accumulator does. A residual stream
-    is none: what it adds is a function of itself.
+    It is one if the body adds terms to it that do not depend on it, as to a gradient accumulator. A residual stream is
+    none: functions of itself are added to it.
     """
     return relations(program, start).get(result) is Relation.SUM
 
 
 def relations(program: FlatJaxpr, start: int) -> dict[int, Relation]:
-    """What the values that depend on `start` have to do with it; nothing, for some results of these equations."""
+    """How values depend on `start`; the other results of the same equations are listed too, with no relation to it."""
     found = {start: Relation.CARRY}
     for node in program.nodes:
         operands = [found.get(number, Relation.NOTHING) for number in node.ins]
@@ -118,15 +118,15 @@ def relations(program: FlatJaxpr, start: int) -> dict[int, Relation]:
 
 
 def _results(program: FlatJaxpr, node: Node, operands: list[Relation]) -> list[Relation]:
-    """What the results of a node are, given its operands, of which one at least is related to the carry."""
+    """The relations of a node's results, given those of its operands, of which one at least depends on the carry."""
     if node.name == BARRIER:
         return operands
     related = [relation for relation in operands if relation]
     other = [Relation.OTHER] * len(node.outs)
     if Relation.OTHER in related:
         return other
-    # A selection between the carry and a sum of it, as of masked steps, is a sum. Its predicate is no carry or sum:
-    # these are floating.
+    # A selection between the carry and a sum of it, as for masked steps, is a sum. Its predicate is no carry or sum,
+    # since these are floating.
     if node.name == "select_n":
         return [max(related)]
     if len(related) > 1:  # a sum of the carry and itself: what is added depends on it
@@ -134,7 +134,7 @@ def _results(program: FlatJaxpr, node: Node, operands: list[Relation]) -> list[R
     position = next(i for i, relation in enumerate(operands) if relation)
     if node.name in HOLDS_SUMS:
         inside = relations_through(node, position)
-        # A sum that goes into a loop and comes out as its carry is a sum still.
+        # A sum that starts a carry of an inner loop, and that the loop only adds to, is still a sum.
         return [max(relation, related[0]) if relation else relation for relation in inside]
     if node.name in _PASSES:
         aval = program.avals[node.outs[0]]
@@ -145,7 +145,7 @@ def _results(program: FlatJaxpr, node: Node, operands: list[Relation]) -> list[R
 
 
 def relations_through(node: Node, position: int) -> list[Relation]:
-    """What the results of a loop, a branch or a call have to do with one of its operands, which is a carry or sum."""
+    """How the results of a loop, a branch or a call depend on one of its operands, which is a carry or sum."""
     skip, bodies = branches_of(node.eqn)
     if bodies:  # whose predicate, of integers, is no sum
         programs = list(map(flatten, bodies))
@@ -158,27 +158,27 @@ def relations_through(node: Node, position: int) -> list[Relation]:
         return [Relation.OTHER] * len(node.outs)
     program = flatten(loop.body)
     inner = relations(program, program.inputs[loop.consts + carried])
-    # Another result sees the carry of several iterations.
+    # Any other result depends on the carry of several iterations.
     found = [Relation.OTHER if inner.get(number) else Relation.NOTHING for number in program.outputs]
     found[carried] = inner.get(program.outputs[carried], Relation.NOTHING)
     return found
 
 
 def is_residual_stream(program: FlatJaxpr, start: int, result: int) -> bool:
-    """Whether a carry is a residual stream: the body returns it with functions of itself added, and nothing else done.
+    """Whether a carry is a residual stream: the body only adds functions of the carry to it.
 
-    The state of an LSTM or a moving average is none: it is scaled on the way, and small terms have to last.
+    The state of an LSTM or a moving average is none: it is scaled in each iteration, and small terms have to last.
     """
     added_to = sources(program, [result], lambda node: node.name in _ADDS_TO_STREAM)
     return start in added_to and not accumulates(program, start, result)
 
 
 def is_counted(loop: Loop) -> bool:
-    """Whether the end of a loop depends on no floating value that its body computes, as that of a `scan`."""
+    """Whether the end of a loop depends on no floating value that its body computes, as for a `scan`."""
     if loop.condition is None:
         return True
     condition, body = flatten(loop.condition), flatten(loop.body)
-    # Carries that decide the end, and those that these are computed from in the iteration before, and so on.
+    # Carries that decide the end, and those from which these are computed in the iteration before, and so on.
     read = sources(condition, condition.outputs)
     pending = {i for i, number in enumerate(condition.inputs[loop.skip :]) if number in read}
     deciding: set[int] = set()

@@ -1,8 +1,8 @@
-"""Where a value comes from: what it was moved from, what it is a part of, and whether two values are one.
+"""Where a value comes from: the value that it was moved from or is a part of, and whether two values are one.
 
     b = transpose (mul 2.0 a)         the source of `b` is `a`
-    c = slice b                       its own source; the whole that it is a part of is the product, `mul 2.0 a`
-    d = sin a; e = sin a              `d` and `e` are one: computed alike
+    c = slice b                       its own source; it is a part of the product, `mul 2.0 a`
+    d = sin a; e = sin a              `d` and `e` are one: computed by equal equations
     f = mul d a                       the factors of `f` are `d` and `a`
 
 Decides these by following producers back through a program. Does not decide what follows from it; see
@@ -29,18 +29,18 @@ _MOVES = having(Trait.MOVES) | {"neg"}  # and the sign: `-x @ x.T` multiplies `x
 _PARTS = having(Trait.PICKS) | {"pad"}  # some of the numbers, or all of them beside zeros
 _BECOME_WEIGHTS = _MOVES | {"add", "mul", "convert_element_type"}
 
-# Two values made of more equations than this are not compared to the end, and count as two: the comparison follows
+# Two values computed by more equations than this are not compared to the end, and count as two: the comparison follows
 # every path, of which there may be exponentially many.
 _MOST_COMPARED = 64
 
 
 class Outside(tuple):
-    """The token `("outside", source)` of a value that a program is given by the one around.
+    """The token `("outside", source)` of an input whose value the program around computes.
 
-    Tokens of one source are equal. Whether two sources were computed alike, `around` says.
+    Tokens of one source are equal. `around` says whether two sources were computed by equal equations.
 
     Attributes:
-      around: what answers for the program around.
+      around: the producers of the program around.
     """
 
     around: Producers
@@ -58,7 +58,7 @@ class Producers:
     Args:
       program: the program.
       same: for each of its inputs a token, equal for inputs that are one value outside: `("argument", i)`, `Outside` of
-        a value of the program around, `("row", token)` of what a loop is given row by row.
+        a value of the program around, `("row", token)` of a value that a loop reads row by row.
     """
 
     def __init__(self, program: FlatJaxpr, same: tuple[Any, ...] = ()):
@@ -66,17 +66,17 @@ class Producers:
         self._producers = program.producers
         self._tokens = dict(zip(program.inputs, same, strict=True)) if same else {}
         self._moved: dict[int, Any] = {}  # by arrays that a scan stacks of moved rows, the source of these
-        # By the question, how each value answers it: inputs by their tokens.
+        # By the arguments of `_follow`, its result for each value: for inputs their tokens.
         self._followed: dict[tuple[frozenset[str], bool], dict[int, Any]]
         self._followed = collections.defaultdict(lambda: dict(self._tokens))
 
     def give(self, number: int, source: Any) -> None:
         """Notes the source of a value that a scan stacks, row by row."""
         self._moved[number] = source
-        self._followed.clear()  # what was asked before did not know
+        self._followed.clear()  # earlier answers did not know this
 
     def source(self, number: int) -> Any:
-        """What a value is but for moves and factors: the number of another value, or the token of an input."""
+        """The value from which a value was moved and scaled: its number, or the token of an input."""
         return self._follow(number, _MOVES, scales=True)
 
     def producer(self, number: int) -> Node | None:
@@ -84,7 +84,7 @@ class Producers:
         return self._producers.get(self.source(number))
 
     def whole(self, number: int) -> Any:
-        """The value that a value is a part of, rearranged but not scaled; `None` if it is all of a value."""
+        """The value of which a value is a part, rearranged but not scaled; `None` if it is no part."""
         source = self._follow(number, _MOVES | _PARTS, scales=False)
         return None if source == self._follow(number, _MOVES, scales=False) else source
 
@@ -102,7 +102,7 @@ class Producers:
         return followed[number]
 
     def _operand(self, number: int, primitives: frozenset[str], scales: bool) -> Any:
-        """What a value is but for one of some primitives, or for a factor if it `scales`."""
+        """The operand of a value's equation, if this is one of some primitives or, if `scales`, applies a factor."""
         if scales and number in self._moved:
             return self._moved[number]
         node = self._producers.get(number)
@@ -134,13 +134,14 @@ class Producers:
         source = self._follow(number, _MOVES | _PARTS, scales=True)
         if isinstance(source, int):
             return source in self.program.known
-        # An argument's token is a tuple, also as a row or in a program around. A number was computed around this one.
+        # An argument's token is a tuple, even as a row or in a program around. A number is a value that a program
+        # around computed.
         while isinstance(source, tuple) and source[0] in ("outside", "row"):
             source = source[1]
         return isinstance(source, tuple)
 
     def are_disjoint(self, one: int, other: int) -> bool:
-        """Whether two computed values are pads, one zero wherever the other is not: their sum joins them."""
+        """Whether two computed values are pads, one of them zero wherever the other is not: their sum joins them."""
         nodes = (self._producers[number] for number in (one, other))
         pads = [node for node in nodes if node.name == "pad" and self._is_zero(node.ins[1])]
         if len(pads) < 2 or not is_static(self.program.avals[one].shape):  # `range` takes no symbolic size
@@ -156,7 +157,7 @@ class Producers:
     def axes_of_source(self, number: int, axes: Sequence[int]) -> frozenset[int] | None:
         """The axes of its source that `axes` of a value are; `None` where a reshape, scan or boundary may mix them."""
         source, axes = self.source(number), list(axes)
-        # What comes from the program around may have been moved there. An argument's token is its own here.
+        # A value from the program around may have been moved there. An argument's token is its own here.
         if isinstance(source, tuple) and source[0] != "argument":
             return None
         while (node := self._producers.get(number)) is not None and self.source(number) != number:
@@ -187,7 +188,7 @@ class Producers:
         return value is not None and is_zero(value)
 
     def scaled(self, node: Node, computed: bool = False) -> int | None:
-        """The operand that a product or quotient multiplies by one number, which no argument decides, or `computed`."""
+        """The operand that a node multiplies or divides by one number, which no argument decides unless `computed`."""
         left, right = node.ins
         if self._is_number(right, computed):
             return left
@@ -200,16 +201,16 @@ class Producers:
         return inside and is_single(self.program.avals[source])
 
     def are_one(self, left: int, right: int) -> bool:
-        """Whether two values are one but for moves and factors, as `x` and `2 * x.T`, or were computed alike."""
+        """Whether two values are equal except for moves and factors, as `x` and `2 * x.T`, or have equal equations."""
         return self.comes_from(left, self.source(right))
 
     def comes_from(self, number: int, source: Any) -> bool:
-        """Whether a value has this source, or one that was computed alike."""
+        """Whether a value has this source, or one computed by equal equations."""
         own = self.source(number)
         return own == source or self._equal(_without_rows(own), _without_rows(source), [_MOST_COMPARED])
 
     def is_part_of(self, number: int, source: Any) -> bool:
-        """Whether a value is some of the numbers of what has this source, moved and scaled, or all of them."""
+        """Whether a value has some or all numbers of a value with this source, moved and scaled."""
         return self._follow(number, _MOVES | _PARTS, scales=True) == source
 
     def _equal(self, left: Any, right: Any, budget: list[int]) -> bool:
@@ -248,7 +249,7 @@ def keeps_float32(node: Node) -> bool:
 
 
 def _without_rows(source: Any) -> Any:
-    """What a value is a row of, at any depth: a block of a Gram matrix is made of rows and the whole."""
+    """The value of which a value is a row, at any depth: a block of a Gram matrix multiplies rows by the whole."""
     while isinstance(source, tuple) and source[0] == "row":
         source = source[1]
     return source

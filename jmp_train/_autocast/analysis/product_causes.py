@@ -1,16 +1,17 @@
 """Which products are no layers of a network, so that rounding their operands would lose what they compute.
 
 A dot with a weight averages over many numbers, and networks are robust to its rounding: that is what 16 bits are for.
-Programs around networks contain other dots. The angle of a rotary embedding is a position times a frequency, and half
-of its digits are a wrong angle; a Gram matrix sums squares; a table of bins holds numbers that float16 does not.
+Programs around networks contain other dots. The angle of a rotary embedding is a position times a frequency, and with
+half of its digits it is wrong; a Gram matrix sums squares; a table of bins holds numbers that float16 cannot.
 
     dot_general x w                                      x: data, w: a parameter; a layer: no cause
     dot_general x (transpose x)                          SQUARE
     dot_general positions[512,1] frequencies[1,8]        SHORT: contracts one number
     dot_general (softmax h) (sinh (linspace -20 20))     TABLE: sinh(20) is 2.4e8, and float16 ends at 65,504
 
-Decides this for one product, by what it multiplies: a value with itself, few numbers, constants, solutions of linear
-systems. Does not decide about derivatives, nor about products whose precision was asked for; see `products.py`.
+Decides this for one product, by its operands (a value times itself, few numbers, constants, solutions of linear
+systems) and by its readers. Does not decide about derivatives, nor about products whose precision was asked for; see
+`products.py`.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from .wide_product import Cause
 
 # Tensor Cores contract 16 numbers of 16 bits at a time (`mma.m16n8k16`); with fewer they mostly multiply padding.
 TENSOR_CORE_DEPTH = 16
-# There is an instruction for half as many (`mma.m16n8k8`). Data times a weight of that depth is a layer's, as it is if
-# there are more and the result is larger than both: in float32 it would move more bytes.
+# There is an instruction for half as many (`mma.m16n8k8`). Data times a weight of that depth is a layer. So it is with
+# more numbers, if the result is larger than both operands: in float32 it would move more bytes.
 _HALF_DEPTH = 8
-# An expectation has at least so many times fewer results than numbers that it averages: of 64 bins, at most four.
+# An expectation has at least this many times fewer results than numbers that it averages: for 64 bins, at most four.
 _LEAST_AVERAGED = 16
-# A kernel with at most so many different filters of one channel, known when planning, is no layer: a blur repeats one,
-# a Sobel operator two.
+# A kernel with at most this many different filters of one channel, known when planning, is no layer: a blur repeats
+# one filter, a Sobel operator two.
 _FEW_FILTERS = 4
 
-_COMPUTED = (Provenance.SCALAR, Provenance.TABLE)  # what a constant is, unless it is a captured array
+_COMPUTED = (Provenance.SCALAR, Provenance.TABLE)  # of constants other than captured arrays
 
 
 class ProductCauses:
-    """Says of the products of one program why they have to run in float32.
+    """The causes for which products of one program have to run in float32.
 
     Args:
       values: what is known of the program's values, once the nodes before a product were added.
@@ -77,8 +78,8 @@ class ProductCauses:
         are_data, are_one = _are_data(provenances), self._producers.are_one(*node.ins)
         # A value that a product has rounded to 16 bits has no further digits that could cancel.
         rounded = any(each in ROUNDED_PROVENANCES for each in provenances)
-        # A value times itself is a square even where it is rounded, for then the squares that it is added to or
-        # subtracted from, as in a distance, read the same 16-bit numbers; see `WideProduct.meets_squares`.
+        # A value times itself is a square even if it is rounded: the squares to which it is added or from which it is
+        # subtracted, as in a distance, then read the same 16-bit numbers; see `WideProduct.meets_squares`.
         if self._contracts_one_axis(node) if are_one else not rounded and self._is_weighted_square(node):
             return Cause.SQUARE
         free = (sizes.left, sizes.right)
@@ -90,7 +91,7 @@ class ProductCauses:
             return Cause.DIAGONAL
         if sizes.contracted < TENSOR_CORE_DEPTH and self._is_data(node, provenances, sizes):
             return Cause.SHORT
-        tables = self._tables(node)  # after what is decided without the numbers: to compute them takes time
+        tables = self._tables(node)  # after the causes that need no numbers: to compute numbers takes time
         known = [table for table in tables if table is not None]
         if any(table.exceeds for table in known):
             return Cause.TABLE
@@ -98,7 +99,7 @@ class ProductCauses:
             return Cause.CUMULATIVE
         if self._is_cross_term(node, provenances):
             return Cause.DISTANCE
-        # Times a parameter, a solution or Gram matrix is what a layer is given.
+        # Times a parameter, a solution or Gram matrix is the input of a layer.
         solution = Provenance.SOLUTION in provenances and Provenance.PARAMETER not in provenances
         # Times activations, a kernel matrix is the weights of an attention.
         kernel = Provenance.KERNEL in provenances and Provenance.PARAMETER not in provenances
@@ -106,26 +107,27 @@ class ProductCauses:
             return Cause.SOLUTION
         if not rounded and any(table.differences for table in known):
             return Cause.DIFFERENCES
-        if are_data and Provenance.STATE in provenances:  # times a parameter, it may be a layer's
+        if are_data and Provenance.STATE in provenances:  # times a parameter, it may be a layer
             return Cause.STATE
         if self._is_expectation(node, tables, sizes):
             return Cause.GRID
         directly = self._consumers.repeated.get(node.outs[0])
-        # What a power iteration finds scales a whole weight. (In a loop, that would be read in float32 many times.)
+        # The result of a power iteration scales a whole weight. (In a loop, the weight would be read in float32 many
+        # times.)
         iterates = min(free) == 1 and Provenance.PARAMETER in provenances and not (rounded or self._in_loop)
-        # A reflection or projection hands its rows on in float32, the error of their components among them.
+        # A reflection or projection returns its rows in float32, with the errors of their components.
         component = min(free) == 1 and not rounded and node.outs[0] in self._consumers.components
         if (are_data and directly) or (iterates and directly is not None) or component:
             return Cause.REPEATED
         return self._magnified(node, provenances)
 
     def scales(self, node: Node) -> bool:
-        """Whether an operand is one number that the program knows, as a loss's own cotangent is."""
+        """Whether an operand is one number known while planning, such as a loss's own cotangent."""
         operands = zip(node.ins, self._provenances(node), strict=False)  # an attention has more than two operands
         return any(p is Provenance.SCALAR and static_size(self._program.avals[n].shape) == 1 for n, p in operands)
 
     def reads_data(self, node: Node) -> bool:
-        """Whether all that a product multiplies is float32 that no product has rounded."""
+        """Whether all operands of a product are float32 values that no product has rounded."""
         return _are_data(self._provenances(node))
 
     def interpolates(self, node: Node) -> bool:
@@ -159,10 +161,10 @@ class ProductCauses:
         return any(self._producers.are_one(*pair) for pair in pairs)
 
     def _is_cross_term(self, node: Node, provenances: Sequence[Provenance]) -> bool:
-        """Whether a product is a cross term of distances, or would round codes that are squared beside it unrounded."""
+        """Whether a product is a cross term of distances, or would round codes whose squares are not rounded."""
         squared = self._consumers.squared_beside.get(node.outs[0], frozenset())
-        # A codebook is a parameter, whose squares are summed in float32; a layer with a norm or energy added is left
-        # out, since what is squared there is what the layer is given.
+        # A codebook is a parameter, whose squares are summed in float32. A layer to which a norm or energy is added
+        # does not count, since there the layer's input is squared.
         codes = any(provenances[i] is Provenance.PARAMETER for i in squared)
         return len(squared) == 2 or codes or (bool(squared) and _are_data(provenances))
 
@@ -170,12 +172,12 @@ class ProductCauses:
         """Whether a product of a value with itself sums squares: a power of a matrix contracts two axes of it."""
         pairs = zip(node.ins, node.params["dimension_numbers"][0], strict=True)
         one, other = (self._producers.axes_of_source(number, axes) for number, axes in pairs)
-        # What a reshape moved may be either, and is taken for a square, which runs in float32.
+        # After a reshape the axes are not known: this counts as a square, which runs in float32.
         return one is None or other is None or one == other
 
     def _is_in_memory(self, node: Node, provenances: Sequence[Provenance]) -> bool:
-        """Whether a product of float32 data reads some of it from where it is float32 anyway."""
-        # Zeros and ones stand beside data where a solver starts, and as the weights of a sum.
+        """Whether a product of float32 data reads an operand that is in memory in float32 anyway."""
+        # Zeros and ones may be an operand where a solver starts, and as the weights of a sum.
         found = [provenance for provenance in provenances if provenance is not Provenance.SCALAR]
         return bool(found) and _are_data(found) and any(self._producers.is_stored(number) for number in node.ins)
 
@@ -186,7 +188,7 @@ class ProductCauses:
         # instruction of a Tensor Core.
         wide = [provenance in FLOAT32_PROVENANCES for provenance in provenances]
         if not any(wide):
-            # Parameters times parameters are dynamics and geometry, but for the two factors of a weight.
+            # Parameters times parameters are dynamics and geometry, except for the two factors of a weight.
             both = provenances[0] is provenances[1] is Provenance.PARAMETER
             if not both or fills or (grows and sizes.contracted > _HALF_DEPTH):
                 return False
@@ -194,7 +196,7 @@ class ProductCauses:
             return not (grows and self._producers.becomes_weight(node.outs[0]))
         if fills and all(provenance in ROUNDED_PROVENANCES for provenance in provenances):
             return False  # activations times activations, as in attention
-        # Data times a weight. The state of a linear recurrence is none: its roundings add up at any depth.
+        # Data times a weight. Not the state of a linear recurrence, whose roundings add up at any depth.
         if not all(wide) and Provenance.STATE not in provenances and (grows or fills):
             return sizes.contracted < _HALF_DEPTH
         return not self.interpolates(node)
@@ -204,7 +206,7 @@ class ProductCauses:
         provenances, is_constant = self._provenances(node), self._values.constants.is_constant
         operands = list(zip(node.ins, tables, provenances, reversed(provenances), strict=True))
         for number, table, provenance, other in operands:
-            # A table that the program computes. One that is captured may be a frozen network's weight.
+            # A table that the program computes. A captured array may be a frozen network's weight.
             if is_constant[number] and provenance in _COMPUTED and other in UNROUNDED_PROVENANCES:
                 # `None`: more numbers than are computed while planning.
                 return table is not None and not table.uniform  # uniform: a sum, which dots accumulate in float32
@@ -212,30 +214,30 @@ class ProductCauses:
             return False
         for _, table, provenance, other in operands:
             if table is not None and (provenance is Provenance.TABLE or table.ordered):
-                # Weights of an average that are rounded already, times numbers that 16 bits hold, lose nothing more.
+                # Weights of an average that are rounded already lose nothing more if 16 bits hold the numbers.
                 return not table.exact or not (other is Provenance.NARROW or table.averages)
         return False
 
     def _magnified(self, node: Node, provenances: Sequence[Provenance]) -> Cause | None:
-        """The cause of a product where what reads it magnifies its error."""
-        # A factor of parameters alone is a weight, as of an orthogonal layer.
+        """The cause of a product whose error its readers magnify."""
+        # A factor of parameters alone is a weight, such as that of an orthogonal layer.
         if Provenance.FACTOR in provenances:
             return None
         directly = self._consumers.in_systems.get(node.outs[0])
         if any(each in ROUNDED_PROVENANCES for each in provenances):
             if Provenance.PARAMETER in provenances:
                 return None
-            # Activations times activations or targets, as the right-hand side of a regression on learned features, are
-            # no layer; what is read otherwise has been rounded already.
+            # Activations times activations or targets, such as the right-hand side of a regression on learned features,
+            # are no layer. For other readers the operands have been rounded already.
             if directly:
                 return Cause.IN_SYSTEM
-            # Of data: an attention averages activations, whose own roundings are as large as those of its weights.
+            # Averages of data only: an attention averages activations, whose roundings are as large as its weights'.
             data = [i for i, provenance in enumerate(provenances) if provenance in UNROUNDED_PROVENANCES]
             if data and 1 - data[0] in self._consumers.averages.get(node.outs[0], ()):
                 return Cause.AVERAGE
             return Cause.PROBABILITY if self._is_probability(node, provenances) else None
         are_data = _are_data(provenances)
-        # Of a layer only if nothing is between it and the system: that is no network.
+        # A product with a parameter only if the system reads it directly: that is no network.
         if directly or (are_data and directly is not None):
             return Cause.IN_SYSTEM
         if are_data and node.outs[0] in self._consumers.delicate:
@@ -245,10 +247,10 @@ class ProductCauses:
     def _is_probability(self, node: Node, provenances: Sequence[Provenance]) -> bool:
         """Whether a product under a logarithm multiplies exponentials by others, or by float32 numbers or one-hot rows.
 
-        In float16 its operands and its result are zero below 6e-8, although the exponents that a network made have
-        digits left: the logarithm is that of what was added, as 1e-12, and its derivative 1e12.
+        In float16 its operands and its result are zero below 3e-8, although the exponents that a network computed still
+        have digits: the logarithm is then that of the number that was added, such as 1e-12, and its derivative is 1e12.
         """
-        # A parameter may be negative: a product with it is a layer, whatever reads that.
+        # A parameter may be negative: a product with it is a layer, whatever its readers.
         if Provenance.PARAMETER in provenances or node.outs[0] not in self._consumers.under_logarithms:
             return False
         made = [number in self._consumers.are_exponentials for number in node.ins[:2]]
@@ -268,7 +270,7 @@ class ProductCauses:
         repeated = size is not None and size * filters <= math.prod(shape)  # one filter, for every channel
         if filters == 1 or repeated or provenance is not Provenance.DATA:
             return True
-        # An array of as many filters as channels: a frozen network's, unless they are few different ones.
+        # An array of as many filters as channels belongs to a frozen network, unless there are only few different ones.
         values = self._values.constants.numbers(kernel)
         if values is None:
             return False
@@ -277,5 +279,5 @@ class ProductCauses:
 
 
 def _are_data(provenances: Sequence[Provenance]) -> bool:
-    """Whether all is float32 that no product has rounded."""
+    """Whether all operands are float32 values that no product has rounded."""
     return all(provenance in UNROUNDED_PROVENANCES for provenance in provenances)

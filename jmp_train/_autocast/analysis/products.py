@@ -8,9 +8,9 @@
 A product that is no layer of a network (`product_causes.py`), or for which somebody asked for float32 by name, runs in
 float32 forward and backward (`derivatives.py`).
 
-Decides which products these are and why, before dtypes are assigned, those inside loops, branches and calls included;
-and, since only here the whole program is in view, which sums update parameters (`updates.py`) and which values are
-states of loops that it writes out (`unrolled.py`). Does not decide anything about other equations; see `passes`.
+Decides which products these are and why, before dtypes are assigned, including those inside loops, branches and calls.
+Since only here the whole program is in view, it also decides which sums update parameters (`updates.py`) and which
+values are states of unrolled loops (`unrolled.py`). Does not decide anything about other equations; see `passes`.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ class Products:
     def __init__(self, planner: Planner):
         self.planner = planner
         self._updates = Updates()
-        # By the site of a program; those around come first. A loop's body is visited until its carries are known: the
-        # last visit counts.
+        # By the site of a program; outer programs come first. A loop's body is visited until its carries are known, and
+        # the last visit counts.
         self._visits: dict[tuple, _Visit] = {}
         self.registry = Registry()
-        self.is_rule = False  # of a derivative, planned without the program that it belongs to
+        self.is_rule = False  # whether it is a derivative rule, planned without the program to which it belongs
 
     def find(self, jaxpr: ClosedJaxpr | Jaxpr, precisions: Sequence[Precision], place: Place) -> None:
-        """Gives those products a `WideProduct` for an entry, in the programs that the planner remembers."""
+        """Replaces the entries of those products by a `WideProduct`, in the programs that the planner has cached."""
         facts = [Known(_PROVENANCE_OF.get(each, Provenance.DATA), ("argument", i)) for i, each in enumerate(precisions)]
         self.is_rule = place.backward
         self.visit(jaxpr, place, facts, ())
-        # After all visits: `visit` looks at those products whose entry is the table's. A program that several nodes
-        # call is planned once: what one of them needs in float32 runs so for all.
+        # After all visits, since `visit` looks for products whose entry is the table's. A program that several nodes
+        # call is planned once: a product that one of them needs in float32 runs in float32 for all.
         for visit in self._visits.values():
             for position, entry in visit.found.items():
                 visit.entries[position] = entry
@@ -96,7 +96,7 @@ class Products:
 
         Args:
           jaxpr: the program.
-          place: where it stands.
+          place: the equation to which it belongs.
           facts: what is known of its arguments.
           site: the nodes that lead to it.
         """
@@ -116,7 +116,7 @@ class Products:
             if new is not None:
                 visit.found[position] = entry = new
             visit.values.add(node, entry)
-            if entry is UPDATE or entry is STEP:  # HIGH by its rule, but it narrows to what it meets
+            if entry is UPDATE or entry is STEP:  # HIGH by its rule, but narrows beside 16-bit operands
                 provenance = Provenance.PARAMETER if entry is UPDATE else Provenance.NARROW
                 visit.values.give(node.outs[0], Known(provenance))
         return [visit.values.result(number) for number in program.outputs]
@@ -127,8 +127,8 @@ class _Visit:
 
     Args:
       products: the whole program's.
-      values: what is known of this one's values.
-      place: where it stands.
+      values: what is known of the values of this program.
+      place: the equation to which it belongs.
       site: the nodes that lead to it.
       entries: of its nodes, as the rules give them.
 
@@ -142,7 +142,7 @@ class _Visit:
         self._causes = ProductCauses(values, self._planner.policy.compute_dtype, place.body_of in LOOPS)
 
     def enter(self, node: Node) -> None:
-        """Visits the programs inside a node and notes what its results are made of."""
+        """Visits the programs inside a node and notes what is known of its results."""
         results = self._results(node, [self.values.fact(number) for number in node.ins])
         for number, fact in zip(node.outs, results, strict=True):
             self.values.give(number, fact)
@@ -156,12 +156,12 @@ class _Visit:
             return branches[0]
         if bodies:
             return [Known(joined_provenance(fact.provenance for fact in each)) for each in zip(*branches, strict=True)]
-        for i, body in enumerate(sub_jaxprs(node.params)):  # planned behind float32 boundaries: all it is given is data
+        for i, body in enumerate(sub_jaxprs(node.params)):  # planned behind float32 boundaries: its arguments are data
             self._inside(node, body, [Known(Provenance.DATA)] * len(open_jaxpr(body).invars), i)
         return [Known(Provenance.DATA)] * len(node.outs)
 
     def _loop(self, node: Node, loop: Loop, facts: list[Known]) -> list[Known]:
-        """The results of a loop: its carries start as they are given and come back as the body returns them."""
+        """What is known of a loop's results, given its operands: carries are joined with the results of the body."""
         body, consts, carry, *_ = loop
         given = facts[consts + carry :]  # the rows of a scan; none of a `while`
         are_solutions = [fact.provenance is Provenance.SOLUTION for fact in given]
@@ -171,8 +171,8 @@ class _Visit:
         carried = [
             carried_provenance(fact.provenance, *kind) for fact, kind in zip(facts[consts:], kinds, strict=False)
         ]
-        # What is carried is joined with what comes back until nothing changes. A carry is no constant, and no value
-        # that is known outside: nothing is known of it but its provenance.
+        # A carry's provenance is joined with that of the body's result until nothing changes. A carry is no constant,
+        # and no value outside equals it: only its provenance is known.
         while True:
             inside = [*facts[:consts], *map(Known, carried), *rows]
             results = self._inside(node, body, inside, 0)
@@ -187,15 +187,15 @@ class _Visit:
             carried = after
 
     def _row(self, fact: Known, estimates: bool, node: Node) -> Known:
-        """What is known of a row of a value, inside of a scan that is given the rows one by one."""
-        filtered = estimates and fact.provenance is Provenance.SOLUTION  # in a smoother, what a filter estimated
+        """What is known of a row of a value, inside of a scan that reads the rows one by one."""
+        filtered = estimates and fact.provenance is Provenance.SOLUTION  # in a smoother, an estimate of the filter
         provenance = Provenance.ESTIMATE if filtered else fact.provenance
         length = assumed(node.params["length"])
         return Known(provenance, ("row", fact.token), sums=lambda: sums_of_rows(fact.sums(), length))
 
     def _inside(self, node: Node, body: Any, facts: list[Known], which: int) -> list[Known]:
-        # What is one value outside has one token. A carry has none, and gets one that no other value has: two carries
-        # are two values, whatever their provenance.
+        # Inputs that are one value outside have one token. A carry has none, and gets one that no other input has: two
+        # carries are two values, whatever their provenance.
         facts = [fact if fact.token else fact._replace(token=("argument", i)) for i, fact in enumerate(facts)]
         return self._products.visit(body, self.place.inside(node), facts, (*self._site, id(node), which))
 
@@ -204,13 +204,13 @@ class _Visit:
         # Not of a ragged dot's third operand, the sizes of its groups.
         avals = [self.values.program.avals[number] for number in (*node.ins[:2], *node.outs)]
         if not is_float32(avals[-1]) or any(map(is_sixteen_bit, avals)):
-            return None  # cast by hand; integers times float32 numbers are a product as any other
+            return None  # cast by hand; integers times float32 numbers are a product like any other
         sources = {self.values.producers.source(number) for number in node.ins[:2]}
         registry, where, line = self._products.registry, (self._site, position), self.line(node)
         key = (node.name, *line)
         registry.forget(where, key)  # of an earlier visit, with other facts
-        # In the bodies of a backward pass, and in derivative rules, `place` says so, and name stacks do not. What a
-        # rule computes anew, to derive it, is recorded under "jvp(", and is no derivative.
+        # In bodies of a backward pass, and in derivative rules, `place` says that they are backward, and name stacks do
+        # not. Equations that a rule computes again, to differentiate them, are recorded under "jvp(": no derivatives.
         backward = node.scope.is_backward or (self.place.is_backward(node) and not node.scope.in_jvp)
         may_derive = backward or node.scope.in_jvp  # a tangent is a derivative, too
         other = registry.forward_of(key, self._site, sources, avals, backward) if may_derive else None
@@ -222,11 +222,11 @@ class _Visit:
             by_default = is_in_function_of_jax(node, "_resize") and self._causes.interpolates(node)
             cause = None if by_default else Cause.PRECISION
         elif may_derive and line in registry.systems:
-            # The derivative of a factorization or a system is products with its factors, which JAX records on its line.
+            # The derivative of a factorization or a system consists of products with its factors, recorded on its line.
             return wide_product(Cause.SYSTEM)
         else:
             cause = self._causes.of(node) if not backward or self._is_no_derivative(node) else None
-        # Also without a cause, if it was guarded: its derivatives have the same precision, and have to stay narrow too.
+        # Also if it was guarded but has no cause: its derivatives have the same precision, and have to be narrow too.
         if cause is not None or guarded:
             registry.add(where, key, Forward(self._site, sources, avals, cause))
         elif not backward:
@@ -234,18 +234,18 @@ class _Visit:
         return cause and wide_product(cause)
 
     def _is_no_derivative(self, node: Node) -> bool:
-        """Whether a product in a backward pass derives no layer of the program.
+        """Whether a product in a backward pass is not the derivative of a layer of the program.
 
-        So are one that a loss's own cotangent scales, and those of data on a line without a layer: in functions that
-        `jax.linear_transpose` gave, which are in the program transposed alone, and in solvers that derivative rules
-        call.
+        Such are a product scaled by a loss's own cotangent, and products of data on a line without a layer: in
+        functions that `jax.linear_transpose` returned, of which the program has only the transpose, and in solvers that
+        derivative rules call.
         """
         if self._causes.scales(node):
             return True
         if self._products.is_rule:
-            return False  # what the rule is given is float32, whatever it derives
+            return False  # a rule's arguments are float32, whatever it differentiates
         return self._causes.reads_data(node) and not self._products.registry.layers[self.line(node)]
 
     def line(self, node: Node) -> tuple:
-        """Equal for an operation and its derivatives, and for others of one line."""
+        """A key that is equal for an operation and its derivatives, and for other operations of the same line."""
         return source_line(node), self.place.scope_of(node)

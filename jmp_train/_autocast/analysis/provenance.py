@@ -1,14 +1,14 @@
-"""What a value was computed from, as far as it decides whether a product with it is a layer's.
+"""What a value was computed from, as far as it decides whether a product with it is a layer.
 
     w: parameter; x: data
     a = dot_general x w          narrow: a product has rounded it
     b = exp a                    activation: float32, of rounded values
-    c = add b (iota)             activation: a table has no roundings, and takes none away
+    c = add b (iota)             activation: a table neither has roundings nor removes them
     d = dot_general x x          solution: a Gram matrix, since the product is a square
     e = cholesky d               solution
 
-Decides this for the values of one program, equation by equation. Does not decide which product is a layer's; see
-`product_causes.py`. What goes into the programs inside is in `products.py`.
+Decides this for the values of one program, equation by equation. Does not decide which product is a layer; see
+`product_causes.py`. `products.py` passes provenances into and out of the programs inside.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _COMPUTES_FLOAT32 = (Rule.HIGH, Rule.COLLECTIVE, Rule.RECORDED)
 
 
 class Provenance(enum.Enum):
-    """What a value is to a multiplication: what its `Precision` will be, as far as products need it."""
+    """What a value was computed from, which also says what its `Precision` will be, as far as products need it."""
 
     SCALAR = "scalar"  # single numbers and booleans: zeros, ones, a literal
     TABLE = "table"  # arrays that no argument decides
-    PARAMETER = "parameter"  # narrows to what it meets
+    PARAMETER = "parameter"  # narrows beside 16-bit operands
     NARROW = "narrow"  # rounded to 16 bits by a product, as activations are
     DATA = "data"  # float32: other arguments, captured arrays, and what float32 operations computed
     ACTIVATION = "activation"  # float32 computed from rounded values, as by a norm or a softmax
-    STATE = "state"  # float32 data that a loop which is linear in it carries
-    FACTOR = "factor"  # float32 solutions and factors of linear systems that parameters alone decide
-    SOLUTION = "solution"  # the same where more than parameters decide; and sums of squares, such as Gram matrices
-    KERNEL = "kernel"  # what functions that are not linear make of solutions: kernel matrices, weights of attention
-    ESTIMATE = "estimate"  # what a loop that solves linear systems for it carries, as the covariance of a Kalman filter
+    STATE = "state"  # float32 data that is the carry of a loop which is linear in it
+    FACTOR = "factor"  # float32 solutions and factors of linear systems of parameters alone
+    SOLUTION = "solution"  # the same of linear systems of other values; and sums of squares, such as Gram matrices
+    KERNEL = "kernel"  # results of nonlinear functions of solutions: kernel matrices, weights of attention
+    ESTIMATE = "estimate"  # a carry for which a loop solves linear systems, such as the covariance of a Kalman filter
 
 
 _SOLVED = (Provenance.FACTOR, Provenance.SOLUTION, Provenance.KERNEL, Provenance.ESTIMATE)
@@ -56,11 +56,11 @@ UNROUNDED_PROVENANCES = (Provenance.TABLE, Provenance.DATA, Provenance.STATE, *_
 FLOAT32_PROVENANCES = (*UNROUNDED_PROVENANCES, Provenance.ACTIVATION)
 _OF_PARAMETERS = (Provenance.SCALAR, Provenance.PARAMETER, Provenance.FACTOR)
 ROUNDED_PROVENANCES = (Provenance.NARROW, Provenance.ACTIVATION)
-_STAY = (Provenance.SCALAR, *_SOLVED)  # what they are after an operation that runs in float32, too
+_STAY = (Provenance.SCALAR, *_SOLVED)  # those that an operation which runs in float32 does not change
 
 
 def joined_provenance(provenances: Iterable[Provenance]) -> Provenance:
-    """What an operation makes of operands that it reads in one dtype: float32 data widens all others."""
+    """The provenance of an operation's result, whose operands are read in one dtype: float32 data widens all others."""
     found = [each for each in provenances if each is not Provenance.SCALAR]  # no set: enums hash in Python
     if not found or found.count(found[0]) == len(found):
         return found[0] if found else Provenance.SCALAR
@@ -70,7 +70,7 @@ def joined_provenance(provenances: Iterable[Provenance]) -> Provenance:
     if Provenance.ESTIMATE in found and not any([each in ROUNDED_PROVENANCES for each in found]):
         return Provenance.ESTIMATE
     if all([each in UNROUNDED_PROVENANCES for each in found]):
-        # What is computed from a solution or state and data is one, as the covariance of a Kalman filter.
+        # A result of a solution or state and data is one, too, such as the covariance of a Kalman filter.
         strongest = (Provenance.SOLUTION, Provenance.KERNEL, Provenance.STATE)
         return next((each for each in strongest if each in found), Provenance.DATA)
     # A table (the first of these) beside rounded values leaves them rounded; data, or a solution beside a parameter,
@@ -86,8 +86,8 @@ class Known(NamedTuple):
     Attributes:
       provenance: what it was computed from.
       token: equal for equal values.
-      numbers: gives its numbers, if it is a constant.
-      sums: gives the sums of squares that are terms of it.
+      numbers: returns its numbers, if it is a constant.
+      sums: returns the sums of squares that are terms of it.
     """
 
     provenance: Provenance
@@ -97,20 +97,21 @@ class Known(NamedTuple):
 
 
 def carried_provenance(provenance: Provenance, is_state: bool, is_estimate: bool) -> Provenance:
-    """What a loop carries, given what it was computed from, here or in the last iteration.
+    """The provenance of a carry, given that of its first value or of its value in the last iteration.
 
-    The roundings of its steps add up in the state of a linear recurrence (`recurrences.are_linear`), and in what
-    linear systems are solved for (`recurrences.solves`), whatever either starts as or is multiplied by.
+    The roundings of the steps add up in the state of a linear recurrence (`recurrences.are_linear`), and in a value for
+    which linear systems are solved (`recurrences.solves`), whatever its first value and its factors are.
     """
     if is_estimate:
         return Provenance.ESTIMATE
-    # What starts as a parameter, a table or a number has no roundings yet. It is a state once a product comes back.
+    # A carry that starts as a parameter, a table or a number has no roundings yet. It becomes a state when a product
+    # comes back.
     starts = (*_OF_PARAMETERS, Provenance.TABLE)
     return Provenance.STATE if is_state and provenance not in starts else provenance_after_loop(provenance)
 
 
 def provenance_after_loop(provenance: Provenance) -> Provenance:
-    """What a loop computed is where nothing estimates: layers may read it."""
+    """The provenance of a loop's result after the loop, where nothing estimates it any more: layers may read it."""
     return Provenance.SOLUTION if provenance is Provenance.ESTIMATE else provenance
 
 
@@ -141,7 +142,7 @@ class Values:
         return Known(self.provenances[number], Outside.of(self.producers, number), self._numbers(number), sums)
 
     def result(self, number: int) -> Known:
-        """What is known of a result where a call returns it. Its source and sums are of another program: they end."""
+        """What is known of a result where a call returns it, without source and sums, which are of another program."""
         return Known(self.provenances[number], numbers=self._numbers(number))
 
     def _numbers(self, number: int) -> Callable[[], np.ndarray | None] | None:
@@ -155,7 +156,7 @@ class Values:
             self.constants.give(number, fact.numbers)
 
     def stack(self, results: Sequence[tuple[int, int]], inner: Values, length: int) -> None:
-        """Notes what is known of the arrays that a scan stacks: sums of squares stay so, of what it stacks beside them.
+        """Notes what is known of the arrays that a scan stacks: sums of squares of arrays that it stacks as well.
 
         Args:
           results: values of the body, each with the array of which it is a row.
@@ -176,9 +177,9 @@ class Values:
             self.consumers.give(sums)
 
     def add(self, node: Node, entry: Entry) -> None:
-        """Notes what the results of a node are, given its operands and the entry that holds for it.
+        """Notes what is known of a node's results, given its operands and its entry.
 
-        This runs for every equation of a program: no function is called that need not be.
+        This runs for every equation of a program, and so avoids calls of functions.
         """
         if node.name == BARRIER:
             for number, result in zip(node.ins, node.outs, strict=True):
@@ -203,13 +204,13 @@ class Values:
         elif provenance is Provenance.KERNEL and name == "reduce_sum":  # features of what a kernel compares
             provenance = Provenance.DATA
         cause = entry.cause if isinstance(entry, WideProduct) else None
-        # A value from no operands is a table or, as what a callback returns, data. Times data, a state stays one,
-        # though that product runs in float32.
+        # A value without operands is a table or, if a callback returns it, data. A state times data stays a state,
+        # although that product runs in float32.
         if not node.ins or (rule in _COMPUTES_FLOAT32 and provenance not in _STAY and cause is not Cause.STATE):
             square = cause is Cause.SQUARE
             computed = Provenance.ACTIVATION if provenance in ROUNDED_PROVENANCES else Provenance.DATA
             provenance = Provenance.TABLE if constant else Provenance.SOLUTION if square else computed
-        # What follows may be a frozen network, of which this is the first layer.
+        # This may be the first layer of a frozen network.
         if cause is not None and cause in _LEAVES_ACTIVATIONS:
             provenance = Provenance.ACTIVATION
         for number in node.outs:
@@ -221,9 +222,9 @@ class Values:
             provenances[number] = Provenance.SCALAR if dtype == _BOOL else Provenance.NARROW if rounded else provenance
 
     def _solution(self, node: Node, provenance: Provenance) -> Provenance:
-        """The provenance of what a linear system makes: as it is, where an iteration solves it to a tolerance.
+        """The provenance of a linear system's solution: unchanged if an iteration solves the system to a tolerance.
 
-        `jnp.linalg.solve` is a `custom_linear_solve`, as conjugate gradients are; it is given the factors of its
+        Both `jnp.linalg.solve` and conjugate gradients are a `custom_linear_solve`; the former gets the factors of its
         matrix.
         """
         found = {self.provenances[number] for number in node.ins}
