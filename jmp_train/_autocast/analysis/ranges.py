@@ -1,16 +1,16 @@
-"""How large and how small the numbers are that a program makes of its literals and booleans alone.
+"""How large and how small the numbers are that a program computes from its literals and booleans alone.
 
     a = mul 10.0 -1e4             range 1e5 to 1e5: float16 ends at 65,504
     b = select_n mask 0.0 -1e5    range 1e5 to 1e5, zeros left out
-    c = add scores b              overflows: numbers beyond float16 stand beside others, whose range is not known
+    c = add scores b              overflows: has numbers beyond float16 among others, whose range is not known
 
-Each literal may fit into the compute dtype and their product may not: a mask of -1e4 that is multiplied by 10, a
-coefficient of 1e-4 squared. Arguments are not followed: of parameters it is known that they narrow, and data are wide.
+Each literal may fit into the compute dtype although their product does not: a mask of -1e4 that is multiplied by 10, a
+coefficient of 1e-4 squared. Arguments have no range here: parameters narrow, and data is float32, whatever its numbers.
 
-And where numbers that do not fit stand among others: the -1e5 that a CTC loss takes for the logarithm of zero is
-carried beside scores, and a product with zeros and ones that picks the scores would find infinities times zero.
+Also decides which values have numbers that do not fit among others: the -1e5 that a CTC loss uses for the logarithm of
+zero is carried beside scores, and a product with zeros and ones that picks scores would multiply infinities by zero.
 
-Decides the range of such values, and whether the compute dtype holds it. Does not decide what follows from that; see
+Decides the range of such values, and whether the compute dtype holds it. Does not decide the dtypes; see
 `passes.assign_dtypes`.
 """
 
@@ -40,9 +40,9 @@ class Range(NamedTuple):
     largest: float = 0.0
 
     def fits(self, dtype: np.dtype) -> bool:
-        """Whether `dtype` holds all of them as normal numbers, and makes none one that stands beside it.
+        """Whether `dtype` holds all of them as normal numbers, and rounds none to one that is merely close to it.
 
-        The 0.999999 of `arccos(clip(x, -0.999999, 0.999999))` keeps a slope finite.
+        The 0.999999 of `arccos(clip(x, -0.999999, 0.999999))` keeps a slope finite, and one would not.
         """
         found = facts(dtype)
         # Below the smallest normal number digits are lost.
@@ -85,7 +85,7 @@ def range_through(node: Node, operands: Sequence[Range | None]) -> Range | None:
     if node.name in _JOINS:
         return Range(min(r.smallest for r in known), max(r.largest for r in known))
     if node.name in ADDS:
-        # Numbers that almost cancel are taken for zero: as `1 - mask` of ones, they mostly are.
+        # Numbers that almost cancel count as zero, which they mostly are, as in `1 - mask` for ones.
         return Range(min(first.smallest, last.smallest), first.largest + last.largest)
     if node.name in ("mul", "div") and Range() in known:  # zeros, which no magnitude of the other changes
         return Range()
@@ -97,7 +97,7 @@ def range_through(node: Node, operands: Sequence[Range | None]) -> Range | None:
 
 
 def filled_with(node: Node) -> Range | None:
-    """The range of the literal that a gather puts where an index is out of bounds, if it has one."""
+    """The range of the literal that a gather returns for an index out of bounds, if it has one."""
     fill = node.params.get("fill_value") if node.name == "gather" else None
     return None if fill is None else range_of(fill)
 
@@ -106,8 +106,8 @@ class Numbers(NamedTuple):
     """What is known of the numbers of a value.
 
     Attributes:
-      range: if it is made of literals and booleans alone.
-      overflows: whether some are literals beyond the compute dtype, or sums with them, beside others.
+      range: their range, if the value is computed from literals and booleans alone.
+      overflows: whether some are literals beyond the compute dtype, or sums with such literals, among others.
     """
 
     range: Range | None = None
@@ -124,17 +124,17 @@ UNKNOWN_NUMBERS = Numbers()
 def divides_by_terms(terms: int, divisor: Range | None) -> bool:
     """Whether sums of so many values, divided by a number, are means: no larger than the values, and fit where they do.
 
-    It is one number, known; a much larger one would make the means too small for the compute dtype. One of up to twice
-    as many makes them smaller by a factor of two at most.
+    The divisor is one known number. If it were much larger than `terms`, the means would be too small for the compute
+    dtype. Up to twice as large, it makes them smaller by a factor of two at most.
     """
     return divisor is not None and divisor.smallest == divisor.largest and terms <= divisor.smallest <= 2 * terms
 
 
 def overflows_through(node: Node, operands: Sequence[Numbers], dtype: np.dtype) -> bool:
-    """Whether a node's results hold numbers beyond `dtype` beside others, given what is known of its operands.
+    """Whether a node's results hold numbers beyond `dtype` among others, given what is known of its operands.
 
-    A bound is no number of the result: `max(x, -1e9)` is `x`. The largest of masked numbers is one that is not masked.
-    A factor is none either: that of a small number is small, and losses are scaled so.
+    A bound does not count: `max(x, -1e9)` is `x`, and the largest of masked numbers is one that is not masked. A factor
+    does not count either: its product with a small number is small, and a loss is scaled in this way.
     """
     if node.name in BOUNDS:
         others = [each for each in operands if each.range is None]

@@ -6,8 +6,8 @@
     p -> dot_general (triangular_solve l p) a      an estimate: a linear system is solved for it, as in a Kalman filter
     p -> sub p (div (mul q q) (dot_general x q))   the same with one equation, as in recursive least squares: q = p @ x
 
-Decides this by what stands between a carry and what comes back: products and sums of itself, linear systems. Does not
-decide what follows from it; see `provenance.py` and `product_causes.py`.
+Decides this by the equations between a carry and the body's result for it: products and sums of itself, linear
+systems. Does not decide what follows from it; see `provenance.py` and `product_causes.py`.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from ..primitives import BOUNDS, COMBINES, SYSTEMS, Trait, having
 from .loops import dependents, sources
 from .producers import Producers
 
-# What combines operands is linear in all of them together.
+# Primitives that combine operands are linear in all of them together.
 _LINEAR = having(Trait.LINEAR | Trait.MOVES | Trait.PICKS) | COMBINES | {"convert_element_type"}
 KEEPS_ESTIMATES = _LINEAR | SYSTEMS | BOUNDS
-_ONE_EQUATION = frozenset({"div", "dot_general"})  # what solves one
+_ONE_EQUATION = frozenset({"div", "dot_general"})  # the primitives that solve a system of one equation
 
 
 def carry_kinds(program: FlatJaxpr, loop: Loop, are_solutions: Sequence[bool]) -> list[tuple[bool, bool]]:
-    """Of each carry of a loop whether it is the state of a linear recurrence, and whether it is an estimate.
+    """For each carry of a loop, whether it is the state of a linear recurrence, and whether it is an estimate.
 
     The mean of a Kalman filter is a linear state that its gain moves, and the gain comes from the covariance, an
-    estimate. A smoother is given both row by row.
+    estimate. A smoother reads both row by row.
 
     Args:
-      program: the loop's body, calls written out.
-      loop: where its carries are.
-      are_solutions: of the rows that it is given, whether they are solutions of linear systems.
+      program: the loop's body, with calls inlined.
+      loop: the loop, which says where its carries are.
+      are_solutions: for each of its rows, whether it is a solution of a linear system.
     """
     first = loop.consts + loop.carry
     ends = list(zip(program.inputs[loop.consts : first], program.outputs[: loop.carry], strict=True))
@@ -49,8 +49,8 @@ def carry_kinds(program: FlatJaxpr, loop: Loop, are_solutions: Sequence[bool]) -
         return [(each, False) for each in linear]
     solved = [solves(program, *end, is_linear) for end, is_linear in zip(ends, linear, strict=True)]
     estimates = [start for (start, _), is_estimate in zip(ends, solved, strict=True) if is_estimate]
-    # A linear state that a system of an estimate moves, as the mean is by the gain, is an estimate too. A smoother's
-    # systems are of the covariances that it is given row by row, which are solutions.
+    # A linear state that a system of an estimate moves, as the gain moves the mean, is an estimate too. A smoother
+    # solves systems of the covariances that it reads row by row, which are solutions.
     solutions = itertools.compress(program.inputs[first:], are_solutions)
     given = dependents(program, [*estimates, *solutions])
     systems = [node for node in program.nodes if node.name in SYSTEMS and not given.isdisjoint(node.ins)]
@@ -63,17 +63,17 @@ def carry_kinds(program: FlatJaxpr, loop: Loop, are_solutions: Sequence[bool]) -
 
 
 def are_linear(program: FlatJaxpr, ends: Sequence[tuple[int, int]]) -> list[bool]:
-    """Of each carry whether it is the state of a linear recurrence: it comes back as products of itself, and sums.
+    """For each carry, whether it is the state of a linear recurrence: the body returns sums of products of it.
 
-    Each rounding of such a state stays in it, and they add up. What scales its rows by their sums or norms leaves it
+    Each rounding of such a state stays in it, and roundings add up. Scaling its rows by their sums or norms leaves it
     linear, as in a power iteration or the forward algorithm of a hidden Markov model.
 
     Args:
       program: the loop's body.
-      ends: each carry, as the body is given it and as it returns it.
+      ends: for each carry, its numbers as an argument of the body and as a result.
     """
-    # Of each value the carries, as bits, that it depends on, through a product, and through what is not linear in them:
-    # one walk for all carries.
+    # For each value, the carries (as bits) on which it depends, those on which it depends through a product, and those
+    # in which it is not linear: one walk for all carries.
     depends, product, other = ([0] * len(program.avals) for _ in range(3))
     for position, (start, _) in enumerate(ends):
         depends[start] = 1 << position
@@ -106,7 +106,7 @@ def are_linear(program: FlatJaxpr, ends: Sequence[tuple[int, int]]) -> list[bool
 
 
 def _but_for_scale(node: Node, producers: Producers) -> tuple[int, ...]:
-    """The operands of a product or quotient but for one of fewer numbers, repeated: it scales rows of the other."""
+    """The operands of a product or quotient, without one of fewer numbers that scales the rows of the other."""
     left, right = node.ins
     one, other = (assumed_size(producers.program.avals[producers.source(number)]) for number in node.ins)
     if other < one:
@@ -115,10 +115,10 @@ def _but_for_scale(node: Node, producers: Producers) -> tuple[int, ...]:
 
 
 def solves(program: FlatJaxpr, start: int, result: int, is_linear: bool) -> bool:
-    """Whether linear systems, products and bounds stand between a carry and what comes back, and no other function.
+    """Whether a carry is returned through linear systems, products and bounds, and no other functions.
 
-    So it is for a Kalman filter's covariance. A network is other functions. A system of one equation is a division by a
-    product of the carry; where what comes back `is_linear` in the carry, that only scales it.
+    This is so for a Kalman filter's covariance, but not for a network, which has other functions. A system of one
+    equation is a division by a product of the carry; if the result `is_linear` in the carry, that only scales it.
     """
     dependent, leading = dependents(program, [start]), sources(program, [result])
     between = [n for n in program.nodes if not (dependent.isdisjoint(n.ins) or leading.isdisjoint(n.outs))]
@@ -128,10 +128,10 @@ def solves(program: FlatJaxpr, start: int, result: int, is_linear: bool) -> bool
 
 
 def _is_rank_one_update(program: FlatJaxpr, nodes: Sequence[Node], dependent: set[int]) -> bool:
-    """Whether some nodes divide by a product of a carry, and make an outer product of what depends on it.
+    """Whether some nodes divide by a product of a carry, and compute an outer product of values that depend on it.
 
-    So a matrix is updated by recursive least squares (Sherman and Morrison 1950) and by quasi-Newton methods. A network
-    without other functions, as of linear attentions, multiplies what is as large as the result.
+    Recursive least squares (Sherman and Morrison 1950) and quasi-Newton methods update a matrix in this way. A network
+    without other functions, such as one of linear attentions, multiplies values as large as the result.
     """
     products = dependents(program, [node.outs[0] for node in nodes if node.name == "dot_general"])
     if not any(node.name == "div" and node.ins[1] in products for node in nodes):
@@ -150,7 +150,7 @@ def _is_outer(node: Node, producers: Producers) -> bool:
 
 
 def _keep_estimates(program: FlatJaxpr, nodes: Iterable[Node]) -> bool:
-    """Whether what some nodes, or those of their branches, do to floating numbers leaves an estimate an estimate."""
+    """Whether an estimate is still one after the floating operations of some nodes and of their branches."""
     for node in nodes:
         if not any(jnp.issubdtype(program.avals[number].dtype, jnp.floating) for number in node.outs):
             continue  # an index or a comparison, as `jnp.diag` and `jnp.clip` make

@@ -3,7 +3,7 @@
     y = max x 0.0        a relu of x, as is a call of `jax.nn.relu`
     m = gt x 0.0         whether x is positive
 
-A rewrite asks this of recorded programs, and `save_or_remat` of planned ones.
+A rewrite asks for this in recorded programs, `save_or_remat` in planned ones.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def relu_operand(node: Node, program: FlatJaxpr) -> int | None:
 
 
 def is_norm_of_rows(number: int, program: FlatJaxpr) -> bool:
-    """Whether a value is computed from one array of its shape and from numbers for its rows, as mean and variance are.
+    """Whether a value is computed from one array of its shape and from numbers for its rows, such as mean and variance.
 
-    Not if something else was added to it: that would be read for the mask only.
+    Not if another array was added to it, which would be read for the mask only.
     """
     shape, computed = program.avals[number].shape, [number]
     for each in computed:  # grows
@@ -55,7 +55,7 @@ def is_norm_of_rows(number: int, program: FlatJaxpr) -> bool:
 
 
 def is_zeros(number: int, program: FlatJaxpr) -> bool:
-    """Whether a value is a literal zero, or made of one."""
+    """Whether a value is a literal zero, or a broadcast of one."""
     node = program.producers.get(number)
     value = program.known.get(node.ins[0] if node is not None and node.name == "broadcast_in_dim" else number)
     return value is not None and np.size(value) == 1 and is_zero(value)

@@ -1,19 +1,19 @@
-"""What it costs to have a value where it is read again: across a dot, or in the body of another scan or `shard_map`.
+"""The cost of reading a value again: across a dot, or in the body of another scan or `shard_map`.
 
-    saved             its bytes, written once and read once; read only, where they are in memory anyway
-    rematerialized    the same for each of the values that it is computed from: its sources
+    saved             its bytes, written once and read once; only read, if they are in memory anyway
+    rematerialized    the same for each of its sources, the values from which it is computed
 
-An elementwise equation that runs again costs nothing more. XLA fuses it with what reads it, and its arithmetic is done
-while the kernel waits for memory. So a value is rematerialized if its sources cost less than it does itself: a GELU's
-inside in float32 (8 bytes a number) from the result of a dot (2), or the sum of two such results (4 bytes, as they are
-together, and no memory), but not of three. What is small beside the value, as its bias, costs nothing. The sources of a
-rematerialized value are those of its operands, so that one choice rests on the ones before it, as in a greedy form of
-the cut in Jain et al., "Checkmate" (2020).
+Rematerializing an elementwise equation costs nothing more: XLA fuses it with its readers, and its arithmetic is done
+while the kernel waits for memory. So a value is rematerialized if its sources cost less than the value: an intermediate
+value of a GELU in float32 (8 bytes per number) from the result of a dot (2 bytes), or the sum of two such results (4
+bytes, the same as for saving the sum, but no memory), but not the sum of three. A source that is small beside the
+value, such as a bias, costs nothing. The sources of a rematerialized value are the sources of its operands, so that a
+choice depends on earlier ones, as in a greedy form of the cut in Jain et al., "Checkmate" (2020).
 
-A policy in the manner of `jax.checkpoint_policies`: it asks for an equation's primitive (`fuses`) and for facts about
-its operands and result: the bytes of each, and whether it is in memory anyway, as an argument, the operand or result
-of a dot or another residual is. `save_or_remat.py` states them for straight code, and `body_residuals.py` for what one
-scan or `shard_map` hands to another.
+This is a policy in the manner of `jax.checkpoint_policies`: it asks for an equation's primitive (`fuses`) and for facts
+about its operands and result: the bytes of each, and whether it is in memory anyway, because it is an argument, the
+operand or result of a dot, or another residual. `save_or_remat.py` states these facts for straight code, and
+`body_residuals.py` for values that one scan or `shard_map` passes to another.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ..primitives import EXPENSIVE, FUSED, Trait, having
 _FUSES = FUSED | having(Trait.COMPARES)
 # A value computed from more than this is its own source: keeps planning linear.
 _MOST_SOURCES = 16
-# A source that is more than this many times smaller than the value counts for nothing: the bias or mean of many rows.
-# Its few bytes would decide where the others cost as much as the value does.
+# A source more than this many times smaller than the value does not count, such as the bias or mean of many rows. Its
+# few bytes would decide where the other sources cost as much as the value.
 _NEGLIGIBLE = 4
 
 Sources = frozenset[int]
@@ -40,7 +40,7 @@ _NOTHING: Sources = frozenset()
 
 
 def fuses(equation: Equation) -> bool:
-    """Whether an equation is elementwise, so that XLA computes it in the kernel of whatever reads it."""
+    """Whether an equation is elementwise, so that XLA computes it in the kernels of its readers."""
     if equation.bodies:
         # `jax.nn.relu` is such a call, and others of `jax.nn` and `jax.scipy.special` are.
         rule = equation.node.name == "custom_jvp_call" and len(equation.results) == 1
@@ -67,10 +67,10 @@ def is_expensive(equation: Equation) -> bool:
 
 
 class ResidualCosts:
-    """Where the values of one program are, and the sources from which each costs least.
+    """Which values of one program are in memory, and the sources from which each costs least.
 
-    Values are stated in the order in which they are computed. What is not stated is free: literals, and what a scan is
-    given, whose reader can be given the same.
+    Values are stated in the order in which they are computed. Values that are not stated are free: literals, and inputs
+    of a scan, which can be passed to the reader as well.
 
     Args:
       size_of: gives the bytes of a value, in the dtype in which it would be saved.
@@ -84,13 +84,13 @@ class ResidualCosts:
         self._sources: dict[int, Sources] = {}
 
     def state(self, number: int, in_memory: bool = False) -> None:
-        """States whether a value is only read if it is saved. It is its own source, until `rematerialize` says not."""
+        """States a value, and whether saving it costs a read only. It is its own source until it is rematerialized."""
         self._in_memory[number] = in_memory
         if number in self._sources:  # saved after all
             del self._sources[number]
 
     def sources_of(self, operands: Iterable[int]) -> Sources:
-        """What operands are computed from at least cost; nothing for free ones."""
+        """The sources from which operands are computed at least cost; none for free operands."""
         found = _NOTHING
         for operand in operands:
             if operand in self._sources:
@@ -100,9 +100,9 @@ class ResidualCosts:
         return found
 
     def is_cheaper(self, sources: Sources, number: int, saved: Container[int] = ()) -> bool:
-        """Whether a value's sources cost less than the value itself. Those that are `saved` are read only.
+        """Whether a value's sources cost less than the value itself. Sources that are `saved` cost a read only.
 
-        Where both cost the same, the one that needs no more memory is chosen. A bias does not decide between them.
+        If both cost the same, the choice that needs no more memory is taken. A bias does not decide between them.
         """
         if len(sources) > _MOST_SOURCES:
             return False
@@ -127,7 +127,7 @@ class ResidualCosts:
         return all([is_less(_NEGLIGIBLE * self._size_of(source), size) for source in sources])
 
     def rematerialize(self, number: int, sources: Sources) -> bool:
-        """Whether a value is best computed again from these sources; from then on they are its own."""
+        """Whether rematerializing a value from these sources is cheaper; if so, they are its sources from then on."""
         if not self.is_cheaper(sources, number):
             return False
         self._sources[number] = sources

@@ -1,19 +1,18 @@
-"""Which values are states of a loop that a program writes out, step by step, as a Python loop does.
+"""Which values are states of an unrolled loop, such as a Python loop.
 
     a = tanh (dot_general x w)       x: float32 data
     s = add x (mul 0.1 a)            a state: `w` multiplies it again, and no product has rounded it since
     b = tanh (dot_general s w)
     t = add s (mul 0.1 b)            a state
 
-So are the samples of a diffusion model, the state of an ODE and the window of a forecast. A `scan` would carry them in
-float32, as they start. Each layer of a residual network has weights of its own, and what comes from a product, as the
-stream behind a first layer does, is in 16 bits in loops, too.
+The samples of a diffusion model, the state of an ODE and the window of a forecast are such states. A `scan` would carry
+them in float32, the dtype in which they start. A residual network has no such states: each of its layers has weights of
+its own, and its stream starts from a product, the first layer, and so is in 16 bits in loops, too.
 
-A state may also start from an array that the program makes, as `jnp.zeros(shape)`, and so may a running sum or average.
-JAX's promotion makes float32 of such an array and a 16-bit one, as it does not of a literal.
+A state may also start from an array that the program computes, such as `jnp.zeros(shape)`, and so may a running sum or
+average. JAX's promotion of such an array and a 16-bit array is float32, unlike that of a literal and a 16-bit array.
 
-Decides which values these are, their cotangents among them. Does not decide what becomes of the carries of a loop; see
-`loops.py`.
+Decides which values these are, including their cotangents. Does not decide about the carries of a loop; see `loops.py`.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ _BOOL = np.dtype(np.bool_)
 
 
 class Unrolled(NamedTuple):
-    """What is known of the loops that a program writes out, as ids of its nodes.
+    """What is known of the unrolled loops of a program, by ids of its nodes.
 
     Attributes:
-      states: those that compute states.
-      starts: those that add an array of constants, or multiply by one.
-      steps: those that compute states and may do so with a body, as a rematerialized call does; of each operand whether
+      states: the nodes that compute states.
+      starts: the nodes that add an array of constants, or multiply by one.
+      steps: the nodes that compute states and may have a body, such as a rematerialized call; for each operand, whether
         no product has rounded it.
     """
 
@@ -54,8 +53,9 @@ def find_unrolled(values: Values, entries: Sequence[Entry], place: Place, given:
     Args:
       values: what is known of the program's values, all its nodes added.
       entries: of its nodes.
-      place: where it stands.
-      given: of the body of a step, the last of these for its arguments; `None` for another program.
+      place: the equation to which it belongs.
+      given: for the body of a step, whether no product has rounded each of its arguments, which are the last ones of
+        these; `None` for any other program.
     """
     walk = _Walk(values, entries, place)
     if given is not None:
@@ -67,9 +67,10 @@ def find_unrolled(values: Values, entries: Sequence[Entry], place: Place, given:
 class _Walk:
     """A forward walk over one program.
 
-    Sets of factors, as bits of a number: of each value what the products before it multiplied by (`multiplied`); of one
-    that is computed element by element from a sum which starts unrounded, what those before the sum did (`in_sum`); and
-    what multiplied such a value once more (`repeated`). At the end `refining` has what did so for another such sum.
+    Sets of factors, as bits of a number. For each value, `multiplied` has the factors of the products before it. For a
+    value computed element by element from a sum that starts unrounded, `in_sum` has the factors of the products before
+    the sum, and `repeated` those that have multiplied such a value again. At the end, `refining` has the factors that
+    did so for another such sum.
     """
 
     def __init__(self, values: Values, entries: Sequence[Entry], place: Place):
@@ -80,14 +81,14 @@ class _Walk:
         self.starts, self.refining = set[int](), 0
 
     def start(self, given: Sequence[bool]) -> None:
-        """Takes those arguments that no product has rounded for the state, which every product refines."""
+        """Treats those arguments that no product has rounded as the state, which every product refines."""
         self.refining = -1
         for number, is_state in zip(reversed(self.program.inputs), reversed(given), strict=False):
             self.unrounded[number] = is_state
             self.multiplied[number] = self.in_sum[number] = -1 if is_state else 0
 
     def visit_all(self) -> None:
-        """Notes what each value is, in the order of the equations."""
+        """Notes the factors of each value, in the order of the equations."""
         unrounded = self.unrounded
         for node, factors in zip(self.program.nodes, self.factors, strict=True):  # for most no function is called
             name, multiplied, in_sum, repeated = node.name, 0, 0, 0
@@ -114,8 +115,8 @@ class _Walk:
                     self.starts.add(id(node))
                     wide = True
                 if name == "convert_element_type" and self.program.avals[node.ins[0]].dtype == _BOOL:
-                    wide = False  # zeros and ones, which take the dtype of what they meet
-                elif wide and name in COMBINES:  # a state with what refines it
+                    wide = False  # zeros and ones, which take the dtype of the other operand
+                elif wide and name in COMBINES:  # a state plus a value that refines it
                     if in_sum & repeated and not self.place.is_backward(node):
                         self.refining |= in_sum & repeated
                     in_sum = multiplied
@@ -130,7 +131,7 @@ class _Walk:
         states, steps, unrounded = set[int](), dict[int, list[bool]](), self.unrounded
         for node in self.program.nodes if self.refining else ():
             if any([self.in_sum[number] & self.refining for number in node.outs]):
-                # What the first state starts as is a state, too, and what its cotangents start as.
+                # The value with which the first state starts is a state too, and so is that of its cotangents.
                 starts = [number for number in node.ins if unrounded[number] or self.constant[number]]
                 states.update(map(id, [node, *filter(None, map(self.program.producers.get, starts))]))
                 steps[id(node)] = [unrounded[number] for number in node.ins]
@@ -139,8 +140,8 @@ class _Walk:
     def _starts(self, node: Node) -> bool:
         """Whether a node adds an array of constants, or multiplies by one, with which a state may start.
 
-        It is as large as the result, but for axes that `jax.vmap` added: the zeros that an RMSNorm subtracts for a mean
-        are one for each row.
+        The array has to be as large as the result, except for axes that `jax.vmap` added: the zeros that an RMSNorm
+        subtracts in place of a mean are one for each row.
         """
         (result,), avals = node.outs, self.program.avals
         shapes = [avals[number].shape for number in node.ins if self.constant[number] and avals[number].shape != ()]
@@ -148,10 +149,10 @@ class _Walk:
 
 
 def _factors(values: Values, entries: Sequence[Entry], place: Place) -> list[int | None]:
-    """What each node multiplies by, as bits of a number; `None` where it multiplies nothing.
+    """The factors of each node, as bits of a number; `None` for a node that does not multiply.
 
-    A node with a body may multiply by whatever it is given. What one product of a forward pass alone multiplies by has
-    no bit: it refines nothing.
+    A node with a body may multiply by any of its operands. A factor of only one product in a forward pass has no bit:
+    it refines nothing.
     """
     found = [
         {values.producers.source(number) for number in node.ins}

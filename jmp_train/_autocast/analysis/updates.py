@@ -1,14 +1,15 @@
-"""Which sums are updates of parameters, as a program makes that trains inside of what is differentiated.
+"""Which sums are updates of parameters, in a program that trains inside of the differentiated function.
 
     q = sub p (mul 0.01 g)        p: a parameter, or updated before; g: a gradient
 
-Such loops (Finn et al., "Model-agnostic meta-learning", 2017) are mostly unrolled. A step smaller than the last bit of
-16 bits would be none: the updated parameters are float32 as the others are, and narrow to what they meet. So is what
-starts as a network's result, as the weights that a hypernetwork makes; to a product it stays an activation.
+Such loops (Finn et al., "Model-agnostic meta-learning", 2017) are mostly unrolled. In 16 bits a step smaller than the
+last bit would be lost: updated parameters are float32 like the others, and narrow beside 16-bit operands. The same
+holds for updated values that start as a network's result, such as the weights that a hypernetwork computes; to a
+product they stay activations.
 
-The step to a parameter may be a gradient that products, solvers or loops changed, as in Muon, in Shampoo, along natural
-gradients or behind learned matrices (Park and Oliva, "Meta-curvature", 2019): then a gradient of the parameter's shape
-is among what the step was computed from.
+The step of a parameter may be a gradient that products, solvers or loops changed, as in Muon, in Shampoo, with natural
+gradients or with learned matrices (Park and Oliva, "Meta-curvature", 2019): then a gradient of the parameter's shape is
+among the values from which the step was computed.
 
 Decides which sums these are. Does not decide about those of a `scan`, whose carries are float32 anyway.
 """
@@ -32,7 +33,7 @@ _MOST_STEPS = 64  # values that a search through these looks at: keeps planning 
 
 
 class Updates:
-    """Finds the updates of a whole program, and what adds up the gradients of what is updated."""
+    """Finds the updates of a whole program, and the sums of gradients of updated values."""
 
     def __init__(self):
         self._axes = set[frozenset[Any]]()  # of the parameters that are updated
@@ -74,7 +75,7 @@ class Updates:
         """The term of a sum that the other term, which a backward pass computed, updates."""
         provenances = values.provenances
         for old, step in (node.ins, node.ins[::-1]):
-            # A parameter that is a gradient is that of a penalty, and updates a parameter.
+            # A step that is a parameter is the gradient of a penalty, and updates a parameter.
             is_bias = provenances[step] is Provenance.PARAMETER and provenances[old] is not Provenance.PARAMETER
             # Nor is the sum of a gradient and the zeros that a momentum starts from an update of these.
             if provenances[old] is Provenance.SCALAR or is_bias:
@@ -115,7 +116,7 @@ class Updates:
             if place.is_backward(node):
                 if axes is None or axes_of(values.program.avals[each]) == axes:
                     return True
-                continue  # what it was computed from is of the same backward pass, or of the forward pass
+                continue  # its operands belong to the same backward pass, or to the forward pass
             visited.append(id(node))
             if axes is not None or node.name in ELEMENT_BY_ELEMENT:
                 reached += [each for each in node.ins if each not in seen]

@@ -1,12 +1,12 @@
-"""What becomes of each value of a program: a walk from its results back to its arguments.
+"""How each value of a program is used: a walk from its results back to its arguments.
 
     a = mul 2.0 x           reaches_dot, only_wide, in_exponent: `exp` alone reads it, in float32
     b = exp a               reaches_dot, to_dot, only_dots
     c = dot_general b w     only_wide, as the sum alone reads it
     d = reduce_sum c
 
-Decides whether a dot consumes a value, whether any dot comes after it, whether only float32 equations read it, and
-whether a rounding of it would be more than a rounding later. Does not decide dtypes; see `passes.assign_dtypes`.
+Decides whether a dot reads a value, whether any dot depends on it, whether only float32 equations read it, and whether
+a rounding of it would become a larger error later. Does not decide dtypes; see `passes.assign_dtypes`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .wide_product import WideProduct
 if TYPE_CHECKING:
     from ..planner import Planner
 
-# Rounding before these is rounding after them: every element of the result is one of an operand's, or its negative.
+# To round before these is to round after them: every element of the result is one of an operand's, or its negative.
 _EXACT = having(Trait.JOINS | Trait.BOUNDS | Trait.FLIPS)
 _EXACT_OR_POOLS = _EXACT | having(Trait.POOL)  # a pool's results are elements of its operand
 _AFFINE = ADDS | {"mul"}
@@ -32,22 +32,24 @@ _FOLLOWS = (Rule.FOLLOW, Rule.SHAPE, Rule.WIDEST)  # where the dtypes of operand
 
 
 class Flags(NamedTuple):
-    """What becomes of a value.
+    """How a value is used.
 
     Attributes:
       reaches_dot: some dot depends on it.
-      to_dot: a dot consumes it, directly or through operations that pass values on as they are.
-      only_wide: only operations that run in float32 consume it, in this program or around it: then a product, which may
-        be infinite in the compute dtype, runs in float32 too. (`passes.widen` is about rounding, and what is near.)
-      only_dots: only dots in the compute dtype consume it, directly or moved.
-      only_results: only what the whole program returns in float32, float32 operations and comparisons are computed from
-        it.
-      delicate: what is finite for it may not be for its copy in the compute dtype: something divides by it, takes its
-        logarithm, or bounds it first, or does so to its distance from a constant.
+      to_dot: a dot reads it, directly or through operations that do not change its numbers.
+      only_wide: only operations that run in float32 read it, in this program or around it: then a product, which may be
+        infinite in the compute dtype, runs in float32 too. (`passes.widen` asks the same about rounding, and only for
+        readers on the same side of a dot.)
+      only_dots: only dots in the compute dtype read it, directly or moved.
+      only_results: only results that the whole program returns in float32, float32 operations and comparisons are
+        computed from it.
+      delicate: a result that is finite for the value may not be for its copy in the compute dtype: something divides by
+        it, takes its logarithm or bounds it first, or does so to its distance from a constant.
       in_exponent: an exponential is computed from it, or from sums and products of it: the absolute error of its copy
-        would be a relative one there, and what was normalised with the value itself no longer sums to one.
-      is_position: an angle, or what is rounded to an integer, is computed from it by sums, products and quotients: a
-        position in an image, among bins. Of a large number only the fraction counts, which a copy does not have.
+        would become a relative one, and numbers normalised with the value itself would no longer sum to one.
+      is_position: an angle, or a number that is rounded to an integer, is computed from it by sums, products and
+        quotients: a position in an image, or among bins. Of a large number only the fraction counts, which a copy does
+        not have.
     """
 
     reaches_dot: bool = False
@@ -61,16 +63,16 @@ class Flags(NamedTuple):
 
     @property
     def sensitive(self) -> bool:
-        """Whether a rounding of the value would be more than a rounding for what reads it."""
+        """Whether a rounding of the value would become a larger error in its readers."""
         return self.delicate or self.in_exponent
 
 
-_UNREAD = Flags()  # this very object says that nothing reads a value
-RETURNED = Flags(only_results=True)  # what becomes of a whole program's results
+_UNREAD = Flags()  # compared by identity: this object says that nothing reads a value
+RETURNED = Flags(only_results=True)  # of the results of a whole program
 
 
 def merged(flags: Sequence[Flags]) -> Flags:
-    """What becomes of several values together."""
+    """The flags of several values together."""
     reaches, to_dot, wide, dots, results, *others = zip(*flags, strict=True) if flags else [()] * len(_UNREAD)
     return Flags(any(reaches), any(to_dot), all(wide), all(dots), all(results), *map(any, others))
 
@@ -79,10 +81,10 @@ class Uses:
     """Accumulates `Flags` of every value of a program, from its results back to its arguments.
 
     Attributes:
-      flags: what becomes of each value.
+      flags: the flags of each value.
       readers: how many equations read a value.
-      returned: the results, and what they are moved from or the sum of.
-      from_constant: of what `1 - x` and its like are made, for results alone.
+      returned: the results, and values from which they were moved or summed.
+      from_constant: the operands `x` of `1 - x` and the like that are used for results alone.
     """
 
     def __init__(self, program: FlatJaxpr, out_flags: Sequence[Flags]):
@@ -99,12 +101,12 @@ class Uses:
         self.readers[number] += 1
 
     def ends_at(self, number: int, weights: Collection[frozenset[Any]] | None) -> bool:
-        """Whether a backward product is the last on its way, as a weight's gradient is, and no other dot rounds it.
+        """Whether a backward product is the last on its path, as for a weight's gradient: no other dot rounds it.
 
-        A product with a parameter is the gradient of an activation, on its way to a norm, a bias or an embedding,
-        unless the program returns it (rearranged or summed with others, if need be), or its `axes_of` are those of one
-        of the `weights`: of one that is multiplied by another first, as in low-rank adaptation. `None`: no such
-        product.
+        A product with a parameter is the gradient of an activation, on its path to a norm, a bias or an embedding. The
+        exceptions are a product that the program returns (perhaps rearranged or summed with others), and one whose
+        `axes_of` are those of one of the `weights`: a weight that is multiplied by another one first, as in low-rank
+        adaptation. `weights` is `None` for products without a parameter.
         """
         if self.flags[number].reaches_dot:  # the next dot rounds it
             return False
@@ -120,7 +122,7 @@ class Uses:
             return
         read = [flags for number in node.outs if (flags := self.flags[number]) is not _UNREAD]
         name, rule, out = node.name, entry.rule, read[0] if len(read) == 1 else merged(read)
-        # Of an equation without results, as a callback, `merged` gives only_wide: nothing narrow reads its results.
+        # For an equation without results, such as a callback, `merged` gives only_wide: nothing narrow reads them.
         reaches, to_dot, only_wide = out.reaches_dot, False, rule is Rule.HIGH
         if rule is Rule.LOW:
             reaches, to_dot = True, True
@@ -132,9 +134,9 @@ class Uses:
             reaches, only_wide = True, True  # it reads float32, as a sum does
         elif rule is not Rule.HIGH:
             to_dot = out.to_dot and name in _EXACT_OR_POOLS
-            # A dot kept in float32 is one too: what a narrow dot hands it is no weight's gradient.
+            # A dot kept in float32 counts too: the result of a narrow dot that it reads is no weight's gradient.
             reaches = reaches or name in DOTS
-            # Not `neg`: an activation's gradient has one on its way to a norm, and would be stored in float32.
+            # Not `neg`: an activation's gradient has one on its path to a norm, and would be stored in float32.
             only_wide = out.only_wide and name == "abs"
         # The gradients of a weight that several dots read are summed before they are returned.
         if (rule is Rule.SHAPE or name == "add_any") and not self.returned.isdisjoint(node.outs):
@@ -142,25 +144,25 @@ class Uses:
         passes = rule is Rule.SHAPE or name in _EXACT
         only_dots = rule is Rule.LOW or (rule is Rule.SHAPE and out.only_dots)
         only_results = only_wide or name in COMPARISONS or (out.only_results and rule in _FOLLOWS)
-        # Of slices and products of such a value the same is true.
+        # The same is true of slices and products of such a value.
         leads_there = (passes or name in _AFFINE) and not self.from_constant.isdisjoint(node.outs)
         if leads_there or (out.only_results and name in ADDS and self._measures_from_constant(node)):
             self.from_constant.update(node.ins)
-        # What is bounded from above (`min`) may be infinite in float16, and a divisor zero, as that of a negative power
-        # is. What runs as recorded may do both.
+        # A value bounded from above (`min`) may be infinite in float16, and a divisor zero, also that of a negative
+        # power. An operation that runs as recorded may have both.
         delicate = rule is Rule.RECORDED or (out.delicate and (passes or self._measures_from_constant(node)))
         delicate = delicate or name == "min" or (name == "integer_pow" and node.params["y"] < 0)
         exponent = name in EXPONENTIALS or (out.in_exponent and (passes or name in _AFFINE))
         position = name in _PERIODIC or (out.is_position and (passes or name in ARITHMETIC))
         flags = Flags(reaches, to_dot, only_wide, only_dots, only_results, delicate, exponent, position)
-        # Of most primitives one operand alone is delicate: the divisor of a quotient.
+        # Most primitives have one delicate operand only: the divisor of a quotient.
         one = DELICATE_OPERAND.get(name)
         one = None if one is None else node.ins[one]
         for number in node.ins:
             self.add(number, flags._replace(delicate=True) if number == one else flags)
 
     def _measures_from_constant(self, node: Node) -> bool:
-        """Whether a node is a step of `1 - x**2` and its like, which is nothing where rounding makes `x` one."""
+        """Whether a node is a step of `1 - x**2` and the like, which is zero where rounding makes `x` one."""
         if node.name in ("add", "sub"):
             return not self._known.keys().isdisjoint(node.ins)
         return node.name in ("square", "integer_pow") or (node.name == "mul" and node.ins[0] == node.ins[1])
@@ -177,7 +179,7 @@ def find_uses(
     """Runs the backward walk, through the programs inside too, of which the planner knows the uses."""
     uses = Uses(program, out_flags)
     for node, entry in zip(reversed(program.nodes), reversed(entries), strict=True):
-        # What nothing reads says nothing of its operands, as the derivative of a maximum that JAX records and drops.
+        # An equation that nothing reads adds no flags to its operands: a derivative of a maximum that JAX drops again.
         read = 0
         for number in node.outs:  # a loop, since it runs for every equation
             read += uses.readers[number]
@@ -193,18 +195,18 @@ def find_uses(
 
 
 def _of_operands(planner: Planner, node: Node, inside: Place, outs: list[Flags]) -> list[Flags]:
-    """What becomes of the operands of a node with a body, given what becomes of its results."""
+    """The flags of the operands of a node with a body, given those of its results."""
     skip, bodies = branches_of(node.eqn)
     if bodies:
         each = [planner.in_flags(body, inside, outs) for body in bodies]
         # The predicate of a `cond` is an integer: no rounding.
         return [Flags()] * skip + list(map(merged, zip(*each, strict=True)))
     if (loop := loop_of(node.eqn)) is not None:
-        # Twice: what becomes of a carry after the loop, then what becomes of it in the iterations between.
+        # Twice: for the use of a carry after the loop, then for its use in the iterations between.
         first = planner.in_flags(loop.body, inside, outs)
         pairs = zip(outs[: loop.carry], first[loop.consts :], strict=False)
-        # A carry's dtype is that of its first value; what only float32 reads at the end does not widen it.
+        # A carry's dtype is that of its first value; it is not widened because only float32 reads it at the end.
         fed_back = [merged(pair)._replace(only_wide=False, only_results=False) for pair in pairs]
         return [Flags()] * loop.skip + planner.in_flags(loop.body, inside, [*fed_back, *outs[loop.carry :]])
-    # Planned behind float32 boundaries: what the programs inside do is not asked, and may be a dot.
+    # Planned behind float32 boundaries: the programs inside are not looked at, and may have dots.
     return [Flags(reaches_dot=True)] * len(node.ins)

@@ -1,6 +1,6 @@
-"""The entry of a product that runs in float32, and the causes there are.
+"""The entry of a product that runs in float32, and the possible causes.
 
-Decides the reasons there are. Does not decide which product has one; see `products.py`.
+Decides which causes there are. Does not decide which product has one; see `products.py`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class WideProduct(Entry):
     """The entry of a product that runs in float32.
 
     Attributes:
-      cause: why.
-      of_derivative: whether it belongs to the derivative of another, whose cause this is.
+      cause: why it runs in float32.
+      of_derivative: whether it belongs to the derivative of another product, whose cause this is.
     """
 
     cause: Cause = Cause.PRECISION
@@ -49,7 +49,7 @@ class WideProduct(Entry):
 
     @property
     def meets_squares(self) -> bool:
-        """Whether squares of its operands meet it, so that all of them have to read the same numbers."""
+        """Whether it is added to squares of its operands, so that product and squares have to read the same numbers."""
         return self.cause in (Cause.SQUARE, Cause.DISTANCE)
 
 

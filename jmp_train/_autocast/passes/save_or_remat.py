@@ -1,36 +1,37 @@
-"""What crosses from one side of a dot to the other: saved in 16 bits, saved as it is, or rematerialized.
+"""Values that are read across a dot: saved in 16 bits, saved as they are, or rematerialized.
 
     h:f32 = exp a:f16              h = exp a                       a: saved
     s:f32 = reduce_sum h           s = reduce_sum h                h: rematerialized from a
     y:f16 = dot_general h:f16 w    y = dot_general h:f16 w
     g:f32 = mul h y           ->   g = mul h* y                    (* read across the dot)
 
-The backward pass of a network reads what its forward pass computed, and what lies inside a GELU, a softmax or a
-normalisation is float32. Saved as it is, it would cost what mixed precision saves; rounded, it would cost accuracy and,
-in float16, range. But it is elementwise in values that are saved in 16 bits anyway, since dots made them or read them.
-Elementwise equations fuse with what reads them, so rematerializing costs no memory traffic and changes no bit (Chen et
-al., "Training deep nets with sublinear memory cost", 2016, do so for whole layers).
+The backward pass of a network reads values that its forward pass computed, and the intermediate values of a GELU, a
+softmax or a normalisation are float32. Saved as they are, they would cost the bytes that mixed precision saves;
+rounded, they would cost accuracy and, in float16, range. But they are elementwise in values that are saved in 16 bits
+anyway, since dots compute or read these. Elementwise equations fuse with their readers, so that rematerializing them
+costs no memory traffic and changes no bit (Chen et al., "Training deep nets with sublinear memory cost", 2016, do so
+for whole layers).
 
 A value that is read across a dot is, in this order:
 
 1. *saved in the compute dtype*, if a dot reads it in that dtype anyway and no reader minds the rounding
    (`Fact.has_low_copy`; dots of both sides read the same copy, and they alone if its sources are much smaller), or if
-   it is in the compute dtype and a dot's result, or computed from one: then 2 bytes a number are written once, behind
-   an `optimization_barrier`, and read by all. Of a convolution it is the sum with the bias, and a relu of that, or of a
-   residual sum, which another convolution reads: cuDNN computes them in the same kernel, if nothing else reads the
-   convolution. All read that copy, the mask of the relu's derivative too: XLA takes `max(a, 0) > 0` for `a > 0`, for
-   which it would store `a`. Of dots that XLA joins it is a slice, see `analysis/joined_dots.py`;
-2. *rematerialized*, if it is elementwise in values of which the reader finds the very numbers that the equation read,
-   and to read those costs fewer bytes than to write and read it (`analysis/residual_costs.py`). Where the equation
-   read a value before it was rounded to its low copy, that is computed again too: `exp(x - softplus(x))` from `x`;
-3. *saved as it is*, if it is a comparison (1 byte, where both operands would be saved otherwise), unless what it
-   compares is read there anyway, or as fewer values than there are comparisons of them;
-4. *read as it is*: the compiler decides. So is what products or solvers of both sides read in float32, which is in
-   memory in that dtype anyway.
+   it is in the compute dtype and a dot's result, or computed from one: then 2 bytes per number are written once, behind
+   an `optimization_barrier`, and read by all. For a convolution, the sum with the bias is saved, or a relu of that or
+   of a residual sum, if another convolution reads it: cuDNN computes these in the same kernel, if nothing else reads
+   the convolution. All readers read that copy, even the mask of the relu's derivative: XLA simplifies `max(a, 0) > 0`
+   to `a > 0`, for which it would store `a`. For dots that XLA joins a slice is saved, see `analysis/joined_dots.py`;
+2. *rematerialized*, if it is elementwise in values that the reader can read with the same bits as the equation did, and
+   if reading those costs fewer bytes than writing and reading it (`analysis/residual_costs.py`). If the equation read a
+   value before it was rounded to its low copy, that is rematerialized too: `exp(x - softplus(x))` from `x`;
+3. *saved as it is*, if it is a comparison (1 byte, where both operands would be saved otherwise), unless its operands
+   are read there anyway, or are fewer values than there are comparisons of them;
+4. *read as it is*: the compiler decides. This holds also for values that products or solvers of both sides read in
+   float32, which are in memory in that dtype anyway.
 
 Decides this for every value, and which operands are read that way. Does not decide dtypes; see `assign_dtypes.py`.
-What is stored on the same side of a dot, for sums, is the business of `save_for_sums.py`, and values that one scan
-or `shard_map` hands to another that of `body_residuals.py`, by the same costs.
+`save_for_sums.py` decides which values are stored for sums on the same side of a dot, and `body_residuals.py` which
+values one scan or `shard_map` passes to another, by the same costs.
 """
 
 from __future__ import annotations
@@ -78,10 +79,10 @@ def save_or_remat(program: Program) -> Program:
 
 @dataclasses.dataclass(slots=True)
 class _Value:
-    """What is decided of a value, and what that rests on.
+    """The decision for a value, and the facts on which it depends.
 
     Attributes:
-      saved, remat: the decision; neither where readers read it as it is.
+      saved, remat: the decision; neither if readers read the value as it is.
       from_dot: a dot's result or a mean over windows, possibly rearranged by a kernel of its own: it is in memory.
       convolution: a convolution's result.
       biased: a convolution's result with its bias added: one kernel of cuDNN does both, unless something else reads the
@@ -106,21 +107,21 @@ class _Value:
 
 
 class _Decisions:
-    """What is decided of each value, in the order in which they are computed.
+    """The decisions for all values, in the order in which they are computed.
 
-    In memory anyway is what a dot reads or made, what is saved, and what comes from outside.
+    Values are in memory anyway if a dot reads or computes them, if they are saved, or if they come from outside.
     """
 
     def __init__(self, program: Program):
         self.values: dict[int, _Value] = {}
         self._program, self._saves_low, self._uses = program, program.context.saves_low, program.context.uses
-        self._in_full: dict[int, Sources] = {}  # what a saved mask or value with a low copy may be computed again from
+        self._in_full: dict[int, Sources] = {}  # the sources of saved masks and of saved values with a low copy
         # By results that may be rematerialized: the operands that are computed again for them, in float32.
         self._reads_in_full: dict[int, list[int]] = {}
         self._costs = ResidualCosts(self._size_of, in_memory=(*program.inputs, *program.captured))
 
     def add(self, equation: Equation, number: int) -> None:
-        """Decides what result `number` of an equation is to those who read it across a dot."""
+        """Decides how readers across a dot read result `number` of an equation."""
         fact, node, to_dot = self._program.facts[number], equation.node, self._uses.flags[number].to_dot
         values = self.values
         operands = [values[operand] for operand in node.ins if operand in values]
@@ -139,11 +140,11 @@ class _Decisions:
                 if value.saved and sources is not None:
                     self._in_full[number] = sources
                 elif sources is not None and node.name in _MOVES:
-                    # The mask of an attention costs what it is broadcast from.
+                    # The mask of an attention costs the bytes of the array that is broadcast to it.
                     self._costs.rematerialize(number, sources)
         elif (sources := self._sources_of(equation)) is not None:
-            # XLA merges equal expressions: what is rematerialized from arguments alone, behind no barrier, it would
-            # compute once and store, in float32.
+            # XLA merges equal expressions: it would compute a value once, and store it in float32, if the value were
+            # rematerialized from arguments alone, without a barrier.
             behind_barrier = any([operand.saved or operand.remat for operand in operands])
             if fact.has_low_copy:
                 if behind_barrier:
@@ -152,12 +153,13 @@ class _Decisions:
                     small = self._costs.are_negligible(sources, number)
                     value.remat = small and self._costs.rematerialize(number, sources)
             elif not is_stored and self._costs.rematerialize(number, sources):
-                # What parameters alone make, a scaled weight say, is left to XLA, and so are a mask's zeros and ones.
+                # Values of parameters alone, such as a scaled weight, are left to XLA, and so are a mask's zeros and
+                # ones.
                 value.remat = behind_barrier and fact.precision is not Precision.WEAK
         if fact.precision is Precision.LOW:
-            # Computed from what is in memory, but from too much of it to be rematerialized, as a sum of three results
-            # of dots is. What a dot reads behind a convolution's bias needs no barrier of its own: without one, the
-            # kernel that computes it may write it in the layout that the dot reads.
+            # Computed from values in memory, but from too many of them to be rematerialized, such as a sum of three
+            # results of dots. A value that a dot reads behind a convolution's bias needs no barrier of its own: without
+            # one, the kernel that computes it may write it in the layout that the dot reads.
             reads_memory = any([operand.from_dot or (operand.biased and not to_dot) for operand in operands])
             value.saved = not value.remat and (value.from_dot or reads_memory or self._is_shared_with_dot(number, node))
         elif fact.has_low_copy:
@@ -183,10 +185,10 @@ class _Decisions:
         if fact.has_low_copy and starts_wide:
             return False
         # Dots of both sides read the same numbers in the same memory. XLA pads the operands of a dot whose sizes are no
-        # multiples of 8; with a barrier between it would do so once for each side: attention over 196 tokens would move
+        # multiples of 8; with a barrier between the sides it would do so for each: attention over 196 tokens would move
         # 1.2 times the bytes. And a relu of a dot's result, which both dots compute in their own kernels, would be
-        # stored for one of them. What is rematerialized a dot of the near side may have stored, as a concatenation is:
-        # computed again for the other dot, that would be written and read once more.
+        # stored for one of them. A value that is rematerialized may be stored for a dot of the near side, such as a
+        # concatenation: rematerialized for the other dot, it would be written and read once more.
         if equation.is_narrow_dot and (
             fact.has_low_copy or value.dot_reads_relu or (value.remat and use.value in self._read_by_near_dots)
         ):
@@ -197,7 +199,7 @@ class _Decisions:
     def _is_shared_with_dot(self, number: int, node: Node) -> bool:
         """Whether a value first rounded here is read by a dot and, across a dot, by another equation.
 
-        So is a residual stream behind a relu.
+        A residual stream behind a relu is such a value.
         """
         return any([self._program.facts[n].has_low_copy for n in node.ins]) and number in self._read_by_both
 
@@ -221,7 +223,7 @@ class _Decisions:
 
     @functools.cached_property
     def _stored_in_float32(self) -> set[int]:
-        """What products or solvers of both sides read in float32, from memory: computed again, it is stored twice."""
+        """The values that products or solvers of both sides read in float32: rematerialized, they were stored twice."""
         facts, near, far = self._program.facts, set(), set()
         for equation in self._program.equations:
             if equation.node.name in _READS_MEMORY and not equation.is_narrow_dot:
@@ -237,15 +239,16 @@ class _Decisions:
 
     def _size_of(self, number: int) -> Any:
         aval, fact = self._program.avals[number], self._program.facts[number]
-        # What a body is given counts as recorded. With its 2 bytes, a sum of it and a dot's result would be computed
-        # again in each kernel that reads it: for an H200, Transformers in a scan move 0.4 to 1.4 % more bytes.
+        # An input of a body counts with its recorded size. With 2 bytes per number, a sum of it and a dot's result
+        # would be rematerialized in each kernel that reads it: for an H200, Transformers in a scan would move 0.4 to
+        # 1.4 % more bytes.
         low = fact.precision is Precision.LOW and fact.computed
         return size_in_bytes(aval, self._program.low if low else None)
 
     def _is_saved(self, node: Node) -> bool:
         """Whether a mask compares numbers that were recorded in float32, or joins such masks.
 
-        Not if it says where a relu's result is positive: a dot reads that, so that it is in memory.
+        Not if it says where a relu's result is positive: a dot reads that result, so that it is in memory.
         """
         compares = [n in self._in_full or self._program.precision(n) is not Precision.RECORDED for n in node.ins]
         if not any(compares):
@@ -285,15 +288,15 @@ class _Decisions:
                     value.saved, value.remat = False, True
 
     def _sources_of(self, equation: Equation) -> Sources | None:
-        """What readers across a dot would compute an equation's result from; `None` where they may not.
+        """The sources from which readers across a dot could compute an equation's result; `None` if they must not.
 
-        They must find the numbers that the equation read. Of an operand with a low copy that is those that the operand
-        is computed from, if it is elementwise itself. To `1 + y` and `1 - y`, the derivative of a `tanh`, the low copy
-        will do: `y` itself is read as that. (With arguments on a mesh JAX records that one as the result of a
+        They have to read the same numbers as the equation. For an operand with a low copy these are the sources of the
+        operand, if it is elementwise itself. For `1 + y` and `1 - y`, the derivative of a `tanh`, the low copy
+        suffices, since `y` itself is read so. (With arguments on a mesh JAX records this one as the result of a
         `reshard`.)
         """
         facts, operands = self._program.facts, equation.node.ins
-        # XLA gathers rows of an activation, one for each edge of a graph say, in the kernels that read them.
+        # XLA gathers rows of an activation, for example one for each edge of a graph, in the kernels that read them.
         if not fuses(equation) and not (equation.node.name == "gather" and not facts[operands[0]].parameter):
             return None
         low = [n for n in operands if facts[n].has_low_copy and facts[n].depth >= equation.depth]
@@ -304,7 +307,7 @@ class _Decisions:
         known = all([number in low or facts[number].numbers.range is not None for number in operands])
         if len(low) == 1 and known and equation.node.name in ("add", "sub"):
             return self._costs.sources_of(operands)
-        # A relu that is in 16 bits though its operand is float32 hands the low copy of that on to a dot, and is in
+        # A relu that is in 16 bits although its operand is float32 passes the operand's low copy to a dot, and is in
         # memory itself. In a DenseNet its operand is computed from many results of dots.
         passes_copy_on = facts[equation.results[0]].precision is Precision.LOW
         if passes_copy_on or not self._in_full.keys() >= set(low):
@@ -314,7 +317,7 @@ class _Decisions:
         return others.union(*[self._in_full[number] for number in low])
 
     def computed_again(self, equations: Sequence[Equation], remat: frozenset[int]) -> set[int]:
-        """The values that run again, among them those with a low copy that something rematerialized reads in full."""
+        """The rematerialized values, and those with a low copy that a rematerialized equation reads in full."""
         again = {use.value for equation in equations for use in equation.uses if use.residual and use.value in remat}
         for equation in reversed(equations) if self._reads_in_full else ():
             if not again.isdisjoint(equation.results):
