@@ -5,8 +5,8 @@
     python examples/char_transformer.py --resume              goes on from the last checkpoint, bit for bit
     python examples/char_transformer.py --tiny --steps 20     seconds
 
-What training at scale needs besides precision, each in its place: accumulation, clipping, a schedule, an average of
-the parameters, checkpoints with the position in the data, metrics in a CSV file, and 16-bit weights to sample with.
+Shows what training at scale needs besides precision: accumulation, clipping, a schedule, an average of the parameters,
+checkpoints with the position in the data, metrics in a CSV file, and 16-bit weights to sample with.
 The order of operations in a step is in `train_step`.
 """
 

@@ -2,9 +2,9 @@
 
     python examples/diagnose.py              about a minute on two CPU cores, two pictures in --out
 
-1. Overflow. A classifier of scikit-learn's wines sees raw measurements and their products, up to 1680 squared: more
-   than float16 holds. The loss scale collapses; `overflow_report` says whose gradients, `find_overflow` which line.
-2. Underflow. An autoencoder of photographs has a mean over six million values as its loss: gradients of one value are
+1. Overflow. A classifier of scikit-learn's wines reads raw measurements and their products, up to 1680 squared: more
+   than float16 holds. The loss scale collapses; `overflow_report` names the parameters, `find_overflow` the line.
+2. Underflow. The loss of an autoencoder of photographs is a mean over six million values: gradients of one value are
    smaller than float16 holds. `backward_histogram`, `underflow_report` and `suggest_loss_scale` show it before the
    first step.
 """

@@ -1,6 +1,6 @@
 """Explains what mixed precision makes of a small Flax Transformer, without running it.
 
-    python examples/explain.py                              the totals, and what runs in what
+    python examples/explain.py                              the totals, and which operations run in which dtype
     python examples/explain.py --scope "Block_0/*"          every operation of a part, with its rule and the reason
     python examples/explain.py --policy mixed_bfloat16
 

@@ -11,8 +11,8 @@ On a cluster of GPUs the same script runs under Slurm, whose variables JAX reads
 
 or under a launcher that sets the four variables above, as torchrun does. Without either it is one process.
 
-Nothing of the step knows how many processes there are: the loss is the mean over the whole batch, so that an overflow
-in one process is one in all.
+The step does not depend on the number of processes: the loss is the mean over the whole batch, so that an overflow in
+one process is an overflow in all.
 """
 
 import argparse
