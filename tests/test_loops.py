@@ -106,6 +106,12 @@ BODIES = {
         lambda c, d: jnp.tanh(c - jnp.outer(c @ d[0] / (1 + d[0] @ c @ d[0]), d[0] @ c)), set()),
     "updated by recursive least squares, with `einsum`": (
         lambda c, d: c - jnp.einsum("i,j->ij", c @ d[0] / (1 + d[0] @ c @ d[0]), d[0] @ c), {SOLVES, STREAM}),
+    "updated by recursive least squares, of columns": (
+        lambda c, d: c - (c @ d[:, :1]) @ (d[:, :1].T @ c) / (1 + d[:, :1].T @ c @ d[:, :1]), {SOLVES, STREAM}),
+    "updated by recursive least squares, of columns from the left": (
+        lambda c, d: c - c @ d[:, :1] @ d[:, :1].T @ c / (1 + d[:, :1].T @ c @ d[:, :1]), {SOLVES, STREAM}),
+    "updated by products of rank two over a product": (
+        lambda c, d: c - c @ d[:, :2] @ d[:, :2].T @ c / (1 + d[:, :1].T @ c @ d[:, :1]), {STREAM}),
     "updated by itself times a number over a product": (
         lambda c, d: c - c * (d[0] @ c @ d[0] / (1 + d[0] @ c @ d[0])), {STREAM}),
     "updated by products over a known number": (

@@ -84,7 +84,7 @@ _LOW = {
 }
 _HIGH = {
     "exp exp2 expm1": "float16 overflows above 11.09",
-    "log log1p log2": "loses all digits near one, and float16 inputs below 6e-8 are zero",
+    "log log1p log2": "loses all digits near one, and float16 rounds inputs below 3e-8 to zero",
     "pow integer_pow square": "float16 overflows at 256 squared",
     "sqrt rsqrt cbrt reciprocal": "small arguments are where these matter and what float16 lacks",
     "sin cos tan asin acos atan sinh cosh asinh acosh atanh": "a 16-bit angle of 1000 is off by half a radian",

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from ..._jaxpr import BARRIER, FlatJaxpr, Loop, Node, flatten
 from ..._sizes import assumed_size
 from ..primitives import BOUNDS, COMBINES, SYSTEMS, Trait, having
+from .dot_sizes import DotSizes
 from .loops import dependents, sources
 from .producers import Producers
 
@@ -137,14 +138,21 @@ def _is_rank_one_update(program: FlatJaxpr, nodes: Sequence[Node], dependent: se
     if not any(node.name == "div" and node.ins[1] in products for node in nodes):
         return False
     producers = Producers(program)
-    return any(dependent.issuperset(node.ins) and _is_outer(node, producers) for node in nodes)
+    return any(dependent.issuperset(node.ins) and _is_rank_one(node, producers) for node in nodes)
+
+
+def _is_rank_one(node: Node, producers: Producers) -> bool:
+    """Whether a node computes an outer product, or multiplies one by a matrix: `((p @ x) @ x.T) @ p`."""
+    factors = map(producers.producer, node.ins) if node.name == "dot_general" else ()
+    return any(each is not None and _is_outer(each, producers) for each in (node, *factors))
 
 
 def _is_outer(node: Node, producers: Producers) -> bool:
     """Whether a node multiplies each number of a value by each of another."""
-    if node.name == "dot_general":
-        return not node.params["dimension_numbers"][0][0]
     avals = producers.program.avals
+    if node.name == "dot_general":
+        sizes = DotSizes.of(producers.program, node)
+        return sizes is not None and sizes.contracted == 1 < min(sizes.left, sizes.right)
     sizes = [assumed_size(avals[producers.source(number)]) for number in node.ins] if node.name == "mul" else []
     return bool(sizes) and max(sizes) < assumed_size(avals[node.outs[0]])
 

@@ -21,7 +21,7 @@ class Cause(enum.Enum):
     SQUARE = "a value times itself, a square"
     DISTANCE = "added to squares of its operands, as in a distance: their digits cancel"
     DELICATE = "an angle, a divisor or under a logarithm, and computed from float32 data"
-    PROBABILITY = "probabilities under a logarithm: float16 takes those below 6e-8 for zero"
+    PROBABILITY = "probabilities under a logarithm: float16 rounds those below 3e-8 to zero"
     AVERAGE = "an average of float32 data, divided by the sum of its weights, which is of unrounded ones"
     IN_SYSTEM = "read by a linear system, which magnifies its error"
     REPEATED = "multiplies float32 data by one value twice, as a quadratic form or a power iteration does"
