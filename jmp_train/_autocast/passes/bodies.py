@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import math
+import operator
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -19,19 +20,13 @@ from ..primitives import DOTS
 from .dead_code import remove_dead_code
 
 
-class Operand(NamedTuple):
-    """An operand of a scan or `shard_map`: its layout, and its number in the program around.
+class Crossing(NamedTuple):
+    """An operand or result of a scan or `shard_map`.
 
-    The layout says which part of the value the body gets. For a scan it is one of `Scan`'s layouts, for a `shard_map` a
-    `PartitionSpec`.
+    Attributes:
+      layout: what the body has of the value: of a scan one of `Scan`'s, of a `shard_map` a `PartitionSpec`.
+      number, inner: which value it is of the program around, and of the body.
     """
-
-    layout: Any
-    number: int
-
-
-class Result(NamedTuple):
-    """A result: its layout, its number in the program around, and its number in the body."""
 
     layout: Any
     number: int
@@ -42,16 +37,16 @@ class WithBody(abc.ABC):
     """A scan or `shard_map` whose operands and results are exchanged.
 
     Attributes:
-      equation: the equation before the exchange.
-      body: its body, one input for each of the operands.
-      operands, results: those of equation and body.
-      alike: equal for bodies that can pass values to each other. All scans can: a stack is read row by row in whichever
-        direction a scan runs.
-      shares: whether passing the operands of this body to another body costs nothing.
+      equation: as it was.
+      body: its body, the inputs as they were.
+      operands, results: of both.
+      alike: equal for those that can hand values to each other. All scans can: a stack is read row by row whichever way
+        a scan runs.
+      shares: whether another body is given for nothing what this one is given.
     """
 
-    operands: list[Operand]
-    results: list[Result]
+    operands: list[Crossing]
+    results: list[Crossing]
     alike: Any
     shares = False
 
@@ -60,14 +55,14 @@ class WithBody(abc.ABC):
         self.body = equation.bodies[0].replace(avals=[*equation.bodies[0].avals])
 
     @property
-    def handed_on(self) -> list[Result]:
-        """The results that may be passed to another body."""
+    def handed_on(self) -> list[Crossing]:
+        """The results that another body may be given."""
         return self.results
 
     @property
-    def passed(self) -> dict[int, Operand]:
-        """The inputs of the body that may be passed to another body as well."""
-        return dict(zip(self.body.inputs, self.operands, strict=True))
+    def passed(self) -> dict[int, Crossing]:
+        """The operands that another body may be given as well, by the body's inputs."""
+        return {operand.inner: operand for operand in self.operands}
 
     def in_memory(self, program: Program) -> Collection[int]:
         """The values of the body that are in memory, whether or not they are passed to another body."""
@@ -81,18 +76,18 @@ class WithBody(abc.ABC):
     def whole(self, number: int) -> Any:
         """The abstract value in the program around of a value of the body."""
 
-    def input_of(self, operand: Operand) -> int | None:
-        """The body's input for an operand, if no other input has the same value."""
-        found = [i for i, each in enumerate(self.operands) if each.number == operand.number]
-        return self.body.inputs[found[0]] if [self.operands[i] for i in found] == [operand] else None
+    def input_of(self, number: int, layout: Any) -> int | None:
+        """The body's input that is given a value in a layout, if no other input is given the same value."""
+        found = [each for each in self.operands if each.number == number]
+        return found[0].inner if len(found) == 1 and found[0].layout == layout else None
 
-    def given(self, operand: Operand, aval: Any) -> int:
-        """The body's input for an operand, which has `aval` inside; added if there is none yet."""
-        if operand not in self.operands:
-            self.operands.append(operand)
-            value = self.body.new(aval)
-            self.body = self.body.replace(inputs=(*self.body.inputs, value))
-        return self.body.inputs[self.operands.index(operand)]
+    def given(self, layout: Any, number: int, aval: Any) -> int:
+        """The body's input that is given a value in a layout, of `aval` inside; added if there is none yet."""
+        for operand in self.operands:
+            if operand[:2] == (layout, number):
+                return operand.inner
+        self.operands.append(Crossing(layout, number, self.body.new(aval)))
+        return self.operands[-1].inner
 
     def reads_once(self, given: int) -> bool:
         """Whether one equation reads an input of this body, and nothing else does."""
@@ -109,21 +104,19 @@ class WithBody(abc.ABC):
         return given, []
 
     def finished(self) -> Equation:
-        """The equation with the new operands and results, and without dead code in its body."""
-        body = self.body.replace(outputs=tuple([result.inner for result in self.results]))
-        body = remove_dead_code(body)
-        slots = self.slots({*body.outputs}.union(*(equation.operands for equation in body.equations)))
-        self.operands = [self.operands[i] for i in slots]
-        body.inputs = tuple([body.inputs[i] for i in slots])
+        """The equation with the new operands and results, its body without what nobody reads."""
+        body = remove_dead_code(self.body.replace(outputs=tuple([result.inner for result in self.results])))
+        self.operands = self.needed({*body.outputs}.union(*(equation.operands for equation in body.equations)))
+        body.inputs = tuple([operand.inner for operand in self.operands])
         return self.equation.replace(
             uses=[Use(operand.number) for operand in self.operands],
             results=tuple([result.number for result in self.results]),
             bodies=(body,),
         )
 
-    def slots(self, read: Collection[int]) -> list[int]:
-        """The positions of the operands that are left, in their order, if some inputs are `read`."""
-        return [i for i, number in enumerate(self.body.inputs) if number in read]
+    def needed(self, read: Collection[int]) -> list[Crossing]:
+        """The operands that are left, in their order, if some inputs of the body are `read`."""
+        return [operand for operand in self.operands if operand.inner in read]
 
 
 class Scan(WithBody):
@@ -138,16 +131,16 @@ class Scan(WithBody):
         rows, stacked = len(equation.uses) - consts - self._carry, len(equation.results) - self._carry
         carries = [self._CARRY] * self._carry
         layouts = [self._CONST] * consts + carries + [self._ROW] * rows
-        self.operands = list(map(Operand, layouts, equation.operands))
-        self.results = list(map(Result, carries + [self._ROW] * stacked, equation.results, self.body.outputs))
+        self.operands = list(map(Crossing, layouts, equation.operands, self.body.inputs))
+        self.results = list(map(Crossing, carries + [self._ROW] * stacked, equation.results, self.body.outputs))
 
     @property
-    def handed_on(self) -> list[Result]:
+    def handed_on(self) -> list[Crossing]:
         return self.results[self._carry :]
 
     @property
-    def passed(self) -> dict[int, Operand]:
-        return {inner: operand for inner, operand in super().passed.items() if operand.layout != self._CARRY}
+    def passed(self) -> dict[int, Crossing]:
+        return {operand.inner: operand for operand in self.operands if operand.layout != self._CARRY}
 
     def layout_of(self, number: int) -> Any:
         return self._ROW
@@ -157,11 +150,10 @@ class Scan(WithBody):
         rows = aval.sharding.spec.update(partitions=(None, *aval.sharding.spec.partitions))  # with explicit mesh axes
         return aval.update(shape=(length, *aval.shape), sharding=aval.sharding.update(spec=rows))
 
-    def slots(self, read: Collection[int]) -> list[int]:
-        # A scan returns all its carries. JAX wants constants, then carries, then rows; added operands are last.
-        layouts = [operand.layout for operand in self.operands]
-        left = [i for i, number in enumerate(self.body.inputs) if layouts[i] == self._CARRY or number in read]
-        return sorted(left, key=layouts.__getitem__)
+    def needed(self, read: Collection[int]) -> list[Crossing]:
+        # A scan returns its carries, read or not. JAX wants constants, then carries, then rows; added ones are last.
+        left = [operand for operand in self.operands if operand.layout == self._CARRY or operand.inner in read]
+        return sorted(left, key=operator.itemgetter(0))
 
     def finished(self) -> Equation:
         equation = super().finished()
@@ -174,13 +166,13 @@ class ShardMap(WithBody):
 
     def __init__(self, equation: Equation):
         super().__init__(equation)
-        self.operands = list(map(Operand, self.params["in_specs"], equation.operands))
-        self.results = list(map(Result, self.params["out_specs"], equation.results, self.body.outputs))
+        self.operands = list(map(Crossing, self.params["in_specs"], equation.operands, self.body.inputs))
+        self.results = list(map(Crossing, self.params["out_specs"], equation.results, self.body.outputs))
         self.alike = [self.params[key] for key in ("mesh", "newly_manual_axes", "check_vma")]
 
     def in_memory(self, program: Program) -> Collection[int]:
         arguments = {*program.inputs, *program.captured}
-        found = {inner for inner, operand in self.passed.items() if operand.number in arguments}
+        found = {operand.inner for operand in self.operands if operand.number in arguments}
         dots = [equation for equation in self.body.equations if equation.name in DOTS]
         return found.union(*(equation.operands + equation.results for equation in dots))
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from ..._sizes import size_in_bytes
 from ..analysis.residual_costs import ResidualCosts, Sources, fuses
 from ..ir import Equation, Op, Program, Use
-from .bodies import KINDS, Operand, Result, WithBody
+from .bodies import KINDS, Crossing, WithBody
 from .dead_code import computing, remove_dead_code
 
 
@@ -36,7 +36,7 @@ def body_residuals(program: Program) -> Program:
         for result in source.handed_on:
             at, operand = _only_reader(program, readers, result.number)
             if at in found and found[at].alike == source.alike:
-                value = found[at].input_of(Operand(result.layout, operand))
+                value = found[at].input_of(operand, result.layout)
                 if value is not None:
                     pairs.setdefault(at, []).append((result.number, value))
         # Values that one reader reads by now, to rematerialize others from them, are passed on in any case.
@@ -95,9 +95,9 @@ class _Link:
             lambda number: size_in_bytes(self.body.avals[number]), in_memory=self.there.difference(free)
         )
         could: dict[int, Sources] = {}
-        for number in self.body.inputs:
-            if number not in self.there and number not in free:
-                costs.state(number, number in memory)
+        for operand in self.source.operands:
+            if operand.inner not in self.there and operand.inner not in free:
+                costs.state(operand.inner, operand.inner in memory)
         for equation in self.body.equations:
             for number in equation.results:
                 if number not in self.there:
@@ -166,16 +166,16 @@ class _Link:
             return value
         operand = self.passed.get(number) or self._handed_on(number)
         self.used.add(operand.number)
-        return reader.given(operand, body.avals[number])
+        return reader.given(operand.layout, operand.number, body.avals[number])
 
-    def _handed_on(self, number: int) -> Operand:
-        """The source's result for a value of its body; added if there is none yet."""
-        for result in self.source.handed_on:
-            if result.inner == number:
-                return Operand(result.layout, result.number)
-        operand = Operand(self.source.layout_of(number), self.program.new(self.source.whole(number)))
-        self.source.results.append(Result(*operand, number))
-        return operand
+    def _handed_on(self, number: int) -> Crossing:
+        """The source's result that is a value of its body; added if there is none yet."""
+        source = self.source
+        found = [result for result in source.handed_on if result.inner == number]
+        if not found:
+            found = [Crossing(source.layout_of(number), self.program.new(source.whole(number)), number)]
+            source.results += found
+        return found[0]
 
     def _clone(self, equation: Equation, names: dict[int, int]) -> Equation:
         uses = [Use(names[number]) for number in equation.operands]
