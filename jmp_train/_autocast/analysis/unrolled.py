@@ -57,95 +57,73 @@ def find_unrolled(values: Values, entries: Sequence[Entry], place: Place, given:
       given: for the body of a step, whether no product has rounded each of its arguments, which are the last ones of
         these; `None` for any other program.
     """
-    walk = _Walk(values, entries, place)
-    if given is not None:
-        walk.start(given)
-    walk.visit_all()
-    return walk.found()
-
-
-class _Walk:
-    """A forward walk over one program.
-
-    Sets of factors, as bits of a number. For each value, `multiplied` has the factors of the products before it. For a
-    value computed element by element from a sum that starts unrounded, `in_sum` has the factors of the products before
-    the sum, and `repeated` those that have multiplied such a value again. At the end, `refining` has the factors that
-    did so for another such sum.
-    """
-
-    def __init__(self, values: Values, entries: Sequence[Entry], place: Place):
-        self.program, self.place, self.constant = values.program, place, values.constants.is_constant
-        self.factors = _factors(values, entries, place)
-        self.unrounded = [provenance in UNROUNDED_PROVENANCES for provenance in values.provenances]
-        self.multiplied, self.in_sum, self.repeated = ([0] * len(self.unrounded) for _ in range(3))
-        self.starts, self.refining = set[int](), 0
-
-    def start(self, given: Sequence[bool]) -> None:
-        """Treats those arguments that no product has rounded as the state, which every product refines."""
-        self.refining = -1
-        for number, is_state in zip(reversed(self.program.inputs), reversed(given), strict=False):
-            self.unrounded[number] = is_state
-            self.multiplied[number] = self.in_sum[number] = -1 if is_state else 0
-
-    def visit_all(self) -> None:
-        """Notes the factors of each value, in the order of the equations."""
-        unrounded = self.unrounded
-        for node, factors in zip(self.program.nodes, self.factors, strict=True):  # for most no function is called
-            name, multiplied, in_sum, repeated = node.name, 0, 0, 0
-            wide = meets_constant = False
-            for number in node.ins[DATA_OPERANDS[name]] if name in DATA_OPERANDS else node.ins:
-                multiplied |= self.multiplied[number]
-                in_sum |= self.in_sum[number]
-                repeated |= self.repeated[number]
-                wide = wide or unrounded[number]
-                meets_constant = meets_constant or self.constant[number]
-            if factors is not None:
-                again, computes_sum = factors & in_sum, False
-                if again and self.place.is_backward(node):
-                    again = 0
-                for number in node.outs:
-                    computes_sum = computes_sum or unrounded[number]  # in a body
-                self.refining |= again if computes_sum else 0
-                in_sum = multiplied = multiplied | factors
-                repeated |= again
-            elif name not in ELEMENT_BY_ELEMENT:
-                in_sum = 0
-            else:
-                if meets_constant and name in _STARTS and self._starts(node):
-                    self.starts.add(id(node))
-                    wide = True
-                if name == "convert_element_type" and self.program.avals[node.ins[0]].dtype == _BOOL:
-                    wide = False  # zeros and ones, which take the dtype of the other operand
-                elif wide and name in COMBINES:  # a state plus a value that refines it
-                    if in_sum & repeated and not self.place.is_backward(node):
-                        self.refining |= in_sum & repeated
-                    in_sum = multiplied
-                for number in node.outs:
-                    unrounded[number] = wide
+    # Sets of factors, as bits of a number. Of each value, what the products before it multiplied by; of one that is
+    # computed element by element from a sum which starts unrounded, what those before the sum did; and what multiplied
+    # such a value once more.
+    program, constant = values.program, values.constants.is_constant
+    multiplied, in_sum, repeated = ([0] * len(program.avals) for _ in range(3))
+    unrounded = [provenance in UNROUNDED_PROVENANCES for provenance in values.provenances]
+    starts, refining = set[int](), 0  # and what has multiplied such a value for another such sum
+    if given is not None:  # what no product has rounded is the state, which every product refines
+        refining = -1
+        for number, is_state in zip(reversed(program.inputs), reversed(given), strict=False):
+            unrounded[number] = is_state
+            multiplied[number] = in_sum[number] = -1 if is_state else 0
+    for node, factors in zip(program.nodes, _factors(values, entries, place), strict=True):
+        name, before, summed, again = node.name, 0, 0, 0
+        wide = meets_constant = False
+        for number in node.ins[DATA_OPERANDS[name]] if name in DATA_OPERANDS else node.ins:
+            before |= multiplied[number]
+            summed |= in_sum[number]
+            again |= repeated[number]
+            wide = wide or unrounded[number]
+            meets_constant = meets_constant or constant[number]
+        if factors is not None:
+            once_more, computes_sum = factors & summed, False
+            if once_more and place.is_backward(node):
+                once_more = 0
             for number in node.outs:
-                self.multiplied[number], self.repeated[number] = multiplied, repeated
-                self.in_sum[number] = in_sum if unrounded[number] else 0
+                computes_sum = computes_sum or unrounded[number]  # in a body
+            refining |= once_more if computes_sum else 0
+            summed = before = before | factors
+            again |= once_more
+        elif name not in ELEMENT_BY_ELEMENT:
+            summed = 0
+        else:
+            if meets_constant and name in _STARTS and _starts(values, node):
+                starts.add(id(node))
+                wide = True
+            if name == "convert_element_type" and program.avals[node.ins[0]].dtype == _BOOL:
+                wide = False  # zeros and ones, which take the dtype of what they meet
+            elif wide and name in COMBINES:  # a state with what refines it
+                if summed & again and not place.is_backward(node):
+                    refining |= summed & again
+                summed = before
+            for number in node.outs:
+                unrounded[number] = wide
+        for number in node.outs:
+            multiplied[number], repeated[number] = before, again
+            in_sum[number] = summed if unrounded[number] else 0
+    # Now it is known what multiplies the values again, and so which of them are states.
+    states, steps = set[int](), dict[int, list[bool]]()
+    for node in program.nodes if refining else ():
+        if any([in_sum[number] & refining for number in node.outs]):
+            # What the first state starts as is a state, too, and what its cotangents start as.
+            first = [number for number in node.ins if unrounded[number] or constant[number]]
+            states.update(map(id, [node, *filter(None, map(program.producers.get, first))]))
+            steps[id(node)] = [unrounded[number] for number in node.ins]
+    return Unrolled(states, starts, steps)
 
-    def found(self) -> Unrolled:
-        """The states among the values, once it is known what multiplies them."""
-        states, steps, unrounded = set[int](), dict[int, list[bool]](), self.unrounded
-        for node in self.program.nodes if self.refining else ():
-            if any([self.in_sum[number] & self.refining for number in node.outs]):
-                # The value with which the first state starts is a state too, and so is that of its cotangents.
-                starts = [number for number in node.ins if unrounded[number] or self.constant[number]]
-                states.update(map(id, [node, *filter(None, map(self.program.producers.get, starts))]))
-                steps[id(node)] = [unrounded[number] for number in node.ins]
-        return Unrolled(states, self.starts, steps)
 
-    def _starts(self, node: Node) -> bool:
-        """Whether a node adds an array of constants, or multiplies by one, with which a state may start.
+def _starts(values: Values, node: Node) -> bool:
+    """Whether a node adds an array of constants, or multiplies by one, with which a state may start.
 
-        The array has to be as large as the result, except for axes that `jax.vmap` added: the zeros that an RMSNorm
-        subtracts in place of a mean are one for each row.
-        """
-        (result,), avals = node.outs, self.program.avals
-        shapes = [avals[number].shape for number in node.ins if self.constant[number] and avals[number].shape != ()]
-        return not self.constant[result] and any([shape[-1] == avals[result].shape[-1] for shape in shapes])
+    It is as large as the result, but for axes that `jax.vmap` added: the zeros that an RMSNorm subtracts for a mean
+    are one for each row.
+    """
+    (result,), avals, constant = node.outs, values.program.avals, values.constants.is_constant
+    shapes = [avals[number].shape for number in node.ins if constant[number] and avals[number].shape != ()]
+    return not constant[result] and any([shape[-1] == avals[result].shape[-1] for shape in shapes])
 
 
 def _factors(values: Values, entries: Sequence[Entry], place: Place) -> list[int | None]:
