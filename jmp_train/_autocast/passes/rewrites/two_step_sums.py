@@ -25,8 +25,8 @@ from ...analysis.residual_costs import fuses, is_expensive
 from ...ir import Equation, Program, Use
 from ...primitives import Rule, Trait, having
 
-_MOVES = having(Trait.MOVES | Trait.PICKS) - having(Trait.TRANSFERS) | {"convert_element_type"}
-# Found by compiling for an H200: XLA fuses no chain into a sum over a number of rows in this range.
+_MOVES = having(Trait.MOVES | Trait.PICKS) - having(Trait.TRANSFERS) - {BARRIER} | {"convert_element_type"}
+# Found by compiling for an H200: over how many rows a sum is that XLA fuses no chain into.
 _FEWEST_ROWS, _MOST_ROWS = 100, 2**13
 # A sum with this many results is fused with the equations that compute its operand, and so is one over so few rows.
 _RESULTS, _FEW_ROWS = 2**14, 32
@@ -37,11 +37,28 @@ def two_step_sums(program: Program) -> Program:
     slow = {i for i, e in enumerate(program.equations) if e.node.name == "reduce_sum" and _is_slow(e)}
     if not slow:
         return program
-    lengths, equations = _Lengths(program), [*program.equations]
+    # How many operations, at most, compute a value from what is in memory; an expensive one counts as two.
+    lengths, equations = dict[int, int](), [*program.equations]
+
+    def longest(uses: Sequence[Use]) -> int:
+        found = 0
+        for value, _, residual in uses:
+            if value in lengths and lengths[value] > found and not (residual and value in program.residuals.saved):
+                found = lengths[value]
+        return found
+
     for i, equation in enumerate(program.equations):
-        if i in slow and lengths.longest(equation.uses) > 1:
+        name, uses, length = equation.node.name, equation.uses, 0
+        if name in _MOVES:  # what is broadcast, as a norm's statistics are, is computed in a kernel of its own
+            length = 0 if name == "broadcast_in_dim" else longest(uses)
+        elif fuses(equation):
+            shape = program.avals[equation.results[0]].shape
+            near = [use for use in uses if program.avals[use.value].shape == shape]
+            length = longest(near) + (2 if is_expensive(equation) else 1)
+        elif i in slow and longest(uses) > 1:
             equations[i] = equation.replace(rewrite=sum_in_two_steps)
-        lengths.add(equation)
+        if length:
+            lengths.update(dict.fromkeys(equation.results, length))
     return program.replace(equations=equations)
 
 
@@ -89,31 +106,3 @@ def sum_over(x: jax.Array, axes: Sequence[int]) -> jax.Array:
         return lax.reduce_sum(x, axes)
     step = lax.optimization_barrier(lax.reduce_sum(x, first))
     return lax.reduce_sum(step, [axis - sum(each < axis for each in first) for axis in axes if axis not in first])
-
-
-class _Lengths:
-    """The length of the longest chain of operations from memory to a value; an expensive operation counts as two."""
-
-    def __init__(self, program: Program):
-        self._avals, self._saved = program.avals, program.residuals.saved
-        self._lengths: dict[int, int] = {}
-
-    def longest(self, uses: Sequence[Use]) -> int:
-        found = 0
-        for value, _, residual in uses:
-            if value in self._lengths and self._lengths[value] > found and not (residual and value in self._saved):
-                found = self._lengths[value]
-        return found
-
-    def add(self, equation: Equation) -> None:
-        name, own, uses = equation.node.name, 0, equation.uses
-        if name == BARRIER or not (name in _MOVES or fuses(equation)):
-            return  # its results are in memory
-        # A value that is broadcast, such as a norm's statistics, is computed in a kernel of its own.
-        if name not in _MOVES:
-            own, shape = 2 if is_expensive(equation) else 1, self._avals[equation.results[0]].shape
-            uses = [use for use in uses if self._avals[use.value].shape == shape]
-        elif name == "broadcast_in_dim":
-            return
-        if length := own + self.longest(uses):
-            self._lengths.update(dict.fromkeys(equation.results, length))
