@@ -81,8 +81,9 @@ class Consumers:
         return frozenset((stacked[source], size * length) for source, size in sums if source in stacked)
 
     def sums_outside(self, number: int) -> Sums:
-        """The sums of squares that are terms of a value, in the form for a program to which it is passed."""
-        return frozenset((("outside", source), size) for source, size in self._sums_of_squares.get(number, _NOTHING))
+        """The sums of squares that are terms of a value, as a program is told that is given it."""
+        sums = self._sums_of_squares.get(number, _NOTHING)
+        return frozenset((("outside", source, self._producers), size) for source, size in sums)
 
     @functools.cached_property
     def delicate(self) -> set[int]:

@@ -34,31 +34,13 @@ _BECOME_WEIGHTS = _MOVES | {"add", "mul", "convert_element_type"}
 _MOST_COMPARED = 64
 
 
-class Outside(tuple):
-    """The token `("outside", source)` of an input whose value the program around computes.
-
-    Tokens of one source are equal. `around` says whether two sources were computed by equal equations.
-
-    Attributes:
-      around: the producers of the program around.
-    """
-
-    around: Producers
-
-    @staticmethod
-    def of(around: Producers, number: int) -> Outside:
-        token = Outside(("outside", around.source(number)))
-        token.around = around
-        return token
-
-
 class Producers:
     """Answers questions about the values of one program.
 
     Args:
       program: the program.
-      same: for each of its inputs a token, equal for inputs that are one value outside: `("argument", i)`, `Outside` of
-        a value of the program around, `("row", token)` of a value that a loop reads row by row.
+      same: for each of its inputs a token, equal for inputs that are one value outside: `("argument", i)`, what `token`
+        gives of a value of the program around, `("row", token)` of what a loop is given row by row.
     """
 
     def __init__(self, program: FlatJaxpr, same: tuple[Any, ...] = ()):
@@ -74,6 +56,10 @@ class Producers:
         """Notes the source of a value that a scan stacks, row by row."""
         self._moved[number] = source
         self._followed.clear()  # earlier answers did not know this
+
+    def token(self, number: int) -> tuple[Any, ...]:
+        """What stands for a value in a program that is given it: its source, and who can say how that was computed."""
+        return "outside", self.source(number), self
 
     def source(self, number: int) -> Any:
         """The value from which a value was moved and scaled: its number, or the token of an input."""
@@ -216,10 +202,10 @@ class Producers:
     def _equal(self, left: Any, right: Any, budget: list[int]) -> bool:
         if left == right:  # numbers of one value, or tokens of one value outside
             return True
-        around = getattr(left, "around", None)
-        if around is not None and around is getattr(right, "around", None):
+        match left, right:
             # The indices of `x[i] @ x[i].T` in the derivative of a loop: zeros that JAX computes twice around it.
-            return around._equal(left[1], right[1], budget)
+            case ("outside", one, around), ("outside", other, other_around) if around is other_around:
+                return around._equal(one, other, budget)
         if left in self.program.known:
             return self._equal_known(left, right)
         one, other = self._producers.get(left), self._producers.get(right)

@@ -26,7 +26,7 @@ from ..._sizes import is_single
 from ..primitives import DATA_OPERANDS, SYSTEMS, Entry, Rule
 from .constants import Constants
 from .consumers import Consumers
-from .producers import Outside, Producers
+from .producers import Producers
 from .recurrences import KEEPS_ESTIMATES
 from .wide_product import Cause, WideProduct
 
@@ -139,7 +139,7 @@ class Values:
     def fact(self, number: int) -> Known:
         """What is known of a value where it enters another program."""
         sums = functools.partial(self.consumers.sums_outside, number)
-        return Known(self.provenances[number], Outside.of(self.producers, number), self._numbers(number), sums)
+        return Known(self.provenances[number], self.producers.token(number), self._numbers(number), sums)
 
     def result(self, number: int) -> Known:
         """What is known of a result where a call returns it, without source and sums, which are of another program."""
@@ -166,9 +166,9 @@ class Values:
         stacked, moved = dict[Any, Any](), False  # by sources inside, those of the arrays
         for number, result in results:
             source = inner.producers.source(number)
-            rows = source[1] if isinstance(source, tuple) and source[0] == "row" else None
-            if isinstance(rows, Outside) and rows.around is self.producers:  # a row that the body is given, moved
-                self.producers.give(result, rows[1])
+            if isinstance(source, tuple) and source[0] == "row":  # that the body is given, moved
+                _, (_, rows, _) = source
+                self.producers.give(result, rows)
                 moved = True
             stacked.setdefault(source, self.producers.source(result))
         found = ((result, inner.consumers.sums_stacked(number, stacked, length)) for number, result in results)
