@@ -39,14 +39,7 @@ from .consumers import sums_of_rows
 from .derivatives import Forward, Registry
 from .dot_sizes import asks_for_float32
 from .product_causes import ProductCauses
-from .provenance import (
-    Known,
-    Provenance,
-    Values,
-    carried_provenance,
-    joined_provenance,
-    provenance_after_loop,
-)
+from .provenance import Known, Provenance, Values, carried_provenance, joined_provenance, provenance_after_loop
 from .recurrences import carry_kinds
 from .unrolled import find_unrolled
 from .updates import STEP, UPDATE, Updates

@@ -30,17 +30,7 @@ from ..._jaxpr import ClosedJaxpr, FlatJaxpr, Jaxpr, Node, contexts, flatten, la
 from ..._paths import argument_leaves, leaf_paths
 from ..._static import hide_static, reveal_static
 from ..._values import check_readable
-from ._shard_map import (
-    Coroutine,
-    Request,
-    assemble,
-    can_enter,
-    devices_of,
-    run_devices,
-    run_program,
-    shards_of,
-    stack,
-)
+from ._shard_map import Coroutine, Request, assemble, can_enter, devices_of, run_devices, run_program, shards_of, stack
 from ._site import Device, Loop, Site, Value, Watcher, widened
 
 # The derivative rules of a call have been applied already, or are not needed: what runs here is not differentiated any
