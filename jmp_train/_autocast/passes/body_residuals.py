@@ -67,16 +67,13 @@ class _Link:
       candidates: the results that only `reader` reads, and the input of its body for each.
 
     Attributes:
-      wanted: for each candidate, the value of the source's body that the reader needs.
-      replaced: for each candidate, the value of the reader's body that it replaces.
-      first: the equations that run in the reader's body before all others.
-      used: the values of `program` that these read.
+      wanted: the value of the source's body that the reader reads of each candidate.
+      replaced: the value of the reader's body that this is.
     """
 
     def __init__(self, program: Program, source: WithBody, reader: WithBody, candidates: dict[int, int]):
         self.program, self.source, self.reader = program, source, reader
         self.body, self.passed = source.body, source.passed
-        self.first, self.used = list[Equation](), set[int]()
         self.candidates = [result for result in source.handed_on if result.number in candidates]
         self.there = {result.inner for result in source.handed_on if result.number not in candidates}
         self.wanted = {result.number: result.inner for result in self.candidates}
@@ -140,56 +137,42 @@ class _Link:
         needed, again = self.chosen()
         if not again:
             return set()
-        source = self.source
+        source, reader = self.source, self.reader
         source.results = [result for result in source.results if result.number not in again]
         # Rematerialized equations start from values that are passed on, the source's own inputs, and literals.
         stops = needed | self.passed.keys() | self.body.constants.keys()
         chain = computing(self.body.equations, again.values(), stops)
         read = {number for equation in chain for number in equation.operands}
         given = {number: self._given(number) for number in sorted(stops & read.union(again.values()))}
-        names = dict(given)
+        names, equations = dict(given), list[Equation]()
         for number in sorted(read.intersection(given) - self.body.constants.keys()):
-            names[number], before = self.reader.reading(given[number])
-            self.first += before
-        self.first += [self._clone(equation, names) for equation in chain]
+            names[number], before = reader.reading(given[number])
+            equations += before
+        for equation in chain:
+            uses = [Use(names[number]) for number in equation.operands]
+            results = tuple([reader.body.new(self.body.avals[number]) for number in equation.results])
+            for number, result in zip(equation.results, results, strict=True):
+                names.setdefault(number, result)  # another part of a `split` may be handed on
+            at = equation.at or equation.node
+            equations.append(equation.replace(uses=uses, results=results, at=at, remat=True))
         names.update(given)  # the reader's own equations read an input as it is, with no barrier before it
-        self._substitute({self.replaced[number]: names[inner] for number, inner in again.items()})
-        return self.used
+        new = {self.replaced[number]: names[inner] for number, inner in again.items()}
+        for equation in reader.body.equations:
+            equations.append(equation.replace(uses=[Use(new.get(number, number)) for number in equation.operands]))
+        reader.body = reader.body.replace(equations=equations)
+        reader.results = [result._replace(inner=new.get(result.inner, result.inner)) for result in reader.results]
+        return {operand.number for operand in reader.operands if operand.inner in given.values()}
 
     def _given(self, number: int) -> int:
-        """The value of the reader's body that equals one of the source's: an input of both, or passed on."""
-        body, reader = self.body, self.reader
+        """The value of the reader's body that is one of the source's: given as to the source, or by it."""
+        body, reader, source = self.body, self.reader, self.source
         if number in body.constants:
             value = reader.body.new(body.avals[number])
             constants = {**reader.body.constants, value: body.constants[number]}
             reader.body = reader.body.replace(constants=constants)
             return value
-        operand = self.passed.get(number) or self._handed_on(number)
-        self.used.add(operand.number)
+        operand = self.passed.get(number) or next((each for each in source.handed_on if each.inner == number), None)
+        if operand is None:  # the source does not hand it on yet
+            operand = Crossing(source.layout_of(number), self.program.new(source.whole(number)), number)
+            source.results.append(operand)
         return reader.given(operand.layout, operand.number, body.avals[number])
-
-    def _handed_on(self, number: int) -> Crossing:
-        """The source's result that is a value of its body; added if there is none yet."""
-        source = self.source
-        found = [result for result in source.handed_on if result.inner == number]
-        if not found:
-            found = [Crossing(source.layout_of(number), self.program.new(source.whole(number)), number)]
-            source.results += found
-        return found[0]
-
-    def _clone(self, equation: Equation, names: dict[int, int]) -> Equation:
-        uses = [Use(names[number]) for number in equation.operands]
-        results = tuple([self.reader.body.new(self.body.avals[number]) for number in equation.results])
-        for number, result in zip(equation.results, results, strict=True):
-            names.setdefault(number, result)  # another part of a `split` may be passed on
-        return equation.replace(uses=uses, results=results, at=equation.at or equation.node, remat=True)
-
-    def _substitute(self, names: Mapping[int, int]) -> None:
-        """Runs `first` before the reader's body, which then reads its results in place of some inputs."""
-        reader = self.reader
-        rest = [
-            equation.replace(uses=[Use(names.get(number, number)) for number in equation.operands])
-            for equation in reader.body.equations
-        ]
-        reader.body = reader.body.replace(equations=[*self.first, *rest])
-        reader.results = [result._replace(inner=names.get(result.inner, result.inner)) for result in reader.results]
