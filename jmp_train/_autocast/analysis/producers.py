@@ -216,7 +216,7 @@ class Producers:
         if one.outs.index(left) != other.outs.index(right) or len(one.ins) != len(other.ins):
             return False
         tokens = [(self._tokens.get(a, a), self._tokens.get(b, b)) for a, b in zip(one.ins, other.ins, strict=True)]
-        return _alike(one.params, other.params) and all(self._equal(a, b, budget) for a, b in tokens)
+        return one.params == other.params and all(self._equal(a, b, budget) for a, b in tokens)
 
     def _equal_known(self, left: int, right: Any) -> bool:
         if right not in self.program.known:
@@ -239,14 +239,6 @@ def _without_rows(source: Any) -> Any:
     while isinstance(source, tuple) and source[0] == "row":
         source = source[1]
     return source
-
-
-def _alike(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    """Whether two equations have the same parameters."""
-    try:
-        return left == right
-    except Exception:  # two arrays among them: not worth a comparison
-        return False
 
 
 def _padded_places(node: Node, shape: Sequence[int]) -> list[range]:
