@@ -120,6 +120,10 @@ def test_what_reads_a_product(name):
     assert (product.outs[0] in consumers.delicate) == expected
 
 
+def places(axis):
+    return lax.broadcasted_iota(np.int32, (4, 4), axis)
+
+
 DIAGONALS = {
     "a trace": (jnp.trace, True),
     "the trace of a method, scaled": (lambda p: (p / 2).T.trace() + 1, True),
@@ -134,6 +138,8 @@ DIAGONALS = {
     "with a function of the product": (lambda p: jnp.trace(p) + jnp.sum(jnp.sin(p)), False),
     "a trace of a function": (lambda p: jnp.trace(jnp.sin(p)), False),
     "all but the diagonal": (lambda p: jnp.where(jnp.eye(4, dtype=bool), 0, p), False),
+    "where a row is itself": (lambda p: jnp.sum(jnp.where(places(0) == places(0), p, 0)), False),
+    "where a row is a column": (lambda p: jnp.sum(jnp.where(places(0) == places(1), p, 0)), True),
     "a triangle": (lambda p: jnp.sum(jnp.tril(p)), False),
     "a sum": (jnp.sum, False),
     "an identity beside it": (lambda p: p + jnp.eye(4), False),
