@@ -39,8 +39,8 @@ class Producers:
 
     Args:
       program: the program.
-      same: for each of its inputs a token, equal for inputs that are one value outside: `("argument", i)`, what `token`
-        gives of a value of the program around, `("row", token)` of what a loop is given row by row.
+      same: for each of its inputs a token, equal for inputs that are one value outside: `("argument", i)`, a
+        `token` of a value of the program around, `("row", token)` of a value that a loop reads row by row.
     """
 
     def __init__(self, program: FlatJaxpr, same: tuple[Any, ...] = ()):
@@ -58,7 +58,7 @@ class Producers:
         self._followed.clear()  # earlier answers did not know this
 
     def token(self, number: int) -> tuple[Any, ...]:
-        """What stands for a value in a program that is given it: its source, and who can say how that was computed."""
+        """The token of a value in a program that reads it from outside: its source, and the producers that know it."""
         return "outside", self.source(number), self
 
     def source(self, number: int) -> Any:

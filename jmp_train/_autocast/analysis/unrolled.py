@@ -57,18 +57,19 @@ def find_unrolled(values: Values, entries: Sequence[Entry], place: Place, given:
       given: for the body of a step, whether no product has rounded each of its arguments, which are the last ones of
         these; `None` for any other program.
     """
-    # Sets of factors, as bits of a number. Of each value, what the products before it multiplied by; of one that is
-    # computed element by element from a sum which starts unrounded, what those before the sum did; and what multiplied
-    # such a value once more.
+    # Sets of factors, as bits of a number. For each value, `multiplied` has the factors of the products before it. For
+    # a value computed element by element from a sum that starts unrounded, `in_sum` has the factors of the products
+    # before the sum, and `repeated` those that have multiplied such a value again.
     program, constant = values.program, values.constants.is_constant
     multiplied, in_sum, repeated = ([0] * len(program.avals) for _ in range(3))
     unrounded = [provenance in UNROUNDED_PROVENANCES for provenance in values.provenances]
-    starts, refining = set[int](), 0  # and what has multiplied such a value for another such sum
-    if given is not None:  # what no product has rounded is the state, which every product refines
+    starts, refining = set[int](), 0  # `refining` has the factors that did so for another such sum
+    if given is not None:  # the arguments that no product has rounded are the state, which every product refines
         refining = -1
         for number, is_state in zip(reversed(program.inputs), reversed(given), strict=False):
             unrounded[number] = is_state
             multiplied[number] = in_sum[number] = -1 if is_state else 0
+    # For most nodes the walk calls no function.
     for node, factors in zip(program.nodes, _factors(values, entries, place), strict=True):
         name, before, summed, again = node.name, 0, 0, 0
         wide = meets_constant = False
@@ -94,8 +95,8 @@ def find_unrolled(values: Values, entries: Sequence[Entry], place: Place, given:
                 starts.add(id(node))
                 wide = True
             if name == "convert_element_type" and program.avals[node.ins[0]].dtype == _BOOL:
-                wide = False  # zeros and ones, which take the dtype of what they meet
-            elif wide and name in COMBINES:  # a state with what refines it
+                wide = False  # zeros and ones, which take the dtype of the other operand
+            elif wide and name in COMBINES:  # a state plus a value that refines it
                 if summed & again and not place.is_backward(node):
                     refining |= summed & again
                 summed = before
@@ -104,11 +105,11 @@ def find_unrolled(values: Values, entries: Sequence[Entry], place: Place, given:
         for number in node.outs:
             multiplied[number], repeated[number] = before, again
             in_sum[number] = summed if unrounded[number] else 0
-    # Now it is known what multiplies the values again, and so which of them are states.
+    # Now `refining` is complete, and says which values are states.
     states, steps = set[int](), dict[int, list[bool]]()
     for node in program.nodes if refining else ():
         if any([in_sum[number] & refining for number in node.outs]):
-            # What the first state starts as is a state, too, and what its cotangents start as.
+            # The value with which the first state starts is a state too, and so is that of its cotangents.
             first = [number for number in node.ins if unrounded[number] or constant[number]]
             states.update(map(id, [node, *filter(None, map(program.producers.get, first))]))
             steps[id(node)] = [unrounded[number] for number in node.ins]
@@ -118,8 +119,8 @@ def find_unrolled(values: Values, entries: Sequence[Entry], place: Place, given:
 def _starts(values: Values, node: Node) -> bool:
     """Whether a node adds an array of constants, or multiplies by one, with which a state may start.
 
-    It is as large as the result, but for axes that `jax.vmap` added: the zeros that an RMSNorm subtracts for a mean
-    are one for each row.
+    The array has to be as large as the result, except for axes that `jax.vmap` added: the zeros that an RMSNorm
+    subtracts in place of a mean are one for each row.
     """
     (result,), avals, constant = node.outs, values.program.avals, values.constants.is_constant
     shapes = [avals[number].shape for number in node.ins if constant[number] and avals[number].shape != ()]

@@ -24,8 +24,10 @@ class Crossing(NamedTuple):
     """An operand or result of a scan or `shard_map`.
 
     Attributes:
-      layout: what the body has of the value: of a scan one of `Scan`'s, of a `shard_map` a `PartitionSpec`.
-      number, inner: which value it is of the program around, and of the body.
+      layout: which part of the value the body has. For a scan it is one of `Scan`'s layouts, for a `shard_map` a
+        `PartitionSpec`.
+      number: its number in the program around.
+      inner: its number in the body.
     """
 
     layout: Any
@@ -37,12 +39,12 @@ class WithBody(abc.ABC):
     """A scan or `shard_map` whose operands and results are exchanged.
 
     Attributes:
-      equation: as it was.
-      body: its body, the inputs as they were.
-      operands, results: of both.
-      alike: equal for those that can hand values to each other. All scans can: a stack is read row by row whichever way
-        a scan runs.
-      shares: whether another body is given for nothing what this one is given.
+      equation: the equation before the exchange.
+      body: its body.
+      operands, results: those of equation and body.
+      alike: equal for bodies that can pass values to each other. All scans can: a stack is read row by row in whichever
+        direction a scan runs.
+      shares: whether passing the operands of this body to another body costs nothing.
     """
 
     operands: list[Crossing]
@@ -56,12 +58,12 @@ class WithBody(abc.ABC):
 
     @property
     def handed_on(self) -> list[Crossing]:
-        """The results that another body may be given."""
+        """The results that may be passed to another body."""
         return self.results
 
     @property
     def passed(self) -> dict[int, Crossing]:
-        """The operands that another body may be given as well, by the body's inputs."""
+        """The operands that may be passed to another body as well, by the inputs of this body."""
         return {operand.inner: operand for operand in self.operands}
 
     def in_memory(self, program: Program) -> Collection[int]:
@@ -77,12 +79,12 @@ class WithBody(abc.ABC):
         """The abstract value in the program around of a value of the body."""
 
     def input_of(self, number: int, layout: Any) -> int | None:
-        """The body's input that is given a value in a layout, if no other input is given the same value."""
+        """The body's input for a value of the program around in a layout, if no other input has the same value."""
         found = [each for each in self.operands if each.number == number]
         return found[0].inner if len(found) == 1 and found[0].layout == layout else None
 
     def given(self, layout: Any, number: int, aval: Any) -> int:
-        """The body's input that is given a value in a layout, of `aval` inside; added if there is none yet."""
+        """The body's input for a value in a layout, which has `aval` inside; added if there is none yet."""
         for operand in self.operands:
             if operand[:2] == (layout, number):
                 return operand.inner
@@ -104,7 +106,7 @@ class WithBody(abc.ABC):
         return given, []
 
     def finished(self) -> Equation:
-        """The equation with the new operands and results, its body without what nobody reads."""
+        """The equation with the new operands and results, and without dead code in its body."""
         body = remove_dead_code(self.body.replace(outputs=tuple([result.inner for result in self.results])))
         self.operands = self.needed({*body.outputs}.union(*(equation.operands for equation in body.equations)))
         body.inputs = tuple([operand.inner for operand in self.operands])
@@ -151,7 +153,7 @@ class Scan(WithBody):
         return aval.update(shape=(length, *aval.shape), sharding=aval.sharding.update(spec=rows))
 
     def needed(self, read: Collection[int]) -> list[Crossing]:
-        # A scan returns its carries, read or not. JAX wants constants, then carries, then rows; added ones are last.
+        # A scan returns all its carries. JAX wants constants, then carries, then rows; added operands are last.
         left = [operand for operand in self.operands if operand.layout == self._CARRY or operand.inner in read]
         return sorted(left, key=operator.itemgetter(0))
 

@@ -67,8 +67,8 @@ class _Link:
       candidates: the results that only `reader` reads, and the input of its body for each.
 
     Attributes:
-      wanted: the value of the source's body that the reader reads of each candidate.
-      replaced: the value of the reader's body that this is.
+      wanted: for each candidate, the value of the source's body that the reader needs.
+      replaced: for each candidate, the value of the reader's body that it replaces.
     """
 
     def __init__(self, program: Program, source: WithBody, reader: WithBody, candidates: dict[int, int]):
@@ -152,7 +152,7 @@ class _Link:
             uses = [Use(names[number]) for number in equation.operands]
             results = tuple([reader.body.new(self.body.avals[number]) for number in equation.results])
             for number, result in zip(equation.results, results, strict=True):
-                names.setdefault(number, result)  # another part of a `split` may be handed on
+                names.setdefault(number, result)  # another part of a `split` may be passed on
             at = equation.at or equation.node
             equations.append(equation.replace(uses=uses, results=results, at=at, remat=True))
         names.update(given)  # the reader's own equations read an input as it is, with no barrier before it
@@ -164,7 +164,7 @@ class _Link:
         return {operand.number for operand in reader.operands if operand.inner in given.values()}
 
     def _given(self, number: int) -> int:
-        """The value of the reader's body that is one of the source's: given as to the source, or by it."""
+        """The value of the reader's body that equals one of the source's: an input of both, or passed on."""
         body, reader, source = self.body, self.reader, self.source
         if number in body.constants:
             value = reader.body.new(body.avals[number])
@@ -172,7 +172,7 @@ class _Link:
             reader.body = reader.body.replace(constants=constants)
             return value
         operand = self.passed.get(number) or next((each for each in source.handed_on if each.inner == number), None)
-        if operand is None:  # the source does not hand it on yet
+        if operand is None:  # the source does not pass it on yet
             operand = Crossing(source.layout_of(number), self.program.new(source.whole(number)), number)
             source.results.append(operand)
         return reader.given(operand.layout, operand.number, body.avals[number])

@@ -35,8 +35,22 @@ from jax.typing import DTypeLike
 from ..._dtypes import FLOAT64, Format, facts
 from ..._loss_scale import DynamicLossScale, LossScale, StaticLossScale
 from ..._text import columns
-from ..._values import register
-from ._bits import SINGLE, Wide, bin_bits, floating_leaves, from_bits, magnitudes, sum_uint64, target_format, to_int64
+from ..._values import as_number, register
+from ._bits import (
+    DOUBLE,
+    SINGLE,
+    Wide,
+    bin_bits,
+    check_single,
+    exponent_bins,
+    floating_leaves,
+    from_bits,
+    leading_bit,
+    magnitudes,
+    sum_uint64,
+    target_format,
+    to_int64,
+)
 from ._exponent_histogram import ExponentHistogram
 
 OUTCOMES = ("zero", "subnormal", "normal", "infinite")

@@ -26,7 +26,7 @@ from ...ir import Equation, Program, Use
 from ...primitives import Rule, Trait, having
 
 _MOVES = having(Trait.MOVES | Trait.PICKS) - having(Trait.TRANSFERS) - {BARRIER} | {"convert_element_type"}
-# Found by compiling for an H200: over how many rows a sum is that XLA fuses no chain into.
+# Found by compiling for an H200: XLA fuses no chain into a sum over a number of rows in this range.
 _FEWEST_ROWS, _MOST_ROWS = 100, 2**13
 # A sum with this many results is fused with the equations that compute its operand, and so is one over so few rows.
 _RESULTS, _FEW_ROWS = 2**14, 32
@@ -37,7 +37,7 @@ def two_step_sums(program: Program) -> Program:
     slow = {i for i, e in enumerate(program.equations) if e.node.name == "reduce_sum" and _is_slow(e)}
     if not slow:
         return program
-    # How many operations, at most, compute a value from what is in memory; an expensive one counts as two.
+    # The length of the longest chain of operations from memory to a value; an expensive operation counts as two.
     lengths, equations = dict[int, int](), [*program.equations]
 
     def longest(uses: Sequence[Use]) -> int:
@@ -49,7 +49,7 @@ def two_step_sums(program: Program) -> Program:
 
     for i, equation in enumerate(program.equations):
         name, uses, length = equation.node.name, equation.uses, 0
-        if name in _MOVES:  # what is broadcast, as a norm's statistics are, is computed in a kernel of its own
+        if name in _MOVES:  # a value that is broadcast, such as a norm's statistics, is computed in its own kernel
             length = 0 if name == "broadcast_in_dim" else longest(uses)
         elif fuses(equation):
             shape = program.avals[equation.results[0]].shape
