@@ -2,12 +2,12 @@
 
     python examples/char_transformer.py                       float16 with a dynamic loss scale
     python examples/char_transformer.py --policy float32      the same in float32
-    python examples/char_transformer.py --resume              goes on from the last checkpoint, bit for bit
-    python examples/char_transformer.py --tiny --steps 20     seconds
+    python examples/char_transformer.py --resume              continues from the last checkpoint, bit for bit
+    python examples/char_transformer.py --tiny --steps 20     a tiny model, in seconds
 
-Shows what training at scale needs besides precision: accumulation, clipping, a schedule, an average of the parameters,
-checkpoints with the position in the data, metrics in a CSV file, and 16-bit weights to sample with.
-The order of operations in a step is in `train_step`.
+Shows how mixed precision combines with what training at scale needs: gradient accumulation, clipping, a schedule, an
+average of the parameters, checkpoints with the position in the data, metrics in a CSV file, and sampling with 16-bit
+weights. The order of operations in a step is in `train_step`.
 """
 
 import argparse
@@ -34,7 +34,7 @@ VOCABULARY = 128  # ASCII, and a multiple of 8 for Tensor Cores
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What decides how long a run takes; micro-batches of `batch` windows of `context` characters."""
+    """Sizes of the model and the data; a micro-batch is `batch` windows of `context` characters."""
 
     width: int = 128
     heads: int = 4
@@ -48,7 +48,7 @@ TINY = Size(width=32, heads=2, layers=1, context=32, batch=8, characters=200_000
 
 
 class Block(nnx.Module):
-    """Attention and a two-layer network, each behind a norm: `[batch, length, width]` to the same."""
+    """A pre-norm Transformer block on `[batch, length, width]`."""
 
     def __init__(self, size: Size, rngs: nnx.Rngs):
         self.norms = nnx.List([nnx.LayerNorm(size.width, rngs=rngs) for _ in range(2)])
@@ -63,7 +63,7 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Characters `[batch, length]` to logits of the next ones `[batch, length, 128]`; not a word about precision."""
+    """Maps characters `[batch, length]` to logits of the next ones `[batch, length, 128]`."""
 
     def __init__(self, size: Size, rngs: nnx.Rngs):
         self.characters = nnx.Embed(VOCABULARY, size.width, rngs=rngs)
@@ -80,7 +80,7 @@ class Decoder(nnx.Module):
 
 
 def load_text(characters: int) -> tuple[np.ndarray, np.ndarray]:
-    """ASCII codes of the standard library's modules, uint8: for training, and the last twentieth for validation."""
+    """Returns the standard library's source text as ASCII codes, uint8: 95 % for training, the rest for validation."""
     library = Path(sysconfig.get_paths()["stdlib"])
     text = "\n".join(path.read_text(errors="replace") for path in sorted(library.glob("*.py")))[:characters]
     codes = np.frombuffer(text.encode("ascii", errors="replace"), np.uint8)
@@ -88,7 +88,7 @@ def load_text(characters: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def windows(codes: np.ndarray, rng: np.random.Generator, size: Size) -> np.ndarray:
-    """A batch of random windows `[batch, context + 1]`, int32."""
+    """A batch of random windows `[batch, context + 1]`, int32: the inputs, and each input's next character."""
     starts = rng.integers(len(codes) - size.context - 1, size=size.batch)
     return np.stack([codes[start : start + size.context + 1] for start in starts]).astype(np.int32)
 
@@ -100,12 +100,13 @@ def loss_fn(model: Decoder, batch: jax.Array) -> jax.Array:
 
 
 def make_training(size: Size, policy: jmp.Policy, steps: int, accumulate: int) -> Any:
-    """The state before the first step, the training step, and the validation loss of the averaged parameters."""
-    scaled = policy.compute_dtype == np.float16
+    """Returns the initial state, the training step, and the function that computes the validation loss."""
+    scaled = policy.compute_dtype == np.float16  # bfloat16 has the range of float32 and needs no loss scale
     loss_scale = jmp.DynamicLossScale(growth_interval=200) if scaled else jmp.NoOpLossScale()
     schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, max(1, steps // 10), steps)
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
-    # Everything that has a state is inside: a micro-batch that overflows is left out of the accumulated gradient.
+    # `with_loss_scale` goes outermost, so that a skipped step leaves all state inside it unchanged: a micro-batch that
+    # overflows is left out of the accumulated gradient.
     tx = jmp.with_loss_scale(optax.MultiSteps(inner, accumulate), loss_scale)  # pyright: ignore[reportArgumentType]
     state = flax_bridge.NNXTrainState.create(model=Decoder(size, nnx.Rngs(0)), tx=tx, ema_decay=0.98)
     grad_fn = flax_bridge.value_and_grad(loss_fn, policy)
@@ -116,24 +117,27 @@ def make_training(size: Size, policy: jmp.Policy, steps: int, accumulate: int) -
         return state, {"loss": loss, **jmp.step_metrics(state)}
 
     def validation_loss(state: Any, batch: jax.Array) -> jax.Array:
-        return loss_fn(state.ema_model, batch)
+        return loss_fn(state.ema_model, batch)  # of the averaged parameters, in float32
 
     return state, jax.jit(train_step, donate_argnums=0), jax.jit(validation_loss)
 
 
 def make_manager(directory: Path) -> ocp.CheckpointManager:
-    """Saves in the background; a checkpoint gets its final name once it is complete, so a killed run leaves no half."""
+    """Saves in the background; renames a checkpoint when it is complete, so that a killed run leaves no partial one."""
     return ocp.CheckpointManager(directory.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2))
 
 
 def save(manager: ocp.CheckpointManager, step: int, state: Any, rng: np.random.Generator) -> None:
-    """Parameters and moments are float32 under every policy; see the README for parameters stored in 16 bits."""
+    """Saves the training state, whose parameters and moments are float32 under every policy, and the data generator's.
+
+    For parameters stored in 16 bits, see the README.
+    """
     items = {"state": ocp.args.StandardSave(state), "data": ocp.args.JsonSave(rng.bit_generator.state)}
     manager.save(step, args=ocp.args.Composite(**items))
 
 
 def restore(manager: ocp.CheckpointManager, like: Any, rng: np.random.Generator) -> tuple[int, Any]:
-    """The last step that was saved, and its state; `rng` is set back to where it was."""
+    """Returns the last saved step and its state; sets `rng` to its state at that step, so that the data continues."""
     step = manager.latest_step()
     if step is None:
         raise SystemExit(f"there is no checkpoint in {manager.directory}; start without --resume")
@@ -145,7 +149,7 @@ def restore(manager: ocp.CheckpointManager, like: Any, rng: np.random.Generator)
 
 
 def sample(state: Any, policy: jmp.Policy, size: Size, count: int, temperature: float = 0.6) -> str:
-    """What the averaged model writes, with weights in the compute dtype: half the bytes in float16."""
+    """Samples `count` characters from the averaged model, with weights in the compute dtype: half the bytes."""
     weights = jmp.export_params(state.ema_params, policy)
 
     def logits_of(params: Any, tokens: jax.Array) -> jax.Array:
@@ -167,7 +171,7 @@ def sample(state: Any, policy: jmp.Policy, size: Size, count: int, temperature: 
 
 
 def make_bar(title: str) -> Progress:
-    """Losses and the loss scale beside the bar; they change with every checkpoint."""
+    """A progress bar that shows the losses and the loss scale of the last checkpoint."""
     columns = "loss {task.fields[loss]:.3f}  held out {task.fields[held_out]:.3f}  scale {task.fields[scale]:g}"
     return Progress(TextColumn(title), BarColumn(20), MofNCompleteColumn(), TextColumn(columns), TimeRemainingColumn())
 
@@ -207,11 +211,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", default="mixed_float16", help="a name or a spec (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=400, help="steps of the optimizer (default: %(default)s)")
-    parser.add_argument("--accumulate", type=int, default=2, help="micro-batches a step (default: %(default)s)")
+    parser.add_argument("--accumulate", type=int, default=2, help="micro-batches per step (default: %(default)s)")
     parser.add_argument(
         "--every", type=int, default=100, help="micro-batches between checkpoints (default: %(default)s)"
     )
-    parser.add_argument("--tiny", action="store_true", help="a model and a text for trying things out")
+    parser.add_argument("--tiny", action="store_true", help="a small model and text, to try things out")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
     parser.add_argument("--write", type=int, default=600, help="characters to write at the end (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("char_transformer"), help="for checkpoints and metrics.csv")

@@ -2,9 +2,10 @@
 
     python examples/data_parallel.py                          eight simulated CPU devices
     python examples/data_parallel.py --reduce-dtype float16   gradients cross the devices in float16
-    python examples/data_parallel.py --overflow-at 7          one image of one device is infinite at that step: all skip
+    python examples/data_parallel.py --overflow-at 7          one device gets an infinite image: all skip the step
 
-What differs between the routes is in `ROUTES`: where the mesh is, and who averages. The rest is the same step.
+The functions in `ROUTES` differ in who makes the mesh and in who averages the gradients; all run the step of
+`make_step`. The program ends with an error if the devices disagree about the loss scale or the skipped steps.
 """
 
 import argparse
@@ -34,12 +35,16 @@ class Net(nn.Module):
 
 
 def loss_fn(params, images, labels):
-    """The mean over the images it is given: one device's, or the whole batch."""
+    """The mean over its images: one device's part under `shard_map` and `pmap`, else the whole batch."""
     return optax.softmax_cross_entropy_with_integer_labels(Net().apply(params, images), labels).mean()
 
 
 def make_step(policy: jmp.Policy, axis_name: str | None):
-    """Returns the initial state and a step. Under jit over a sharded mesh there is no axis to name."""
+    """Returns the initial state and a step.
+
+    `axis_name` is the mapped axis that holds the devices, over which gradients are averaged. Under `jit` with sharded
+    inputs it is None: there the loss is already the mean over the whole batch.
+    """
     tx = jmp.with_loss_scale(optax.sgd(0.1, momentum=0.9), axis_name=axis_name)
     grad_fn = jmp.value_and_grad(loss_fn, policy, axis_name=axis_name)
     params = policy.cast_to_param(Net().init(jax.random.key(0), jnp.zeros((1, 8, 8, 1))))
@@ -59,7 +64,7 @@ def one_device(policy):
 
 
 def jit(policy):
-    """The compiler splits the program: the batch is sharded, and the loss is the mean over all of it."""
+    """The compiler splits the program by its inputs' shardings: parameters on every device, the batch split."""
     state, step = make_step(policy, None)
     mesh = Mesh(np.array(jax.devices()), (AXIS,))
     replicated, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(AXIS))
@@ -67,7 +72,11 @@ def jit(policy):
 
 
 def shard_map(policy):
-    """Every device runs the step on its part; `axis_name` averages loss and gradients and agrees on skips."""
+    """Every device runs the step on its part of the batch.
+
+    With `axis_name`, `value_and_grad` averages loss and gradients, and `with_loss_scale` makes all devices skip a step
+    if one has to.
+    """
     state, step = make_step(policy, AXIS)
     mesh, split = Mesh(np.array(jax.devices()), (AXIS,)), PartitionSpec(AXIS)
     specs: dict[str, Any] = {"in_specs": (PartitionSpec(), split, split), "out_specs": PartitionSpec()}
@@ -75,7 +84,7 @@ def shard_map(policy):
 
 
 def pmap(policy):
-    """The older way to write the same."""
+    """The older way to write what `shard_map` does: inputs have a leading axis of devices."""
     state, step = make_step(policy, AXIS)
     devices = jax.device_count()
     mapped = jax.pmap(step, axis_name=AXIS)
@@ -104,6 +113,7 @@ def train(route, policy: jmp.Policy, steps: int, overflow_at: int | None) -> dic
             batch[-1] = np.inf
         state, loss = run(state, batch, labels[chosen])
         losses.append(float(loss))
+    # Under `pmap` each metric has one value per device; the devices agree if one value is left.
     metrics = {name: np.unique(value) for name, value in jmp.step_metrics(state[1]).items()}
     if any(value.size > 1 for value in metrics.values()):
         raise RuntimeError(f"the devices disagree: {metrics}")

@@ -1,11 +1,11 @@
-"""Two networks that mixed precision breaks, found, explained and cured with the library's own tools.
+"""Two networks that fail in mixed precision; the library's diagnostics find the cause, explain it and name the cure.
 
     python examples/diagnose.py              about a minute on two CPU cores, two pictures in --out
 
-1. Overflow. A classifier of scikit-learn's wines reads raw measurements and their products, up to 1680 squared: more
-   than float16 holds. The loss scale collapses; `overflow_report` names the parameters, `find_overflow` the line.
-2. Underflow. The loss of an autoencoder of photographs is a mean over six million values: gradients of one value are
-   smaller than float16 holds. `backward_histogram`, `underflow_report` and `suggest_loss_scale` show it before the
+1. Overflow. A classifier of scikit-learn's wines sees raw measurements and their products, up to 1680 squared: float16
+   holds at most 65,504. The loss scale collapses; `overflow_report` names the parameters, `find_overflow` the line.
+2. Underflow. An autoencoder of photographs has a mean over six million values as its loss: the gradient of one value is
+   smaller than float16 holds. `backward_histogram`, `underflow_report` and `suggest_loss_scale` show this before the
    first step.
 """
 
@@ -28,7 +28,7 @@ from jmp_train import diagnostics
 
 matplotlib.use("Agg")
 console = Console(width=120)
-RATE = 5e-3  # of the second network
+RATE = 5e-3  # learning rate of the second network
 
 
 class Wines(nn.Module):
@@ -42,7 +42,7 @@ class Wines(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """Patches of 8x8 pixels to 32 numbers, two layers on those, and back to pixels."""
+    """Encodes each patch of 8x8 pixels as 32 numbers, applies two convolutions, and decodes to pixels."""
 
     @nn.compact
     def __call__(self, x):
@@ -55,7 +55,7 @@ class Autoencoder(nn.Module):
 def train(
     model, loss_fn, batch, loss_scale, steps: int, *, rules=None, rate=1e-2, policy="mixed_float16"
 ) -> dict[str, Any]:
-    """Trains with Adam; returns what the diagnostics need, and the curves."""
+    """Trains with Adam; returns a curve per metric, and what the diagnostics need: the step and its last arguments."""
     params = model.init(jax.random.key(0), batch[0])["params"]
     tx = jmp.with_loss_scale(optax.adam(rate), loss_scale)
     grad_fn = jmp.value_and_grad(loss_fn, policy, rules=rules)
@@ -75,7 +75,7 @@ def train(
 
 
 def overflow(steps: int) -> tuple[dict[str, Any], diagnostics.Found, dict[str, Any]]:
-    """A run that collapses, what `find_overflow` says of it, and the run with its cure."""
+    """Returns a run that collapses, what `find_overflow` reports of it, and the run with the cure that it names."""
     x, y = load_wine(return_X_y=True)
     batch = jnp.asarray(x, jnp.float32), jnp.asarray(y)
     model = Wines()
@@ -86,6 +86,7 @@ def overflow(steps: int) -> tuple[dict[str, Any], diagnostics.Found, dict[str, A
     console.rule("1. a scale that collapses")
     broken = train(model, loss_fn, batch, jmp.DynamicLossScale(), steps)
     print(diagnostics.overflow_report(broken["opt_state"], broken["params"]))
+    # `find_overflow` evaluates the training step itself, from the state in which the training ended.
     found = diagnostics.find_overflow(broken["step"])(*broken["args"])
     print(f"\n{found}")
     console.rule("the same with the encoder in float32")
@@ -96,7 +97,7 @@ def overflow(steps: int) -> tuple[dict[str, Any], diagnostics.Found, dict[str, A
 
 
 def underflow(steps: int, stride: int) -> tuple[dict[str, Any], diagnostics.ExponentHistogram, dict[str, Any]]:
-    """A run whose gradients vanish, the exponents of its backward pass, and the run with the scale suggested."""
+    """Returns a run whose gradients vanish, the exponents of its backward pass, and a run with the suggested scale."""
     photos = np.stack(load_sample_images().images)[:, :424:stride, ::stride].astype(np.float32) / 255
     photos = photos[:, : photos.shape[1] // 8 * 8, : photos.shape[2] // 8 * 8]
     batch = (jnp.concatenate([photos, photos[:, ::-1], photos[:, :, ::-1], photos[:, ::-1, ::-1]]),)
@@ -111,11 +112,13 @@ def underflow(steps: int, stride: int) -> tuple[dict[str, Any], diagnostics.Expo
     broken = train(model, loss_fn, batch, jmp.NoOpLossScale(), steps, rate=RATE)
     print_ends(broken, "mixed_float16, unscaled: ")
     params = model.init(jax.random.key(0), batch[0])["params"]
+    # Of the float32 gradient, before any training: it shows which exponents float16 would lose.
     histogram = diagnostics.backward_histogram(jax.grad(loss_fn))(params, *batch)
     print(diagnostics.underflow_report(histogram, "float16"))
     scale = float(diagnostics.suggest_loss_scale(histogram))
     console.rule(f"the same with a loss scale of {scale:g}, as suggested")
     print(diagnostics.underflow_report(histogram.total(), "float16", scale))
+    # Dynamic, although the start is known: gradients shrink or grow as the network learns.
     cured = train(model, loss_fn, batch, jmp.DynamicLossScale(scale), steps, rate=RATE)
     print_ends(cured, "mixed_float16, scaled: ")
     return broken, histogram, cured | {"suggested": scale, "reference": reference}

@@ -1,7 +1,7 @@
 """Trains a Flax CNN on scikit-learn's handwritten digits in mixed precision, on a CPU, in under a minute.
 
     python examples/digits.py                               float16 with a dynamic loss scale
-    python examples/digits.py --policy mixed_bfloat16       any policy of the README, or a spec such as "c=f16,o=f32"
+    python examples/digits.py --policy mixed_bfloat16       any policy in the README, or a spec such as "c=f16,o=f32"
     python examples/digits.py --compare --seeds 3           a table of policies, with equal seeds and hyperparameters
 
 The order of operations in a step is in `train_step`; everything else is data, a progress bar and a table.
@@ -25,6 +25,7 @@ from sklearn.model_selection import train_test_split
 
 import jmp_train as jmp
 
+# What `--compare` trains: a policy, and whether the loss is scaled.
 COMPARED = (
     ("float32", False),
     ("mixed_bfloat16", False),
@@ -36,7 +37,7 @@ COMPARED = (
 
 
 class CNN(nn.Module):
-    """An ordinary Flax model: not a word about precision."""
+    """An ordinary Flax model, which says nothing about precision: `value_and_grad` applies the policy."""
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
@@ -53,7 +54,7 @@ class CNN(nn.Module):
 
 
 class State(NamedTuple):
-    """All that training changes."""
+    """Everything that a training step changes."""
 
     params: Any
     batch_stats: Any
@@ -71,19 +72,19 @@ def load_data(seed: int) -> Any:
 
 
 def make_training(policy: jmp.Policy, scaled: bool, steps: int, seed: int):
-    """Returns the initial state, the training step and the function that counts right answers."""
+    """Returns the initial state, the training step and the function that counts correct predictions."""
     model = CNN()
     variables = model.init(jax.random.key(seed), jnp.zeros((1, 8, 8, 1)), train=False)
-    params = policy.cast_to_param(variables["params"])
+    params = policy.cast_to_param(variables["params"])  # float32 under a mixed policy, 16 bits under "float16"
 
-    # The default waits 2,000 steps before it tries a larger scale, which is longer than this training.
+    # The default waits 2,000 steps before it tries a larger scale; this training is shorter than that.
     loss_scale = jmp.DynamicLossScale(growth_interval=50) if scaled else jmp.NoOpLossScale()
     tx = jmp.with_loss_scale(optax.sgd(optax.cosine_decay_schedule(0.1, steps), momentum=0.9), loss_scale)
 
     def loss_fn(params, batch_stats, images, labels, key):
         variables = {"params": params, "batch_stats": batch_stats}
         logits, updated = model.apply(variables, images, train=True, mutable="batch_stats", rngs={"dropout": key})
-        logits = policy.cast_to_output(logits)
+        logits = policy.cast_to_output(logits)  # float32 for the loss under O2, whose logits are float16
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
         return loss, (updated["batch_stats"], jnp.mean(logits.argmax(-1) == labels))
 
@@ -98,12 +99,14 @@ def make_training(policy: jmp.Policy, scaled: bool, steps: int, seed: int):
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = jmp.step_metrics(opt_state)
-        # On an overflow the parameters stayed as they were; what else the step changed must be kept by hand.
+        # If a gradient overflowed, `tx.update` has left parameters and optimizer state unchanged. It does not see the
+        # statistics of BatchNorm, so that these are set back here.
         batch_stats = jmp.select_tree(metrics["grads_finite"], batch_stats, state.batch_stats)
         return State(params, batch_stats, opt_state), {"loss": loss, "accuracy": accuracy, **metrics}
 
     @jax.jit
     def count_correct(state: State, images: jax.Array, labels: jax.Array):
+        # Inference without autocast: Flax's layers compute in the dtype of their parameters and inputs.
         variables = {"params": policy.cast_to_compute(state.params), "batch_stats": state.batch_stats}
         logits = model.apply(variables, images.astype(policy.compute_dtype), train=False)
         return jnp.sum(logits.argmax(-1) == labels)
@@ -180,7 +183,7 @@ def print_table(results: dict[str, list[dict[str, Any]]]) -> None:
             "/".join(str(run["skipped"]) for run in runs),
             f"{np.mean([run['seconds'] for run in runs]):.1f}",
         )
-    # A pipe is taken for 80 columns; the table needs more.
+    # Rich assumes 80 columns when the output is not a terminal; the table is wider.
     Console(width=None if Console().is_terminal else 120).print(table)
 
 

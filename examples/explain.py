@@ -1,10 +1,11 @@
-"""Explains what mixed precision makes of a small Flax Transformer, without running it.
+"""Prints in which dtype every operation of a small Flax Transformer runs in mixed precision, without running it.
 
-    python examples/explain.py                              the totals, and which operations run in which dtype
-    python examples/explain.py --scope "Block_0/*"          every operation of a part, with its rule and the reason
+    python examples/explain.py                              totals, and how many operations run in which dtype
+    python examples/explain.py --scope "Block_0/*"          every operation of one block, with its rule and the reason
     python examples/explain.py --policy mixed_bfloat16
 
-Then asks what would change if its softmax followed its operands, and tests the plan as a CI would.
+Then prints what would change if `exp`, as in a softmax, ran in its operand's dtype instead of float32, and asserts what
+a test of the model would.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> jmp.Explanation:
     parser.add_argument("--scope", help="a glob over scopes, whose operations are listed")
     args = parser.parse_args(argv)
 
-    # Shapes are enough: nothing is computed.
+    # Tracing needs shapes and dtypes only; nothing is computed.
     tokens = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
     params = jax.eval_shape(Transformer().init, jax.random.key(0), tokens)
     gradient = jax.grad(loss_fn)
@@ -65,9 +66,11 @@ def main(argv: list[str] | None = None) -> jmp.Explanation:
     if args.scope:
         print(f"\n{report.table(args.scope)}")
 
+    # "follow" is the rule for an operation that runs in its operand's dtype; by default exp is float32 ("high").
     edited = jmp.DEFAULT_RULES.replace({"exp": "follow"})
     print(f"\nIf exp followed its operand:\n{report.diff(jmp.explain(gradient, args.policy, edited)(params, tokens))}")
 
+    # Raises an error if the plan breaks what mixed precision promises, so that a test can guard a model's precision.
     jmp.assert_policy(gradient, args.policy)(params, tokens)
     print("\nassert_policy: no wide dot, no narrow sum, no float64.")
     return report

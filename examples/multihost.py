@@ -1,18 +1,18 @@
-"""Data-parallel training in several processes, on one machine or many: each feeds its part of every batch.
+"""Data-parallel training in several processes, on one machine or many; each process loads its part of every batch.
 
 On this machine, in two terminals (CPUs, connected through the loopback interface):
 
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=1234 python examples/multihost.py
     RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=1234 python examples/multihost.py
 
-On a cluster of GPUs the same script runs under Slurm, whose variables JAX reads by itself, one process a GPU or a node,
+On a cluster of GPUs the same script runs under Slurm, whose variables JAX reads, with one process per GPU or per node,
 
     srun --nodes 4 --ntasks-per-node 8 --gpus-per-task 1 python examples/multihost.py
 
-or under a launcher that sets the four variables above, as torchrun does. Without either it is one process.
+or under a launcher that sets the four variables above, as torchrun does. Without either it runs in one process.
 
-The step does not depend on the number of processes: the loss is the mean over the whole batch, so that an overflow in
-one process is an overflow in all.
+The training step does not depend on the number of processes: its loss is the mean over the whole batch, so that an
+overflow in one process makes the gradients non-finite in all, and all skip the step.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 def connect() -> None:
-    """Joins the other processes; to be called before anything touches a device."""
+    """Joins the other processes; call it before the first JAX computation, which would start a backend without them."""
     if "RANK" in os.environ:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         jax.distributed.initialize(address, int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
@@ -68,11 +68,12 @@ def train(policy: str, steps: int, overflow_at: int | None) -> dict[str, Any]:
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), {"loss": loss, **jmp.step_metrics(opt_state)}
 
+    # Every process runs `init` with the same key, compiled for all devices: parameters are equal without a broadcast.
     state = jax.jit(init, out_shardings=replicated)()
     step = jax.jit(step, in_shardings=(replicated, split, split), out_shardings=replicated, donate_argnums=0)
     pixels, labels = load_digits(return_X_y=True)
     images = (pixels.reshape(-1, 8, 8, 1) / 16).astype(np.float32)
-    rng = np.random.default_rng(0)  # the same in every process: all draw one batch, and each takes its part of it
+    rng = np.random.default_rng(0)  # the same in every process: all draw the same batch, and each takes its part
     history = []
     for number in range(steps):
         chosen = rng.choice(len(images), BATCH, replace=False)

@@ -1,14 +1,14 @@
-"""Two ways in which 16 bits stop a network from learning, seen in its own numbers, and what cures them.
+"""Two ways in which 16 bits stop a network from learning, measured in the network, and what cures them.
 
     python examples/underflow.py            both experiments, some minutes on two CPU cores, two pictures
 
-An autoencoder learns two photographs of scikit-learn, each also mirrored. Its loss is the mean over all pixels, so that
-the gradient of one pixel is about one part in six million: less than float16 can hold.
+An autoencoder learns two photographs from scikit-learn and their mirror images. Its loss is the mean over all pixels,
+about six million numbers, so that the gradient of one pixel is smaller than float16 can hold.
 
 1. Gradients (`underflow_gradients.png`). Without a loss scale most activation gradients are zero in float16, and
-   learning stops; with a dynamic scale the curve is float32's.
+   learning stops; with a dynamic scale the loss falls as in float32.
 2. Updates (`underflow_updates.png`). Parameters stored in bfloat16 have 8 bits of precision, so that an update of less
-   than about 1/512 of the parameter is rounded away. Float32 masters cure it, and so does stochastic rounding.
+   than about 1/512 of the parameter is rounded away. Float32 masters cure this, and so does stochastic rounding.
 
 The pictures are those of Micikevicius et al., "Mixed Precision Training", ICLR 2018, figures 2 and 3, for this network.
 """
@@ -33,7 +33,7 @@ from jmp_train import diagnostics
 
 
 class Autoencoder(nn.Module):
-    """Patches of 8x8 pixels to `features` numbers, two layers on those, and back to pixels."""
+    """Encodes each patch of 8x8 pixels as `features` numbers, applies two convolutions, and decodes to pixels."""
 
     features: int = 32
 
@@ -60,12 +60,13 @@ def load_photos(mirrored: bool, stride: int) -> np.ndarray:
 def train(
     title: str, policy_name: str, tx: optax.GradientTransformation, photos: np.ndarray, steps: int
 ) -> dict[str, Any]:
-    """Trains the autoencoder; returns its losses, the loss scales, and what the histograms are made of."""
+    """Trains the autoencoder; returns a curve per metric, and histograms from half-way through the training."""
     policy = jmp.get_policy(policy_name)
     model = Autoencoder()
     variables = model.init(jax.random.key(0), photos[:1])
     params = policy.cast_to_param(variables["params"])
     opt_state = tx.init(params)
+    # Zeros that `perturb` adds to the activations of the whole batch; `init` saw one image.
     probes = jax.tree.map(lambda x: jnp.zeros((len(photos), *x.shape[1:])), variables["perturbations"])
 
     def loss_fn(params, probes, photos):
@@ -87,6 +88,7 @@ def train(
         params, opt_state, metrics, (activation_grads, updates) = train_step(params, opt_state, photos)
         history.append(jax.tree.map(float, metrics))
         if step == steps // 2:
+            # An update is lost where it is small beside its parameter, so the histogram is of their ratio.
             ratios = jax.tree.map(lambda u, p: u / p, updates, params)
             seen = {
                 "gradients": diagnostics.exponent_histogram(activation_grads),
@@ -98,11 +100,11 @@ def train(
 
 
 def experiment_gradients(steps: int, stride: int) -> dict[str, dict[str, Any]]:
-    """Float32, float16 without a loss scale, float16 with a dynamic one; parameters are float32 in all three."""
+    """Trains in float32, in float16 without a loss scale and with a dynamic one; all parameters are float32."""
     photos = load_photos(mirrored=True, stride=stride)
     adam = optax.adam(optax.cosine_decay_schedule(5e-3, steps))
     unscaled = jmp.with_loss_scale(adam, jmp.NoOpLossScale())
-    # A short training: the default waits 2,000 steps before it tries a larger scale.
+    # The default waits 2,000 steps before it tries a larger scale; this training is shorter than that.
     scaled = jmp.with_loss_scale(adam, jmp.DynamicLossScale(growth_interval=20))
     return {
         title: train(title, policy, tx, photos, steps)
@@ -115,10 +117,10 @@ def experiment_gradients(steps: int, stride: int) -> dict[str, dict[str, Any]]:
 
 
 def experiment_updates(steps: int, stride: int) -> dict[str, dict[str, Any]]:
-    """Computation in bfloat16 in all; parameters in float32, in bfloat16, and the cures."""
-    # Fewer pixels than above, for speed: what is lost here does not depend on them. A learning rate for fine-tuning.
+    """Trains with parameters in float32, in bfloat16, and in bfloat16 with each cure; all compute in bfloat16."""
+    # Fewer pixels than above, for speed: which updates are lost does not depend on the number of pixels.
     photos = load_photos(mirrored=False, stride=2 * stride)
-    adam = optax.adam(1e-4)
+    adam = optax.adam(1e-4)  # as small as for fine-tuning, so that updates are small beside their parameters
     return {
         title: train(title, policy, jmp.with_loss_scale(inner, jmp.NoOpLossScale()), photos, steps)
         for title, policy, inner in (
@@ -136,7 +138,7 @@ def experiment_updates(steps: int, stride: int) -> dict[str, dict[str, Any]]:
 
 
 def print_table(title: str, runs: dict[str, dict[str, Any]]) -> None:
-    """One row per run; the last columns are means over the last tenth of the steps, and the final scale."""
+    """One row per run; the final loss and the share of zeros are means over the last tenth of the steps."""
     table = Table(title=title)
     for column in ("run", "first loss", "final loss", "zero activation gradients", "loss scale", "skipped", "seconds"):
         table.add_column(column, justify="left" if column == "run" else "right")
@@ -155,7 +157,7 @@ def print_table(title: str, runs: dict[str, dict[str, Any]]) -> None:
 
 
 def plot_losses(axis: Any, runs: dict[str, dict[str, Any]]) -> None:
-    """Training loss over steps, a line per run."""
+    """Plots the training loss over the steps, a line per run."""
     for (title, run), style in zip(runs.items(), ("-", "-", "--", ":", "-."), strict=False):
         axis.plot(run["loss"], style, label=title)
     axis.set(xlabel="step", ylabel="training loss (mean over all pixels)", yscale="log")
@@ -163,7 +165,7 @@ def plot_losses(axis: Any, runs: dict[str, dict[str, Any]]) -> None:
 
 
 def draw(gradients: dict[str, dict[str, Any]], updates: dict[str, dict[str, Any]], folder: Path) -> list[Path]:
-    """Writes the two pictures and returns where they are."""
+    """Writes the two pictures and returns their paths."""
     import matplotlib
 
     matplotlib.use("Agg")
