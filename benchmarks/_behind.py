@@ -1,7 +1,7 @@
 """Where a peer's compiled step needs less than this library's, and why.
 
-Decides what is compared with what, and says what was read from the compiled modules. The rows are those of
-`traffic.py`: which of them are behind is found, not written.
+Decides which rows of `traffic.py` are compared with which peers, and holds the reasons for the known differences, which
+were found by reading the compiled modules. Which rows need more than a peer is computed from the results.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from _cases import CASES
 from _results import Results, Row
 
-# What does the same work as which of our rows.
+# For each of our rows, the beginnings of the names of those peers' rows that do the same work.
 SCALED = ("by hand", "Flax float16, DynamicScale", "Flax float16, apply_if_finite", "jmp", "mpx")
 PEERS = {
     "ours": (*SCALED, "Flax DynamicScale", "optax"),
@@ -41,7 +41,7 @@ def by_model(results: Results, table: str) -> dict[str, list[Row]]:
 
 
 def behind(results: Results) -> list[Row]:
-    """For each of our rows and each figure the best peer, where it is better by more than 1 %."""
+    """One row for each of our rows and each figure in which the best peer is better by more than 1 %."""
     found = []
     for table, suffix in (("optimizer step", " optimizer"), ("training step", "")):
         for name, rows in by_model(results, table).items():
@@ -64,5 +64,5 @@ def _compared(rows: list[Row]) -> Iterator[tuple[Row, list[Row]]]:
 
 
 def _counts(row: Row, figure: str) -> bool:
-    """Temporary memory below 1 % of the peak is nobody's concern."""
+    """Whether a figure is large enough to report: temporary memory below 1 % of the peak is not."""
     return figure != "temporary" or row[figure] > 0.01 * row["peak"]

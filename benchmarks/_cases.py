@@ -98,7 +98,7 @@ def of_battery(name: str, title: str, about: str, size: Size = FILLING) -> Case:
 
 
 def gpt2() -> Case:
-    """With rows of its own whose attention is `jmp_train.flax_bridge`'s."""
+    """GPT-2, with two more steps whose attention is `flax_bridge.dot_product_attention`."""
     sizes = {"layers": 4, "batch_size": 8}
     fused = workload("gpt2", "transformer", "", fused=True, **sizes)
     return workload(
@@ -128,7 +128,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 @jax.custom_vjp
 def given_gradients(params: Tree, model_state: Tree, grads: Tree) -> tuple[jax.Array, Tree]:
-    """A loss of zero whose gradient is its last argument: what is left of a step is the optimizer."""
+    """A loss of zero whose gradient is its last argument, so that a step of it consists of the optimizer alone."""
     return jnp.float32(0), model_state
 
 

@@ -37,7 +37,7 @@ class Step(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """What a library does to a step besides the optimizer, in the way it documents.
+    """What a library adds to a step besides the optimizer, as its documentation shows it.
 
     init: `() -> scale`.
     gradients: `(loss, scale, params, model_state, batch) -> (scale, grads_finite, loss, model_state, grads)`, the
@@ -49,14 +49,14 @@ class Scaling(NamedTuple):
 
 
 def peer(name: str) -> Any:
-    """`jmp` or `mpx`, imported without what they warn of."""
+    """Imports `jmp` or `mpx` and suppresses the warnings of that import."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module(name)
 
 
 def plain(loss: Loss, tx: optax.GradientTransformation = ADAM, value_and_grad: Any = jax.value_and_grad) -> Step:
-    """No loss scale and no check."""
+    """A step with no loss scale and no check for overflow."""
 
     def step(state, batch):
         params, model_state, opt_state, scale = state
@@ -68,7 +68,7 @@ def plain(loss: Loss, tx: optax.GradientTransformation = ADAM, value_and_grad: A
 
 
 def selected(loss: Loss, scaling: Scaling, tx: optax.GradientTransformation = ADAM) -> Step:
-    """A loss scale whose step is skipped by selecting, as Flax, jmp and mpx document."""
+    """A step with a loss scale; an overflow is skipped by `jnp.where`, as Flax, jmp and mpx document."""
 
     def step(state, batch):
         params, model_state, opt_state, scale = state
@@ -82,7 +82,7 @@ def selected(loss: Loss, scaling: Scaling, tx: optax.GradientTransformation = AD
 
 
 def conditional(loss: Loss, scaling: Scaling, tx: optax.GradientTransformation = ADAM) -> Step:
-    """The same skipped by `lax.cond`, as people write who want to save the update."""
+    """A step with a loss scale; an overflow is skipped by `lax.cond`, which saves the optimizer's work in that step."""
 
     def step(state, batch):
         params, model_state, opt_state, scale = state
@@ -99,7 +99,7 @@ def conditional(loss: Loss, scaling: Scaling, tx: optax.GradientTransformation =
 
 
 def checked_by_optax(loss: Loss, tx: optax.GradientTransformation = ADAM) -> Step:
-    """`optax.apply_if_finite` under a constant scale: it has no loss scale of its own."""
+    """A step with `optax.apply_if_finite` and a constant scale, because optax has no loss scale."""
     tx = optax.apply_if_finite(tx, 1000)
 
     def step(state, batch):
@@ -125,7 +125,7 @@ def ours(
     autocast: bool = True,
     loss_scale: Any = None,
 ) -> Step:
-    """This library; by default with a dynamic loss scale."""
+    """A step with this library; by default with a dynamic loss scale."""
     wrapped = jmp_train.with_loss_scale(tx, loss_scale)
     differentiate = jmp_train.value_and_grad(loss, policy, has_aux=True, autocast=autocast)
 
@@ -141,12 +141,12 @@ def ours(
 
 
 def ours_without_scale(loss: Loss, policy: Any, tx: optax.GradientTransformation = ADAM) -> Step:
-    """This library's autocast with the optimizer as it is: what bfloat16 needs."""
+    """A step with this library's autocast and no loss scale, which bfloat16 does not need."""
     return plain(loss, tx, functools.partial(jmp_train.value_and_grad, policy=policy))
 
 
 def flax_scaling() -> Scaling:
-    """Flax's DynamicScale; its counters as arrays, for as Python scalars they compile twice."""
+    """Flax's DynamicScale. Its counters are arrays; with Python scalars the step compiles twice."""
 
     def init():
         return DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(FIRST_SCALE))  # pyright: ignore[reportArgumentType]
@@ -159,9 +159,9 @@ def flax_scaling() -> Scaling:
 
 
 def jmp_scaling(compute: Any = jnp.float32) -> Scaling:
-    """DeepMind's jmp: parameters and batch are cast inside the loss, the loss is scaled there.
+    """DeepMind's jmp: the loss function casts parameters and batch, and scales the loss.
 
-    Its scale is carried as its two arrays: `jit(step).lower(...)` with the object itself is a TypeError.
+    The state holds the scale's two arrays instead of the object, with which `jit(step).lower(...)` raises a TypeError.
     """
     jmp = peer("jmp")
     policy = jmp.Policy(jnp.float32, compute, jnp.float32)
@@ -185,7 +185,10 @@ def jmp_scaling(compute: Any = jnp.float32) -> Scaling:
 
 
 def mpx_scaling(mixed: bool = True) -> Scaling:
-    """mixed_precision_for_JAX; not `mixed`: its loss scale alone, for it scales only what it casts to float16."""
+    """mixed_precision_for_JAX.
+
+    Without `mixed`, its loss scale alone, because `mpx.filter_value_and_grad` scales only what it casts to float16.
+    """
     mpx = peer("mpx")
 
     def gradients(loss, scale, params, model_state, batch):
@@ -209,7 +212,7 @@ def mpx_scaling(mixed: bool = True) -> Scaling:
 
 
 def hand_scaling(compute: Any = None) -> Scaling:
-    """Written by hand with no library: cast, scale, differentiate, unscale in float32, check, adjust."""
+    """A loss scale by hand, with no library: cast, scale, differentiate, unscale in float32, check, adjust."""
 
     def init():
         return {"scale": jnp.float32(FIRST_SCALE), "good_steps": jnp.int32(0)}

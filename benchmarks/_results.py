@@ -1,11 +1,12 @@
-"""How every benchmark keeps and shows what it measured: a JSON file, a table, a plot.
+"""How every benchmark stores and shows its measurements: a JSON file, a table, a plot.
 
 Decides the form of `benchmarks/results/NAME.json` and of the printed tables. Does not decide what is measured.
 
 The file: `benchmark`, `command`, `date` (UTC), `measured` (what was measured, and where), `device`, `versions`,
 `commit`, `seeds`, `small`, `complete`, and `tables`, which maps a table's name to its rows, each a dictionary. It is
-written anew at every row, so that a run that is cut short leaves what it had; `complete` tells whether it was not. A
-run of some models alone keeps the rows of the others: `kept` then says what made those.
+rewritten after every row, so that an interrupted run leaves the rows that it had measured; `complete` is true if the
+run was not interrupted. A run of some models alone takes over the rows of the other models; `kept` then holds the
+command, date and commit that measured those.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Columns = Mapping[str, str | Callable[[Any], str]]
 
 
 class Results:
-    """The results of one benchmark: rows in named tables, written as they come.
+    """The results of one benchmark: rows in named tables, written to the file as they are added.
 
     Args:
       name: of the benchmark; the file is `NAME.json`, or `NAME-small.json` for a small run.
@@ -66,14 +67,17 @@ class Results:
         }
 
     def add(self, table: str, row: Row) -> Row:
-        """Appends a row (JSON values only) to a table, tells of it on standard error and writes the file."""
+        """Appends a row (JSON values only) to a table, prints it to standard error and writes the file."""
         self.tables.setdefault(table, []).append(row)
         print(f"{table}: " + ", ".join(_brief(name, value) for name, value in row.items()), file=sys.stderr, flush=True)
         self.write(complete=False)
         return row
 
     def keep(self, wanted: Callable[[str, Row], bool]) -> None:
-        """Takes over the rows `(table, row)` of the file there is, if the same versions of everything made it."""
+        """Takes over those rows of the existing file for which `wanted(table, row)` is true.
+
+        Does nothing if another version of Python or of a package wrote the file.
+        """
         if not self.path.exists():
             return
         before = json.loads(self.path.read_text())
@@ -86,7 +90,7 @@ class Results:
             self._about["kept"] = {name: before[name] for name in ("command", "date", "commit")}
 
     def write(self, complete: bool = True) -> pathlib.Path:
-        """Writes the file, whole at every moment, and returns its path."""
+        """Writes the file and returns its path; replaces the old file at once, so that a reader sees a whole one."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_name(self.path.name + ".partial")
         partial.write_text(json.dumps(self._about | {"complete": complete, "tables": self.tables}, indent=1) + "\n")
@@ -94,7 +98,7 @@ class Results:
         return self.path
 
     def picture(self, table: str, draw: Callable[[Any], None], size: tuple[float, float] = (9.0, 4.5)) -> None:
-        """Saves what `draw(figure)` makes of a table as `NAME-TABLE.png`, if matplotlib is there."""
+        """Saves the figure that `draw(figure)` fills as `NAME-TABLE.png`, if matplotlib is installed."""
         if importlib.util.find_spec("matplotlib") is None:
             print("matplotlib is not installed: no plots", file=sys.stderr)
             return
@@ -119,10 +123,11 @@ def show(title: str, columns: Columns, rows: Iterable[Mapping[str, Any]]) -> Non
     """Prints a table: with rich on a terminal, in Markdown elsewhere.
 
     Args:
-      title: above it.
-      columns: the key of each column, its heading, and how a value is written: a format such as `".1f"`, or a function.
-        A key such as `"bytes as MB"` reads `bytes` and is headed `MB`. What a row lacks, or None, is a dash.
-      rows: what to print.
+      title: printed above the table.
+      columns: for each column the key of its values, which is also its heading, and how a value is written: a format
+        such as `".1f"`, or a function. A key such as `"bytes as MB"` reads `bytes` and is headed `MB`. A value that is
+        missing or None is printed as a dash.
+      rows: one dictionary a row.
     """
     heads = [name.rpartition(" as ")[2] for name in columns]
     cells = [[_cell(row.get(name.partition(" as ")[0]), form) for name, form in columns.items()] for row in rows]
@@ -151,7 +156,7 @@ def _cell(value: Any, form: str | Callable[[Any], str]) -> str:
 
 
 def _command(argv: Sequence[str]) -> str:
-    """What was asked for, from the root of a checkout; not where the answer was put."""
+    """The command line as from the root of a checkout, without `--out`, which does not change the results."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--out")
     return " ".join(["python", f"benchmarks/{pathlib.Path(argv[0]).name}", *parser.parse_known_args(argv[1:])[1]])
@@ -162,7 +167,7 @@ def _brief(name: str, value: Any) -> str:
 
 
 def device() -> dict[str, Any]:
-    """What this process runs on."""
+    """The devices, CPU and cores of this process."""
     devices = jax.devices()
     return {
         "platform": devices[0].platform,
@@ -193,7 +198,7 @@ def versions() -> dict[str, str | None]:
 
 
 def commit(checkout: pathlib.Path = HERE.parent) -> str | None:
-    """The commit of a checkout, with `-dirty` if the library or a benchmark differs from it; None outside of git."""
+    """The commit of a checkout, with `-dirty` if the library or a benchmark differs from it; None without git."""
     git = ["git", "-C", str(checkout)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout

@@ -1,7 +1,7 @@
-"""How long a step takes on the device at hand, whatever library it is written in.
+"""Measures how long a step takes on the present device, in JAX or in torch.
 
-Decides when the clock runs: after a warm-up, over repetitions of many steps each, every one waited for at its end; the
-median counts. Does not decide what a step is.
+Decides when the clock runs: after a warm-up, over several repetitions of many steps each. A repetition ends when the
+device is done, and the median of the repetitions is reported. Does not decide what a step is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Tree = Any
 
 
 class Timing(NamedTuple):
-    """Seconds of one step: the median of the repetitions, the least and the most; how many steps each had."""
+    """Seconds of one step: the median, least and most of `repetitions` repetitions, each of `steps` steps."""
 
     seconds: float
     least: float
@@ -34,7 +34,7 @@ class Timing(NamedTuple):
 
 
 def time_steps(run: Callable[[int], None], seconds: float, repetitions: int = 9) -> Timing:
-    """Times `run(steps)`, which runs so many steps and returns when the device is done.
+    """Times `run(steps)`, which runs that many steps and returns when the device is done.
 
     Args:
       run: the compiled program; its first calls are the warm-up.
@@ -44,7 +44,7 @@ def time_steps(run: Callable[[int], None], seconds: float, repetitions: int = 9)
     run(2)
     one = max(_clocked(run, 3), 1e-7)
     steps = max(2, round(seconds / repetitions / one))
-    run(min(steps, max(1, round(0.2 * seconds / one))))  # at the clock rate that the load settles at
+    run(min(steps, max(1, round(0.2 * seconds / one))))  # until the device's clock rate has settled under load
     measured = [_clocked(run, steps) for _ in range(repetitions)]
     return Timing(statistics.median(measured), min(measured), max(measured), repetitions, steps)
 
@@ -64,8 +64,8 @@ class Stepper:
 
     Attributes:
       compile_seconds: tracing included.
-      peak_bytes: what one step holds at most: state, batch and everything between, as the compiler laid it out.
-      losses: the first step's, and the last one's.
+      peak_bytes: the most memory that one step holds, by the compiler's plan: state, batch and temporary memory.
+      losses: of the first step and of the last one.
     """
 
     def __init__(self, step: Callable[[Tree, Tree], tuple[Tree, jax.Array]], state: Tree, batch: Tree) -> None:
@@ -92,19 +92,19 @@ def compile_seconds(lowered: jax.stages.Lowered) -> float:
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
-    """Arguments, results and temporary memory of one call, what is donated counted once."""
+    """Bytes of arguments, results and temporary memory of one call; donated arguments are counted once."""
     memory: Any = compiled.memory_analysis()
     kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return kept + memory.temp_size_in_bytes
 
 
 def caller(fn: Callable[..., Any], *args: Any) -> Callable[[int], None]:
-    """`run` of `time_steps` for a function of arrays: `fn` jitted and called again and again."""
+    """`run` of `time_steps` for a function of arrays, which is compiled once and called `steps` times."""
     return repeated(jax.jit(fn).lower(*args).compile(), *args)
 
 
 def repeated(compiled: jax.stages.Compiled, *args: Any) -> Callable[[int], None]:
-    """The same for a compiled program."""
+    """`run` of `time_steps` for a compiled program."""
 
     def run(steps: int) -> None:
         for _ in range(steps):
@@ -116,7 +116,7 @@ def repeated(compiled: jax.stages.Compiled, *args: Any) -> Callable[[int], None]
 
 @functools.cache
 def matmul_peak(size: int = 8192, seconds: float = 2.0) -> float:
-    """FLOP per second of a float16 product of two random square matrices: what the card at hand can do."""
+    """FLOP per second of a float16 product of two random square matrices, taken as the device's peak."""
     left, right = jax.random.normal(jax.random.key(0), (2, size, size), jnp.float16)
     return 2 * size**3 / time_steps(caller(jnp.matmul, left, right), seconds).seconds
 

@@ -1,6 +1,6 @@
-"""The models of `models/` in torch, to compare with: torchvision's convolutional nets, the rest as torch users write.
+"""The models of `models/` in torch, for comparison: torchvision's convolutional nets, the others written in torch.
 
-Decides their layers, which are those of `models/`. Does not decide the arithmetic; see `_torch_steps.py`. Only imported
+Decides their layers, which are those of `models/`. Does not decide the precision; see `_torch_steps.py`. Imported only
 where torch is installed.
 """
 
@@ -31,7 +31,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A Transformer layer, normalised before its parts as in GPT-2, or after them as in BERT."""
+    """A Transformer layer, normalised before attention and feed-forward as in GPT-2, or after each as in BERT."""
 
     def __init__(self, width: int, heads: int, causal: bool, norm_first: bool, eps: float, gelu: str) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ TEXT: dict[str, Callable[..., nn.Module]] = {"bert_base": BERT, "lstm": LSTM, "g
 
 
 def make_torch(name: str, tiny: dict[str, Any] | None = None) -> nn.Module:
-    """The model of a name, in float32 and in training mode; `tiny` are the sizes of a tiny one."""
+    """The model of that name in float32, in training mode; `tiny` holds the sizes of a tiny one."""
     if name in VISION:
         return _tiny_vision(name, tiny["classes"]) if tiny else _vision(name)
     keep: Sequence[str] = ("vocabulary", "layers", "width", "heads", "length")

@@ -1,7 +1,7 @@
 """Training steps in torch: strict float32, TF32, or torch.amp; eager or compiled; channels last.
 
 Decides how a torch user trains in mixed precision: `torch.autocast`, `torch.amp.GradScaler` under float16, the fused
-optimizers. Does not decide the models. Only imported where torch is installed.
+optimizers. Does not decide the models. Imported only where torch is installed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def wait() -> None:
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Whether float32 products may run in TF32; by torch's defaults convolutions do and other products do not."""
+    """Sets whether float32 products may run in TF32; by default, torch allows it in convolutions only."""
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
 
@@ -47,7 +47,7 @@ def to_device(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
 
 
 def loss_of(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The mean cross-entropy, over the positions of weight 1 where there are weights."""
+    """The mean cross-entropy; where the batch has weights, over the positions of weight 1."""
     if "weights" not in batch:
         return F.cross_entropy(outputs.flatten(0, -2), batch["labels"].flatten())
     losses = F.cross_entropy(outputs.flatten(0, -2), batch["labels"].flatten(), reduction="none")
@@ -62,7 +62,8 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
     if name == "lstm":
         return torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
-    # A buffer that the first step makes is never written if a GradScaler skips that step, and read by the next (2.13).
+    # SGD allocates its momentum buffers in the first step. If a GradScaler skips that step, they are never written, and
+    # the next step reads them (torch 2.13); so they are zeros from the start.
     for parameter in model.parameters():
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
@@ -80,7 +81,7 @@ class TorchStepper:
 
     Attributes:
       compile_seconds: of the first two steps, which compile and choose kernels.
-      losses: the first step's, and the last one's.
+      losses: of the first step and of the last one.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class TorchStepper:
 
     @property
     def peak_bytes(self) -> int | None:
-        """What was allocated at most since the model was made; None without a GPU."""
+        """The most bytes that were allocated at once since the model was made; None without a GPU."""
         return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
 
     def __call__(self, steps: int) -> None:
@@ -133,8 +134,8 @@ class AdamStepper:
     Args:
       shapes: of the parameters.
       fused: the fused kernels; else the `foreach` ones.
-      scaled: whether a `GradScaler` unscales, checks and adjusts. It unscales gradients where they lie, so its scale
-        is 1 for them to last.
+      scaled: whether a `GradScaler` unscales, checks and adjusts. It unscales gradients in place at every step, so its
+        scale is 1, which leaves them unchanged.
       overflow: whether the first gradient holds an infinity.
     """
 
@@ -161,7 +162,7 @@ class AdamStepper:
 
 
 def release() -> None:
-    """Gives back what the last model held, compiled code included."""
+    """Frees the memory of the last model and its compiled code."""
     torch.compiler.reset()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

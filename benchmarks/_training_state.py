@@ -1,6 +1,6 @@
-"""What a training step holds, parameters, optimizer and activations, under each choice of what is in 16 bits.
+"""The memory of parameters, optimizer state and activations in a training step, by which of them are in 16 bits.
 
-Decides the choices and the models: GPT-2, and decoders of the width of GPT-2 XL with as many layers as fit. Part of
+Decides these choices and the models: GPT-2, and decoders of the width of GPT-2 XL with as many layers as fit. Part of
 `memory.py`.
 """
 
@@ -28,7 +28,7 @@ IN_BFLOAT16 = "params=bfloat16,compute=bfloat16,output=float32"
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """`policy` (`None`: plain JAX) and what is around AdamW."""
+    """A policy (`None`: plain JAX) and the transformation that wraps AdamW."""
 
     name: str
     policy: str | None
@@ -52,7 +52,7 @@ def size_of(tree: Any) -> int:
 
 
 def held(memory: Callable[..., dict[str, int]], choice: Choice, **sizes: int) -> dict[str, Any]:
-    """Bytes of a training step, its state donated: `parameters` is their number, the others are bytes."""
+    """The memory of a training step with its state donated, in bytes; `parameters` is the number of parameters."""
     case = workload("gpt2", "", "", scanned=True, **sizes)
     params, model_state, batch = case.shapes()
     tx = choice.wrap(optax.adamw(1e-4))
@@ -70,7 +70,7 @@ def held(memory: Callable[..., dict[str, int]], choice: Choice, **sizes: int) ->
 def training_state(
     results: Results, memory: Callable[..., dict[str, int]], largest: Callable[..., int], budget: float, small: bool
 ) -> None:
-    """The parts of one model's step, and the most layers that fit.
+    """Adds the memory of GPT-2's training step to the results, and the most layers that fit into the budget.
 
     Args:
       memory: `memory.memory`.

@@ -3,18 +3,19 @@
     python benchmarks/attention.py [--out results]
     python benchmarks/attention.py --small                 # tiny, on a CPU too, to see that it works
 
-Output and gradients of one attention with float32 operands and a given cotangent. `errors`: the largest relative error,
-in the Euclidean norm, of the output and of the gradient of each operand against float64, with every kind of mask, bias
-and length. `times`: forward and backward together, casts included, at sizes of published models. The ways: `ours` is
-`dot_product_attention` under autocast; `cuDNN by hand` and `XLA by hand` are `jax.nn`'s with operands cast by hand.
-Timed only: `float32` is `jax.nn`'s in strict float32; `torch` is `scaled_dot_product_attention` under torch.amp.
+Computes output and gradients of one attention with float32 operands and a given cotangent. Two tables. `errors`: the
+largest relative error, in the Euclidean norm, of the output and of the gradient of each operand against float64, with
+every kind of mask, bias and length. `times`: forward and backward together, casts included, at sizes of published
+models. The ways: `ours` is `dot_product_attention` under autocast; `cuDNN by hand` and `XLA by hand` are `jax.nn`'s
+with operands cast by hand. Two more are timed only: `float32` is `jax.nn`'s in strict float32, `torch` is
+`scaled_dot_product_attention` under torch.amp.
 """
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # the other half is for torch, in the same process
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # leaves half to torch, which runs in the same process
 
 import concurrent.futures
 import functools
@@ -31,7 +32,7 @@ from _timing import peak_bytes, repeated, time_steps
 import jmp_train
 
 HALVES = ("float16", "bfloat16")
-UNTUNED = {"xla_gpu_autotune_level": 0}  # which kernels multiply is no matter of errors, and takes longer to choose
+UNTUNED = {"xla_gpu_autotune_level": 0}  # tuning takes time, and errors do not depend on which kernel multiplies
 WAYS = ("ours", "cuDNN by hand", "XLA by hand", "float32")
 
 
@@ -73,7 +74,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 
 
 def operands_of(size: Size, kind: Mapping[str, Any], seed: int = 0) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
-    """`(query, key, value, bias, cotangent)` in float32, and the other arguments; without a bias, a scalar."""
+    """`(query, key, value, bias, cotangent)` in float32, the bias a scalar if there is none, and keyword arguments."""
     batch, length, heads, key_heads, width = size
     keys = jax.random.split(jax.random.key(seed), 6)
     shapes = ((heads,), (key_heads,), (key_heads,))
@@ -84,7 +85,7 @@ def operands_of(size: Size, kind: Mapping[str, Any], seed: int = 0) -> tuple[tup
     cotangent = jax.random.normal(keys[4], query.shape)
     rest: dict[str, Any] = {"is_causal": kind.get("is_causal", False)}
     if kind.get("mask"):
-        # Every row attends to itself: what a row attends to that masks everything is another test.
+        # Every position attends to itself, so that no row masks everything; such rows are a matter of another test.
         drawn = jax.random.bernoulli(keys[5], 0.7, (batch, 1, length, length))
         rest["mask"] = drawn | jnp.eye(length, dtype=bool)
     if kind.get("lengths"):
@@ -95,7 +96,7 @@ def operands_of(size: Size, kind: Mapping[str, Any], seed: int = 0) -> tuple[tup
 
 
 def lengths_of(size: Size) -> list[int]:
-    """Of each example, from all of the length down to about half."""
+    """The length of each example, from the full length down to about half of it."""
     return [size.length - i * size.length // (2 * size.batch) for i in range(size.batch)]
 
 
@@ -111,7 +112,7 @@ def program(attend: Callable[..., jax.Array], has_bias: bool) -> Callable[..., A
 
 
 def way(name: str, dtype: str, rest: Mapping[str, Any], has_bias: bool) -> Callable[..., Any]:
-    """The program of one way to compute it."""
+    """The `program` of one way to compute the attention."""
     if name == "ours":
         attend = functools.partial(jmp_train.dot_product_attention, **rest)
         return jmp_train.autocast(program(attend, has_bias), jmp_train.get_policy(f"mixed_{dtype}"))
@@ -136,7 +137,7 @@ def oracle(operands: Sequence[jax.Array], rest: Mapping[str, Any], has_bias: boo
 
 
 def relative_errors(got: Any, want: Any) -> list[float]:
-    """Of each array that is not zero."""
+    """The relative error of each array that is not zero in `want`."""
     pairs = zip(jax.tree.leaves(jax.device_get(got)), jax.tree.leaves(want), strict=True)
     wide = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
     return [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in wide if np.any(b)]
@@ -168,7 +169,7 @@ def errors_of(name: str, dtype: str, size: Size) -> Row:
             row |= {how: max(each), f"{how}: each": each}
             if how == "ours":
                 row["fused"] = (compiled.as_text() or "").count("__cudnn$fmha")
-        except Exception as error:  # what a way does not take, or this device does not have
+        except Exception as error:  # a way does not support this kind, or this device not this way
             row[f"{how}: left out"] = reason(error)
     return row
 
@@ -181,7 +182,7 @@ def jax_seconds(fn: Callable[..., Any], operands: Sequence[jax.Array], seconds: 
 
 
 def torch_seconds(size: Size, kind: Mapping[str, Any], dtype: str, seconds: float) -> tuple[float, float, int | None]:
-    """The same of `scaled_dot_product_attention`, where it has this attention without a mask in memory."""
+    """The same for `scaled_dot_product_attention`, of kinds for which it needs no mask in memory."""
     import torch
     import torch.nn.functional as F
     from _torch_steps import AMP, allow_tf32, device, wait
@@ -212,7 +213,7 @@ def torch_seconds(size: Size, kind: Mapping[str, Any], dtype: str, seconds: floa
 
 
 def flops(size: Size, kind: Mapping[str, Any]) -> int:
-    """Of the two products forward and the five backward, of the pairs that attend to each other."""
+    """FLOPs of the two forward and five backward products, over the pairs of positions that attend to each other."""
     lengths = lengths_of(size) if kind.get("lengths") else [size.length] * size.batch
     window = min(kind.get("window", size.length), size.length // 2 if "window" in kind else size.length)
     causal = kind.get("is_causal")
@@ -236,7 +237,7 @@ def times(results: Results, models: Mapping[str, tuple[Size, Mapping[str, Any]]]
                     else:
                         took, spread, held = jax_seconds(way(how, dtype, rest, has_bias), operands, seconds)
                     row |= {f"{how} seconds": took, f"{how} spread": spread, f"{how} bytes": held}
-                except Exception as error:  # of memory, say: the other ways can still be measured
+                except Exception as error:  # out of memory, for one: the other ways can still be measured
                     row[f"{how}: left out"] = reason(error)
             if "ours seconds" in row:
                 row["flops_per_second"] = flops(size, kind) / row["ours seconds"]
@@ -257,7 +258,7 @@ TIMES: Columns = (
 
 
 def draw(rows: Sequence[Row]) -> Callable[[Any], None]:
-    """Bars of each way's time over ours, by model, in the first dtype."""
+    """Draws bars of each way's time divided by ours, by model, in the first dtype."""
 
     def on(figure: Any) -> None:
         shown = [row for row in rows if row["dtype"] == HALVES[-1] and "ours seconds" in row]

@@ -1,9 +1,10 @@
-"""Prints what autocast does to every model of the battery, beside Flax in 16 bits and float32.
+"""Prints costs and errors of every model of the battery under autocast, beside Flax in 16 bits and float32.
 
     python benchmarks/battery.py [--rows mlp transformer] [--seeds 20] [--large] [--json battery.json]
 
-Products, sums, megabytes and temporary memory are read from modules compiled for an H200 (`.[gpu-report]`), gradients
-only, no optimizer. Errors are medians over seeds against float64, at the tests' size. No figure needs a GPU.
+Products, sums, megabytes and temporary memory are read from modules compiled for an H200 (`.[gpu-report]`) that compute
+gradients, without an optimizer. Errors are medians over seeds against float64, at the tests' size. No figure needs a
+GPU.
 """
 
 import argparse
@@ -48,7 +49,7 @@ def memory(made: Figures, prefix: str = "") -> dict[str, float]:
 
 
 def measure(row: Row, size: Size, seeds: int) -> dict[str, Any]:
-    """Every figure of one row. What Flax cannot write in 16 bits is None."""
+    """Every figure of one row; those of Flax in 16 bits are None for a model that Flax's layers cannot express."""
     ours, float32 = row_figures(row, "mixed_float16", size), row_figures(row, "float32", size)
     flax = row_figures(row, "flax_float16", size) if row.flax16 else None
     args = abstract_example(row, size)

@@ -1,12 +1,12 @@
-"""What did a change do to every model? The library of this checkout beside that of another one.
+"""How did a change affect every model? Compares the library of this checkout with that of another one.
 
     git worktree add ../before main~1
     python benchmarks/compare.py --before ../before [--rows mlp transformer] [--models transformer] [--small]
 
-Both run in one process, on the same models and data, and are measured by the same tools. Of the gradients of each model
-of the battery and of `traffic.py`: bytes and temporary memory, read from modules compiled for an H200
-(`.[gpu-report]`), and the function calls of one trace; of the battery also the error against float64, the median over
-seeds, at the tests' size. Bytes and memory are exact, and errors are of the same seeds.
+Both run in one process, on the same models and data, and are measured by the same tools. Measures the gradients of each
+model of the battery and of `traffic.py`: bytes and temporary memory, read from modules compiled for an H200
+(`.[gpu-report]`), and the function calls of one trace; for the battery also the error against float64, the median over
+seeds, at the tests' size. Bytes and memory are exact, and both errors are of the same seeds.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from battery_tools import abstract_example, errors, example, figures, oracle_gra
 import jmp_train
 
 HALVES = ("float16", "bfloat16")
-# From which ratio on a figure is listed as risen. Medians of errors of other roundings differ by a percent either way;
-# the library that is traced second is called 0.1 % less, for what JAX remembers of the first.
+# A figure is listed as risen if its ratio, now to before, is above this. Other roundings change the median of an error
+# by about 1 % either way; the library that is traced second makes 0.1 % fewer calls, because of JAX's caches.
 ROSE = {"bytes": 1.005, "temporary": 1.005, "error": 1.02, "calls": 1.005}
 
 
 class Model(NamedTuple):
-    """Gradients as written, the shapes of their arguments, and of the battery the row for the errors."""
+    """The gradients of a model, the shapes of their arguments and, for the battery, the row that gives the errors."""
 
     name: str
     grads: Callable[..., Any]
@@ -48,7 +48,7 @@ class Model(NamedTuple):
 
 
 def library_of(checkout: pathlib.Path) -> ModuleType:
-    """`jmp_train` of another checkout, under another name: it imports its own modules relatively."""
+    """`jmp_train` of another checkout, imported under another name, which works because its imports are relative."""
     name, folder = "jmp_train_before", checkout / "jmp_train"
     spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
     if spec is None or spec.loader is None or not folder.is_dir():
@@ -107,7 +107,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def risen(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The figures that rose, by what `ROSE` says, the largest ratios first."""
+    """The figures that rose by more than `ROSE` allows, the largest ratios first."""
     made = []
     for figure, least in ROSE.items():
         for row in sorted(rows, key=lambda row: -(row[f"{figure}_ratio"] or 0)):

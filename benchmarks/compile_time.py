@@ -3,7 +3,7 @@
     python benchmarks/compile_time.py [--layers 6 12 24] [--small]
 
 Gradients of a Llama-like network with a width of 128, over two rows of 64 tokens. Seconds are of processor time, from
-the lowered program to the executable, the best of three. On GPUs XLA does other things; `throughput.py` times these.
+the lowered program to the executable, the best of three. XLA's passes for GPUs are others; `throughput.py` times these.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """As Touvron et al., "LLaMA", 2023."""
+    """A decoder as in Touvron et al., "LLaMA", 2023."""
 
     layers: int
     dtype: Any = None
@@ -91,7 +91,7 @@ def compile_times(results: Results, layers: int, repeats: int) -> None:
     params = jax.eval_shape(Llama(layers).init, jax.random.key(0), tokens)
     plain = None
     for how, make in WAYS.items():
-        programs = [jax.jit(make(layers)).lower(params, tokens) for _ in range(repeats)]  # each new to JAX
+        programs = [jax.jit(make(layers)).lower(params, tokens) for _ in range(repeats)]  # not in JAX's caches
         instructions, seconds = programs[0].as_text().count(" = "), min(map(compile_seconds, programs))
         plain = plain or seconds
         row = {"layers": layers, "how": how, "instructions": instructions, "seconds": seconds}

@@ -3,18 +3,18 @@
     python benchmarks/loss_scaling.py [--parameters gpt2 resnet50] [--out results]
     python benchmarks/loss_scaling.py --small              # tiny, on a CPU too, to see that it works
 
-One Adam step over the parameters of a model, gradients given: unscale, check, update, adjust the scale. GPT-2's are
-large, so bytes decide; ResNet-50's are many and small, so kernel launches do. Every row is timed with finite gradients
-and with an infinity in the first one. `bare` scales and checks nothing. A program of JAX's takes many steps, so that
-what a call costs on the host, which a training step hides behind the device's work, is not counted. torch's gradients
-are scaled by 1, for it unscales them where they lie.
+Times one Adam step over the parameters of a model with given gradients: unscale, check, update, adjust the scale.
+GPT-2's parameters are large, so that bytes decide; ResNet-50's are many and small, so that kernel launches do. Every
+row is timed with finite gradients and with an infinity in the first one. `bare` scales and checks nothing. A JAX
+program runs many steps, so that the host's cost of a call is not counted; in training the device's work hides it.
+torch's gradients have a scale of 1, because torch unscales them in place.
 """
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # the other half is for torch, in the same process
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # leaves half to torch, which runs in the same process
 
 import gc
 import importlib.util
@@ -76,7 +76,7 @@ def parameters(name: str, small: bool) -> Tree:
 
 
 def random_like(shapes: Tree, seed: int, overflow: bool = False) -> Tree:
-    """Normal values of standard deviation 0.01; with `overflow`, the first of all is infinite."""
+    """Normal values of standard deviation 0.01; with `overflow`, the very first value is infinite."""
     leaves, structure = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     made = [0.01 * jax.random.normal(key, leaf.shape, jnp.float32) for key, leaf in zip(keys, leaves, strict=True)]
@@ -116,7 +116,7 @@ def measure_torch(case: str, shapes: Tree, overflow: bool, seconds: float) -> Ro
 
 
 def missing(case: str) -> str | None:
-    """Why a case cannot run here."""
+    """The reason why a case cannot run here."""
     if case.startswith("torch"):
         return None if importlib.util.find_spec("torch") else "torch is not installed"
     return None if CASES[case] else f"{case} is not installed"
@@ -134,7 +134,7 @@ def measure(case: str, shapes: Tree, overflow: bool, seconds: float) -> Row:
 
 
 def run(results: Results, name: str, small: bool, seconds: float) -> None:
-    """The rows of one model's parameters: each case with finite gradients, and, unless it is bare, with an overflow."""
+    """Measures one model's parameters: each case with finite gradients and, except for `bare`, with an overflow."""
     shapes = parameters(name, small)
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     about = {"parameters": name, "count": count, "leaves": len(jax.tree.leaves(shapes))}
@@ -174,7 +174,7 @@ COLUMNS: dict[str, str | Callable[[Any], str]] = {
 
 
 def draw(rows: Sequence[Row]) -> Callable[[Any], None]:
-    """Bars of each case's time over bare Adam, one plot for each model's parameters."""
+    """Draws bars of each case's time divided by bare Adam's, one plot for each model's parameters."""
 
     def on(figure: Any) -> None:
         names = list(dict.fromkeys(row["parameters"] for row in rows))

@@ -1,20 +1,20 @@
-"""Do dots through the library reach the card's speed, and do the reports tell beforehand which do not?
+"""Do dots through the library reach the GPU's speed, and do the reports predict which do not?
 
     python benchmarks/matmul.py [--out results]
     python benchmarks/matmul.py --small                    # tiny, on a CPU too, to see that it works
 
 Three tables. `dots`: products of aligned and misaligned sizes, float32 in and out, through the library, in plain jnp
 with casts by hand, and in torch, in strict float32, TF32, bfloat16 and float16. `predictions`: what
-`tensor_core_report` says of each size beside the truth: a product is called fast if it takes at most twice the time of
-the card's own roofline (the rate of an 8192x8192 product, the bandwidth of a large copy, both measured). `programs`:
-the bytes `gpu_report` counts, and the least time it derives from them, beside the measured time.
+`tensor_core_report` predicts for each size, beside the measurement: a product counts as fast if it takes at most twice
+the time of the GPU's own roofline (the rate of an 8192x8192 product, the bandwidth of a large copy, both measured).
+`programs`: the bytes that `gpu_report` counts and the least time that it derives from them, beside the measured time.
 """
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # the other half is for torch, in the same process
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # leaves half to torch, which runs in the same process
 
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ def dot(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def by_hand(precision: str) -> Callable[..., jax.Array]:
-    """The product that a user writes in jnp, float32 `[M, K]` and `[K, N]` to float32 `[M, N]`."""
+    """The product as a user writes it in jnp, of float32 `[M, K]` and `[K, N]`, to float32 `[M, N]`."""
     if precision in ("float32", "tf32"):
         flag = jax.lax.Precision.HIGHEST if precision == "float32" else jax.lax.DotAlgorithmPreset.TF32_TF32_F32
         return lambda x, w: jnp.matmul(x, w, precision=flag)
@@ -88,7 +88,7 @@ def torch_dot(x: jax.Array, w: jax.Array, precision: str) -> Callable[[int], Non
 
 
 def runners(x: jax.Array, w: jax.Array, precision: str) -> dict[str, Callable[[], Callable[[int], None]]]:
-    """How to make each competitor's `run`."""
+    """For each way, a function that makes its `run` for `time_steps`."""
     found = {
         "ours": lambda: caller(jmp_train.autocast(dot, jmp_train.get_policy(POLICIES[precision])), x, w),
         "jnp": lambda: caller(by_hand(precision), x, w),
@@ -108,19 +108,19 @@ def dots(results: Results, sizes: Sequence[Sequence[int]], seconds: float) -> No
                     timing = time_steps(make(), seconds)
                     rate = 2 * size[0] * size[1] * size[2] / timing.seconds
                     row |= {name: rate, f"{name}_seconds": timing.seconds, f"{name}_spread": timing.spread}
-                except Exception as error:  # a precision that this device lacks, say
+                except Exception as error:  # a precision that this device lacks, for one
                     row[f"{name}_error"] = f"{type(error).__name__}: {str(error)[:200]}"
             results.add("dots", row)
 
 
 def padded(size: Sequence[int], product: Any) -> list[int]:
-    """The size with every padding that the report asks for."""
+    """The size with every padding that the report recommends."""
     wanted = {each.size: each.padded for each in product.padding}
     return [wanted.get(dim, dim) for dim in size]
 
 
 def predictions(results: Results, sizes: Sequence[Sequence[int]], small: bool, seconds: float) -> None:
-    """Products of float16 operands, as they are and padded; what padding adds to the FLOPs is not counted."""
+    """Times products of float16 operands as they are and padded; the FLOPs that padding adds are not counted."""
     peak, bandwidth = (matmul_peak(256, 0.02), copy_bandwidth(256)) if small else (matmul_peak(), copy_bandwidth())
     results.add("card", {"flops_per_second": peak, "bytes_per_second": bandwidth})
     for size in sizes:
@@ -138,7 +138,7 @@ def predictions(results: Results, sizes: Sequence[Sequence[int]], small: bool, s
 
 
 def programs(scale: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Programs bound by memory, by arithmetic and by launches, with their arguments."""
+    """Programs limited by memory, by arithmetic and by kernel launches, with their arguments."""
     params = {f"w{i}": jnp.ones((scale, scale)) for i in range(8)}
     adam = optax.adam(1e-3)
     state = adam.init(params)

@@ -3,8 +3,8 @@
     python benchmarks/memory.py [--models transformer] [--budget 80] [--small]
 
 Activations (temporary memory at its peak) and peak memory (arguments, results and activations) of whole steps with
-Adam, as the compiler for an H200 plans them (`.[gpu-report]`). Deterministic; nothing runs on a GPU. What the runtime
-itself takes, and what fragmentation costs, are not in it.
+Adam, as the compiler for an H200 plans them (`.[gpu-report]`). Deterministic; nothing runs on a GPU. The memory of the
+runtime itself and the cost of fragmentation are not included.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ STEP = 8
 
 
 def memory(fn: Callable[..., Any], *args: Any, **options: Any) -> dict[str, int]:
-    """Bytes of a compiled function: its activations, and all of it at the peak."""
+    """Bytes of a compiled function: its activations, and all its memory at the peak."""
     found: Any = compile_for_gpu(fn, *args, **options).memory_analysis()
     held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
     return {"activations": found.temp_size_in_bytes, "peak": held + found.temp_size_in_bytes}
@@ -76,12 +76,12 @@ def step_memory(results: Results, model: str, policy: str, batch: int) -> dict[s
 def largest(peak: Callable[[int], int], budget: float, known: dict[int, int], step: int = STEP) -> int:
     """The largest multiple of `step` whose peak fits, 0 if none does.
 
-    Bisection; the first guesses are along a line, for memory is nearly linear in the batch and in the layers.
+    Bisects. The first guesses interpolate linearly, because memory is nearly linear in the batch and in the layers.
 
     Args:
       peak: `batch -> bytes`, which grows with the batch.
       budget: bytes.
-      known: peaks of two batches or more, to begin with.
+      known: the peaks of two batches or more, for the first guesses.
     """
     known = dict(known)
     for attempt in range(40):
@@ -102,7 +102,7 @@ def largest(peak: Callable[[int], int], budget: float, known: dict[int, int], st
 
 
 def deep(results: Results) -> None:
-    """The gradients alone of a deep Transformer: what the bound on activations is stated for."""
+    """Measures the gradients alone of a deep Transformer, for which the documented bound on activations holds."""
     ways = {
         "float32": ("transformer", "float32"),
         "Flax float16": ("transformer", "flax_float16"),
@@ -124,7 +124,7 @@ def measure(results: Results, model: str, policies: list[str], batches: list[int
 
 
 def relative(rows: list[dict[str, Any]], figures: tuple[str, ...], keys: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The rows with each figure set against the float32 row of the same keys, as `FIGURE_ratio`."""
+    """The rows with each figure divided by that of the float32 row with the same keys, as `FIGURE_ratio`."""
     wide = {tuple(row[key] for key in keys): row for row in rows if row["policy"] == "float32"}
     return [
         row | {f"{figure}_ratio": row[figure] / wide[tuple(row[key] for key in keys)][figure] for figure in figures}
@@ -146,7 +146,7 @@ def print_tables(results: Results) -> None:
     for model in dict.fromkeys(row["model"] for row in results.tables["compiled"]):
         rows = [row for row in results.tables["compiled"] if row["model"] == model]
         seen = [{row["batch"] for row in rows if row["policy"] == policy} for policy in {row["policy"] for row in rows}]
-        rows = [row for row in rows if row["batch"] in set.intersection(*seen)]  # each search went its own way
+        rows = [row for row in rows if row["batch"] in set.intersection(*seen)]  # each search tried other batches
         rows = sorted(relative(rows, ("activations", "peak"), ("batch",)), key=lambda row: row["batch"])
         show(f"memory of a training step, {model}", {"batch": "d", "policy": ""} | figures, rows)
     rows = relative(results.tables["largest batch"], ("batch",), ("model", "budget"))

@@ -2,13 +2,14 @@
 
     python benchmarks/optimizer_state.py [--small]
 
-Bytes moved and held by one step of Adam over 33.5 million parameters, compiled for an H200 (`.[gpu-report]`) as part of
-a program that is given the gradients; the final loss of an MLP on the digits of scikit-learn over all its training data
-(1,500 steps, three seeds, on this CPU); and what is left of a second moment after its gradients have become small.
+Three measurements: the bytes that one step of Adam over 33.5 million parameters moves and holds, compiled for an H200
+(`.[gpu-report]`) as a program that is given the gradients; the final loss of an MLP on scikit-learn's digits over all
+its training data (1,500 steps, three seeds, on this CPU); and the value of a second moment after its gradients have
+become small.
 
 The ways: *nearest* rounds both moments to the nearest bfloat16 number, as libraries ship it; *stochastic* is
-`with_low_precision_state` for moments and `with_stochastic_rounding` for parameters; *Kahan* keeps what rounding took
-from every parameter in a second bfloat16 number; *masters* are `with_master_weights`.
+`with_low_precision_state` for moments and `with_stochastic_rounding` for parameters; *Kahan* keeps the rounding error
+of every parameter in a second bfloat16 number; *masters* are `with_master_weights`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def wide(tree: Any) -> Any:
 
 
 def in_float32(inner: Transformation) -> Transformation:
-    """`inner` in float32, around parameters that are rounded to the nearest number."""
+    """Runs `inner` in float32; the new parameters are rounded to the nearest number of their dtype."""
     return optax.GradientTransformation(
         lambda params: inner.init(wide(params)),
         lambda updates, state, params=None: inner.update(wide(updates), state, wide(params)),
@@ -68,7 +69,7 @@ def in_float32(inner: Transformation) -> Transformation:
 
 
 def compensated(inner: Transformation) -> Transformation:
-    """Kahan summation for bfloat16 parameters: what a rounding loses is added to the next update.
+    """Kahan summation for bfloat16 parameters: the error of a rounding is added to the next update.
 
     Reference: Zamirai et al., "Revisiting BFloat16 Training", 2020, algorithm 3.
     """
@@ -132,7 +133,7 @@ WAYS = (
 
 
 def compiled(results: Results, way: Way, shapes: list[tuple[int, ...]]) -> None:
-    """Bytes a parameter of a step, alone and with a dynamic loss scale."""
+    """Bytes of a step per parameter, without and with a dynamic loss scale."""
     size = sum(int(np.prod(shape)) for shape in shapes)
     row: dict[str, Any] = {"parameters": way.parameters, "state": way.state, "gradients": way.dtype}
     for prefix, scaled in (("", False), ("scaled_", True)):
@@ -163,7 +164,7 @@ def digits() -> tuple[jax.Array, jax.Array]:
 
 
 def trained(results: Results, way: Way, steps: int) -> None:
-    """The final loss over all training data, a figure a seed."""
+    """The final loss over all training data, for each seed."""
     images, labels = digits()
 
     def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
@@ -197,7 +198,7 @@ def trained(results: Results, way: Way, steps: int) -> None:
 
 
 def falling(results: Results, state: str, wrap: Callable[[Any], Transformation]) -> None:
-    """Adam's second moment after 20 gradients of 10 and 6,000 of 0.1: the mean over 10,000 parameters."""
+    """Adam's second moment after 20 gradients of 10 and then 6,000 of 0.1: the mean over 10,000 parameters."""
     params, tx = jnp.zeros(10_000), wrap(optax.scale_by_adam())
 
     def body(step: jax.Array, state: Any) -> Any:

@@ -1,11 +1,11 @@
-"""What does the library cost in time, on the host: per step, and while a program is traced and compiled?
+"""How much time does the library cost on the host, per step, and while a program is traced and compiled?
 
     python benchmarks/overhead.py [--rounds 100] [--small]
 
-On a CPU, everything in float32, so that what is timed is the work around the products. Steps: every way takes its turn
-in every round, in an order drawn anew, and is set against the bare step of the same round; medians over rounds, of wall
-time and of processor time, which a busy machine disturbs less. Tracing and compiling: processor seconds, the best of
-several, each of a function that JAX has not seen.
+Runs on a CPU with everything in float32, so that the differences are the work around the products. Steps: every round
+runs every way once, in random order, and divides its time by that of the bare step in the same round; the table has
+medians over rounds, of wall time and of processor time, which a busy machine disturbs less. Tracing and compiling:
+processor seconds, the best of several, each of a new function, which is not in JAX's caches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # what is timed is the host
+os.environ["JAX_PLATFORMS"] = "cpu"  # the host is measured
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ WAYS: dict[str, Callable[..., Step]] = {
 
 
 def dense_layers(count: int, width: int, batch: int) -> tuple[Any, Tree, Tree]:
-    """`count` layers of `width` with a bias each: (loss, params, batch)."""
+    """`count` dense layers of `width` with a bias each: (loss, params, batch)."""
 
     def loss(params, model_state, batch):
         x = batch
@@ -81,7 +81,7 @@ def dense_layers(count: int, width: int, batch: int) -> tuple[Any, Tree, Tree]:
 
 
 def timed(step: Any, state: Tree, batch: Tree, steps: int) -> tuple[np.ndarray, Tree]:
-    """(wall, processor) seconds of one step, the mean of `steps` in a row."""
+    """(wall, processor) seconds of one step, the mean of `steps` consecutive ones."""
     start = np.array([time.perf_counter(), time.process_time()])
     for _ in range(steps):
         state, loss = step(state, batch)
@@ -94,7 +94,7 @@ def step_times(results: Results, model: str, made: tuple[Any, Tree, Tree], round
     running: dict[str, tuple[Any, Tree]] = {}
     for how, make in WAYS.items():
         way = make(loss)
-        state = jax.tree.map(jnp.array, way.init(params, {}))  # fresh buffers: they are donated
+        state = jax.tree.map(jnp.array, way.init(params, {}))  # new buffers, because they are donated
         step = jax.jit(way.step, donate_argnums=0)
         running[how] = step, timed(step, state, batch, steps)[1]
     seconds: dict[str, list[np.ndarray]] = {how: [] for how in WAYS}
@@ -130,7 +130,7 @@ def growing(kind: str, count: int) -> tuple[Callable[..., Any], tuple[Tree, Tree
 
 
 def gradient(loss: Callable[..., Any]) -> Callable[..., Any]:
-    return jax.grad(lambda *args: loss(*args))  # a function that JAX has not seen
+    return jax.grad(lambda *args: loss(*args))  # a new function, not in JAX's caches
 
 
 def cast_gradient(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,7 +138,7 @@ def cast_gradient(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def trace_seconds(make: Callable[[], Callable[..., Any]], args: tuple[Any, ...], repeats: int) -> tuple[float, int]:
-    """Processor seconds of the best of several traces, each of a new function; and how many equations they have."""
+    """Processor seconds of the fastest of several traces, each of a new function, and their number of equations."""
     seconds, size = [], 0
     for _ in range(repeats):
         fn = make()
@@ -149,7 +149,7 @@ def trace_seconds(make: Callable[[], Callable[..., Any]], args: tuple[Any, ...],
 
 
 def growth(results: Results, kind: str, counts: list[int], compiled_up_to: int) -> None:
-    """Tracing and compiling, plain and under autocast, of models of growing size."""
+    """Measures tracing and compiling of models of growing size, plain and under autocast."""
     for count in counts:
         loss, args = growing(kind, count)
         row: dict[str, Any] = {"growing": kind, "count": count, "equations": 0}
@@ -165,7 +165,7 @@ def growth(results: Results, kind: str, counts: list[int], compiled_up_to: int) 
 
 
 def real_models(results: Results, names: list[str]) -> None:
-    """Tracing the gradients of real models, in seconds and in function calls, which no load on the machine changes."""
+    """Measures tracing of real models' gradients, in seconds and in function calls, which the load does not change."""
     for name in names:
         model, args = BY_NAME[name], abstract_example(BY_NAME[name])
         row: dict[str, Any] = {"model": name}

@@ -1,12 +1,13 @@
-"""Prints how right autocast is on the products that are no layers, beside the same layers by hand in 16 bits.
+"""Prints autocast's errors on programs with products that are not layers, beside mixed precision by hand.
 
     python benchmarks/products.py [--cases rotary_512 2 narrow] [--seeds 3] [--json FILE] [--before FILE] [--marked]
 
-Each case of `tests/product_cases.py` is a loss; its gradients' and its own relative errors against float64 are medians
-over seeds. "by hand" has the layers' dots and convolutions in 16 bits and everything else in float32. A case is marked
-that is not finite, whose gradient error is more than twice that by hand, or whose loss error is above 5e-3 (float16) or
-1e-2 (bfloat16). `--marked` adds autocast that is told which products are layers: what a planner can reach. `--before`
-shows the errors of an earlier run. Everything runs on the CPU; no figure needs a GPU.
+Each case of `tests/product_cases.py` is a loss; the relative errors of the loss and of its gradients against float64
+are medians over seeds. "by hand" computes the layers' dots and convolutions in 16 bits and everything else in float32.
+A case is marked if a value is not finite, if its gradient error is more than twice that by hand, or if its loss error
+is above 5e-3 (float16) or 1e-2 (bfloat16). `--marked` adds autocast that is told which products are layers, the best
+that a planner could reach. `--before` adds the errors of an earlier run. Everything runs on the CPU; no figure needs a
+GPU.
 """
 
 import argparse
@@ -57,7 +58,7 @@ def ratio(row: Row | None, how: str, dtype: str) -> float | None:
 
 
 def line(row: Row, before: Row | None, dtype: str) -> Row:
-    """What is shown of a row in one dtype, and of the same case in an earlier run."""
+    """The printed line of a row in one dtype, with the errors of the same case in an earlier run."""
     ours, hand = f"mixed_{dtype}", f"hand_{dtype}"
     return {
         "case": row["case"],
@@ -96,7 +97,7 @@ COLUMNS = {
 
 
 def chosen(names: list[str]) -> list[Case]:
-    """The cases of those names and classes; all for none."""
+    """The cases of these names and classes; all cases if there are none."""
     unknown = set(names) - {case.name for case in CASES} - {str(case.group) for case in CASES}
     if unknown:
         raise SystemExit(
@@ -113,7 +114,7 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--before", type=pathlib.Path, help="the JSON file of an earlier run")
     options = parser.parse_args()
-    # Infinities are what is measured.
+    # Overflows are among the results, so that their warnings are suppressed.
     warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning)
     before = json.loads(options.before.read_text())["rows"] if options.before else []
     earlier = {row["case"]: row for row in before}

@@ -1,20 +1,20 @@
-"""How many samples a second does each model train on, in each precision, beside Flax's own and beside torch.amp?
+"""How many samples per second does each model train on in each precision, beside Flax's and torch's mixed precision?
 
     python benchmarks/throughput.py --models resnet50 [--cases 'float*' 'torch*'] [--minutes 9] [--out results]
     python benchmarks/throughput.py --small                # tiny models, on a CPU too, to see that it works
 
-Whole training steps on one GPU: forward, backward, loss scale, optimizer; synthetic data that is on the device, state
-donated. Convolutional nets are NHWC here and channels last in torch. Every case is compiled, warmed up and run for some
-seconds in several repetitions; rows are written as they come, and a case for which no time is left is said to be left
-out. Share of peak: FLOPs of all dots and convolutions over the time, relative to the rate of an 8192x8192 float16
-product on the same card. Where torch is not installed, its cases are left out, and that is said.
+Times whole training steps on one GPU: forward, backward, loss scale, optimizer; the data are synthetic and on the
+device, the state is donated. Convolutional nets are NHWC in JAX and channels last in torch. Every case is compiled,
+warmed up and run for some seconds in several repetitions; each row is written when it is measured. Share of peak: FLOPs
+of all dots and convolutions divided by the time, relative to the rate of an 8192x8192 float16 product on the same GPU.
+Cases for which no time is left, and torch's where torch is not installed, are left out with a message.
 """
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # the other half is for torch, in the same process
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # leaves half to torch, which runs in the same process
 
 import fnmatch
 import gc
@@ -63,7 +63,7 @@ def loss_of(workload: models.Workload, dtype: Any = None) -> _peers.Loss:
 
 
 def jax_step(workload: models.Workload, case: str) -> _peers.Step:
-    """The step of a case that runs in JAX: float32 and TF32 with the optimizer as it is, the rest with a loss scale."""
+    """The step of a case that runs in JAX: float16 has a loss scale, mixed_bfloat16 only the check for overflow."""
     tx = workload.optimizer()
     if case in ("float32", "tensorfloat32"):
         return _peers.ours_without_scale(loss_of(workload), case, tx)
@@ -94,7 +94,7 @@ def torch_stepper(workload: models.Workload, case: str, small: bool) -> Any:
 
 
 def release() -> None:
-    """Frees what the last case held on the device."""
+    """Frees the last case's memory on the device."""
     gc.collect()
     jax.clear_caches()
     if importlib.util.find_spec("torch"):
@@ -111,7 +111,7 @@ def step_flops(workload: models.Workload) -> int:
 
 
 def measure(workload: models.Workload, case: str, variables: tuple[Tree, Tree], small: bool, seconds: float) -> Row:
-    """One row: times, memory, losses. `variables` are what `workload.init` gave, on the host."""
+    """One row: times, memory, losses. `variables` is the result of `workload.init`, on the host."""
     if case.startswith("torch"):
         stepper = torch_stepper(workload, case, small)
     else:
@@ -133,7 +133,7 @@ def measure(workload: models.Workload, case: str, variables: tuple[Tree, Tree], 
 
 
 def completed(rows: Sequence[Row], peak: float) -> list[Row]:
-    """The rows with what only all of a model's rows tell: speed-ups, and the ratio to torch.compile."""
+    """The rows with figures that compare rows of one model: the speed-ups, and the ratio to torch.compile."""
     seconds = {(row["model"], row["case"]): row.get("step_seconds") for row in rows}
 
     def ratio(before: float | None, after: float | None) -> float | None:
@@ -174,7 +174,7 @@ def run_model(results: Results, name: str, options: Any, deadline: float, peak: 
         else:
             try:
                 row = measure(workload, case, variables, options.small, options.seconds)
-            except Exception as error:  # of memory, say: the other cases can still be measured
+            except Exception as error:  # out of memory, for one: the other cases can still be measured
                 row = {"left_out": f"{type(error).__name__}: {str(error)[:300]}"}
             results.add("throughput", about | row)
             release()
@@ -200,7 +200,7 @@ COLUMNS: dict[str, str | Callable[[Any], str]] = {
 
 
 def draw(rows: Sequence[Row]) -> Callable[[Any], None]:
-    """Bars of samples per second over strict float32 in JAX, a group for each model."""
+    """Draws bars of samples per second divided by those of strict float32 in JAX, a group for each model."""
 
     def on(figure: Any) -> None:
         axes = figure.subplots()

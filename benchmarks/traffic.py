@@ -2,8 +2,8 @@
 
     python benchmarks/traffic.py [--models mlp resnet50] [--small]
 
-Bytes moved, kernels, sums in 16 bits, copies and temporary memory of an optimizer step and of whole training steps,
-read from modules compiled for an H200 (`.[gpu-report]`). Deterministic; nothing runs on a GPU, and no figure is a time.
+Reads bytes moved, kernels, sums in 16 bits, copies and temporary memory of an optimizer step and of whole training
+steps from modules compiled for an H200 (`.[gpu-report]`). Deterministic; nothing runs on a GPU, no figure is a time.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ TRAINING_STEPS: dict[str, Callable[[Callable[..., Loss]], Step]] = {
 }
 
 
-# Those of a small run.
+# The ways that a small run measures.
 FEW_WAYS = (
     "TF32",
     "Flax float16, DynamicScale",
@@ -88,7 +88,7 @@ FEW_WAYS = (
 
 
 def strict(step: Step) -> Step:
-    """The same with float32 products in full precision: no TF32."""
+    """The step with float32 products in full precision: no TF32."""
     return step._replace(step=jax.default_matmul_precision("highest")(step.step))
 
 
@@ -113,7 +113,8 @@ def measure(step: Step, params: Any, model_state: Any, batch: Any) -> dict[str, 
 def optimizer_steps(results: Results, case: Case) -> None:
     params, _, _ = case.shapes()
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    # Fewer bytes a gradient say the same of any model; what grows with the leaves is the number of kernels.
+    # float16 gradients of one model are enough: they save as many bytes per parameter in any model, and the number of
+    # kernels, which grows with the leaves, is measured with float32 gradients.
     for dtype in (jnp.float32, f16) if case.name == "mlp" else (jnp.float32,):
         grads = jax.tree.map(lambda p, dtype=dtype: jax.ShapeDtypeStruct(p.shape, dtype), params)
         for how, make in OPTIMIZER_STEPS.items():
@@ -140,7 +141,7 @@ def count(value: float) -> str:
 
 
 def arithmetic(shares: dict[str, float]) -> str:
-    """Where the FLOPs of products run, the larger shares first."""
+    """The units on which the FLOPs of products run, with their shares, the largest first."""
     ranked = sorted(shares.items(), key=lambda item: -item[1])
     return ", ".join(unit if share > 0.995 else f"{unit} {share:.0%}" for unit, share in ranked)
 
@@ -187,7 +188,7 @@ def bars(axes: Any, rows: list[dict[str, Any]], values: list[float], title: str,
 
 
 def draw(results: Results) -> None:
-    """One plot of the training steps and one of the optimizer steps."""
+    """Draws one plot of the training steps and one of the optimizer steps."""
     for table, panels, columns in (("training step", panel_of_training, 1), ("optimizer step", panels_of_optimizer, 2)):
         models = by_model(results, table)
 

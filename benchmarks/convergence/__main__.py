@@ -5,8 +5,8 @@
     python -m benchmarks.convergence --quick              three short rows, two seeds: two minutes
 
 Run from the root of a checkout with the `examples` extra. Runs that the file of results already has are not repeated,
-so that a run that was cut short goes on; runs of an application whose code has changed since are. Ends with
-tables and a figure of loss curves.
+so that an interrupted suite continues; runs of an application whose code has changed since are repeated. At the end it
+prints tables and draws a figure of loss curves.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from ._training import gradients_lost, trainer
 
 
 def main(argv: list[str] | None = None) -> _store.Store:
-    """Reads the arguments, trains what is missing, prints the table and draws the figure."""
+    """Reads the arguments, runs what is missing, prints the tables and draws the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the short form that CI runs")
     parser.add_argument("--only", nargs="*", default=[], help="applications whose name contains one of these words")

@@ -1,7 +1,7 @@
-"""What an application of the convergence suite is, and the ways in which each is trained.
+"""The types of the convergence suite: an application, and a precision in which it is trained.
 
-Decides what differs between the rows of one application: the policy, the loss scale and how 16-bit parameters are
-updated, nothing else. Does not train; see `_training.py`.
+Decides what differs between the rows of one application: only the policy, the loss scale and how 16-bit parameters are
+updated. Does not train; see `_training.py`.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ class Player:
     Attributes:
       init: variables `{"params": ..., other collections ...}` from a key, in float32.
       loss: `loss(variables of each player, batch, key)` -> the mean loss, float32 `[]`, and the new values of this
-        player's other collections, `{}` if it has none. Written without a word about precision.
+        player's other collections, `{}` if it has none. Says nothing about precision.
       optimizer: an ordinary optax transformation, the same for every policy.
     """
 
@@ -43,7 +43,7 @@ class Application:
       resolution: the smallest difference of the metric that means anything, such as one test image. Two policies
         closer than this are equal whatever the seeds say.
       steps: training steps.
-      players: trained in turn within a step, each seeing what the ones before it just became.
+      players: trained in turn within a step, each with the updated parameters of the players before it.
       batches: `batches(seed)` -> training batches without end, the same for every policy.
       evaluate: the metric of the trained variables of each player, in float32 on held-out data.
     """
@@ -75,18 +75,18 @@ class Precision:
     update: Callable[[optax.GradientTransformation], optax.GradientTransformation] = lambda optimizer: optimizer
 
     def optimizer(self, inner: optax.GradientTransformation) -> optax.GradientTransformation:
-        """`inner` as this way runs it."""
+        """Returns `inner` with this precision's loss scale and update."""
         # Runs here take hundreds of steps; the default would wait 2,000 before it tries a larger scale.
         loss_scale = jmp.DynamicLossScale(growth_interval=100) if self.scaled else jmp.NoOpLossScale()
         return jmp.with_loss_scale(self.update(inner), loss_scale)
 
     def seeds(self, n: int) -> int:
-        """How many seeds run where others run `n`: the reference's spread is what all are measured by."""
+        """The number of seeds where others run `n`; the reference runs more, because its spread judges all others."""
         return n + 2 if self.name == REFERENCE.name else n
 
 
 def everything_stochastic(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Parameters and the optimizer's state in bfloat16."""
+    """Stochastic rounding of bfloat16 parameters and of the optimizer's state."""
     return jmp.with_stochastic_rounding(jmp.with_low_precision_state(inner))
 
 

@@ -23,9 +23,9 @@ def summaries(store: Store, application: Application, precisions: Sequence[Preci
 
 
 def show_tables(store: Store, applications: Sequence[Application], precisions: Sequence[Precision], seeds: int) -> None:
-    """Prints the verdicts of all applications side by side, what float16 loses of each, and a table for each.
+    """Prints a table of all verdicts, one of the gradients that float16 loses, and a table for each application.
 
-    Those of which no precision has all its runs yet are left out.
+    Applications of which no precision has all its runs yet are left out.
     """
     judged = [(each, rows) for each in applications if (rows := summaries(store, each, precisions, seeds))]
     _show_verdicts(judged, precisions)
@@ -51,7 +51,7 @@ def _cell(row: Summary) -> str:
 
 
 def _show_lost(store: Store, applications: Sequence[Application]) -> None:
-    """Of each network, a GAN has two."""
+    """One row for each network; a GAN has two."""
     rows = [
         {"application": application.name, **part} for application in applications for part in store.lost(application)
     ]

@@ -29,7 +29,7 @@ MODULES = (
     compression,
 )
 
-# The short form: convolutions without normalisation and with, and embeddings; in the two mixed precisions.
+# `--quick`: convolutions without and with normalisation, and embeddings, in the two mixed precisions.
 QUICK = ("classification, VGG", "classification, ResNet", "recommendation, NeuMF")
 QUICK_PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 

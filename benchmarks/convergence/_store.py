@@ -1,6 +1,7 @@
-"""The file of results, `convergence.json`: written whole after each run, so that a suite cut short goes on from there.
+"""The file of results, `convergence.json`: rewritten after each run, so that an interrupted suite continues from there.
 
-Decides when a run may be kept: the same application, precision and seed, and the same source of the application.
+Decides when a stored run is still valid: for the same application, precision and seed, and the same source of the
+application.
 """
 
 import datetime
@@ -28,7 +29,7 @@ class Store:
         self.content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"applications": {}}
 
     def has(self, application: Application, precision: Precision, seed: int) -> bool:
-        """Whether this run is here, of the application as it is now."""
+        """Whether the file has this run, of the application's present source."""
         return seed < len(self.runs(application, precision))
 
     def runs(self, application: Application, precision: Precision) -> list[Any]:
@@ -36,23 +37,23 @@ class Store:
         return self._kept(application).get("runs", {}).get(precision.name, [])
 
     def lost(self, application: Application) -> list[dict[str, float]]:
-        """What `gradients_lost` found, a player each."""
+        """The stored results of `gradients_lost`, one for each player."""
         return self._kept(application).get("gradients_lost", [])
 
     def add(self, application: Application, precision: Precision, seed: int, record: dict[str, Any]) -> None:
-        """Keeps a run, the next of its row."""
+        """Stores a run as the next seed of its row."""
         runs = self._of(application)["runs"].setdefault(precision.name, [])
         assert len(runs) == seed
         runs.append(record)
         self._write()
 
     def add_lost(self, application: Application, lost: list[dict[str, float]]) -> None:
-        """Keeps what `gradients_lost` found."""
+        """Stores the results of `gradients_lost`."""
         self._of(application)["gradients_lost"] = lost
         self._write()
 
     def _kept(self, application: Application) -> dict[str, Any]:
-        """What the file has of this application as it is now; empty if it has nothing."""
+        """The file's entry for the application's present source; empty if there is none."""
         kept = self.content["applications"].get(application.name, {})
         return kept if kept.get("source") == source(application) else {}
 

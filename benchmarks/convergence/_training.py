@@ -1,6 +1,6 @@
-"""Trains one application in one precision from one seed, and says what came of it.
+"""Trains one application in one precision from one seed, and returns the measurements.
 
-The order of operations in a step is in `make_step`. Decides nothing about any application.
+The order of operations in a step is in `make_step`. Holds nothing that is particular to an application.
 """
 
 import functools
@@ -63,7 +63,7 @@ def first_states(application: Application, precision: Precision, optimizers: Any
 
 
 class Run(NamedTuple):
-    """What a training run leaves: what is kept of it, its last states, and the batches that it did not see."""
+    """The result of a training run: the record that is stored, its last states, and the batches that follow."""
 
     record: dict[str, Any]
     states: tuple[Any, ...]
@@ -100,8 +100,8 @@ def trainer(application: Application, precision: Precision) -> Callable[[int], R
 def gradients_lost(application: Application, run: Run) -> list[dict[str, float]]:
     """For each player, the share of activation gradients that float16 turns into zero, without and with a loss scale.
 
-    Those of the next batch after a run in float32, when gradients are small, in percent. The scale is what
-    `suggest_loss_scale` proposes.
+    In percent, for the next batch after a run in float32, when gradients are small. The scale is that of
+    `suggest_loss_scale`.
     """
     batch, lost = next(run.batches), []
     for number, (player, state) in enumerate(zip(application.players, run.states, strict=True)):
@@ -126,7 +126,7 @@ def gradients_lost(application: Application, run: Run) -> list[dict[str, float]]
 
 
 def wide_variables(state: flax_bridge.TrainState) -> Variables:
-    """The variables to evaluate, float32: from the masters where there are some."""
+    """The variables to evaluate, float32: the master parameters if there are any."""
     params = state.params
     if any(isinstance(leaf, jmp.MasterWeightsState) for leaf in _nodes(state.opt_state)):
         params = jmp.master_params(state.opt_state)
@@ -142,7 +142,7 @@ def _variables(state: flax_bridge.TrainState) -> Variables:
 
 
 def _curve(losses: np.ndarray) -> list[list[float | None]]:
-    """Means of equal stretches of each player's losses, to five digits; `None` where not finite."""
+    """Each player's losses as means over equal intervals, to five digits; `None` where not finite."""
     stretches = np.array_split(losses, min(CURVE_POINTS, len(losses)))
     means = np.stack([stretch.mean(0) for stretch in stretches], axis=1)
     return [[float(f"{value:.5g}") if math.isfinite(value) else None for value in player] for player in means]

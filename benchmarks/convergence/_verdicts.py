@@ -1,14 +1,14 @@
-"""What the runs of an application say, by a rule stated beforehand.
+"""Judges the runs of an application by a rule stated beforehand.
 
 Decides when a precision matches float32. The rule compares means over seeds. With m seeds in float32, s their standard
-deviation, n seeds of the other, and t the 97.5 % quantile of Student's distribution with m - 1 degrees of freedom, the
-difference that chance explains is t s sqrt(1 / n + 1 / m), at least the metric's resolution: where the mean of n more
-runs in float32 would be found. How far the other's seeds spread does not excuse it.
+deviation, n seeds of the other precision, and t the 97.5 % quantile of Student's distribution with m - 1 degrees of
+freedom, the margin, the difference that chance explains, is t s sqrt(1 / n + 1 / m), at least the metric's resolution:
+the mean of n more runs in float32 would be within it. The spread of the other precision's seeds does not widen it.
 
-- `matches`: the mean is not worse than float32's by more than that;
-- `worse`: it is;
-- `fails`: no number came out, the parameters never moved, or less than half of what float32 learned was learned, as
-  measured by the training loss.
+- `matches`: the mean is not worse than float32's by more than the margin;
+- `worse`: the mean is worse than float32's by more than the margin;
+- `fails`: the metric or the final loss is not finite, the parameters never changed, or the training loss fell by less
+  than half of its decrease in float32.
 """
 
 import enum
@@ -23,7 +23,7 @@ from ._application import Application
 
 
 class Verdict(enum.StrEnum):
-    """How a precision did beside float32."""
+    """The verdict on a precision, relative to float32."""
 
     MATCHES = "matches"
     WORSE = "worse"
@@ -31,14 +31,14 @@ class Verdict(enum.StrEnum):
 
 
 class Summary(NamedTuple):
-    """A row of the table.
+    """The figures of one precision: a row of the table.
 
     Attributes:
       mean, deviation: of the metric over seeds; `deviation` has n - 1 in its denominator. NaN if a run gave no number.
-      gap: the final training loss less float32's, as a share of what float32 took off the initial loss; None for
-        several players, whose losses rest on each other. Final is the mean of the last tenth.
+      gap: the final training loss minus float32's, as a share of the decrease of the loss in float32; None for several
+        players, whose losses depend on each other. The final loss is the mean of the last tenth of the steps.
       skipped: skipped steps of each seed, all players.
-      scales: where each player's loss scale settled, the first seed's.
+      scales: each player's loss scale at the end, of the first seed.
       margin: the difference that chance explains.
       verdict: by the rule above.
     """

@@ -1,4 +1,4 @@
-"""The models that benchmarks train: as anyone writes them in Flax, in float32, and knowing nothing of this library.
+"""The models that benchmarks train, in plain Flax: written in float32, without this library.
 
 workload = make("resnet50")                   # or make("resnet50", tiny=True), make("gpt2", batch_size=8)
 params, model_state = workload.init(jax.random.key(0))

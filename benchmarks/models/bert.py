@@ -16,7 +16,7 @@ MASK = 103
 
 
 class Layer(nn.Module):
-    """`[batch, length, width]` to the same: self-attention and a feed-forward network, each normalised afterwards."""
+    """A post-norm block on `[batch, length, width]`: self-attention and a feed-forward network."""
 
     heads: int
     dropout: float
@@ -62,7 +62,7 @@ class BERT(nn.Module):
 
 
 def masked_text(length: int, vocabulary: int):
-    """Batches of `{"inputs", "labels": int32, "weights": float32}`, all `[size, length]`: 15 % are to be guessed."""
+    """Batches of `{"inputs", "labels": int32, "weights": float32}`, all `[size, length]`; 15 % are masked."""
 
     def make(rng: np.random.Generator, size: int) -> Tree:
         text = rng.integers(1, vocabulary, size=(size, length), dtype=np.int32)
@@ -80,7 +80,7 @@ def masked_cross_entropy(outputs: jax.Array, batch: Tree) -> jax.Array:
 
 
 def bert_base(vocabulary=30528, layers=12, width=768, heads=12, length=512, dropout=0.0, batch_size=64) -> Workload:
-    """The published vocabulary of 30,522 padded to a multiple of 8."""
+    """The published sizes, with the vocabulary of 30,522 padded to a multiple of 8."""
     return Workload(
         "bert_base",
         lambda dtype: BERT(vocabulary, layers, width, heads, length, dropout, dtype),

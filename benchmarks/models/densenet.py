@@ -1,4 +1,4 @@
-"""DenseNet-121: a layer reads all earlier ones of its block (Huang et al., Densely Connected Networks, CVPR 2017)."""
+"""DenseNet-121: a layer reads all earlier ones in its block (Huang et al., Densely Connected Networks, CVPR 2017)."""
 
 import functools
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from .workload import Workload, cross_entropy, images, momentum
 
 
 class DenseLayer(nn.Module):
-    """`[batch, h, w, c]` to `[batch, h, w, c + growth]`: the input with `growth` new channels behind it."""
+    """`[batch, h, w, c]` to `[batch, h, w, c + growth]`: the input and `growth` new channels after it."""
 
     growth: int
     dtype: Any = None

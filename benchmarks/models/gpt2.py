@@ -12,9 +12,9 @@ from .workload import Workload, adamw, cross_entropy, tokens
 
 
 class Block(nn.Module):
-    """`[batch, length, width]` to the same: causal self-attention and a feed-forward network on normalised inputs.
+    """A pre-norm block on `[batch, length, width]`: causal self-attention and a feed-forward network.
 
-    `fused`: with this library's attention, which needs no mask.
+    `fused` uses this library's attention, which needs no mask.
     """
 
     heads: int
@@ -55,7 +55,8 @@ class _Step(nn.Module):
 class GPT2(nn.Module):
     """`[batch, length]` tokens to `[batch, length, vocabulary]` logits; the output layer is the embedding's.
 
-    `scanned`: one loop over all layers, each recomputed in the backward pass, as large models are trained; `fused` too.
+    `scanned` runs all layers in one scan and rematerializes each in the backward pass, as is done for large models, and
+    uses this library's attention as `fused` does.
     """
 
     vocabulary: int = 50304
@@ -97,7 +98,7 @@ def gpt2(
     fused=False,
     scanned=False,
 ) -> Workload:
-    """The published vocabulary of 50,257 padded to a multiple of 64."""
+    """The published sizes, with the vocabulary of 50,257 padded to a multiple of 64."""
     return Workload(
         "gpt2",
         lambda dtype: GPT2(vocabulary, layers, width, heads, length, dropout, dtype, fused, scanned),

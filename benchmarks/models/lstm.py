@@ -32,7 +32,7 @@ def clipped_sgd() -> optax.GradientTransformation:
 
 
 def lstm(vocabulary=10000, layers=2, width=1536, length=64, dropout=0.0, batch_size=256) -> Workload:
-    """The published width of 1,500 padded, to be a multiple of 8."""
+    """The published sizes, with the width of 1,500 padded to a multiple of 8."""
     return Workload(
         "lstm",
         lambda dtype: LSTM(vocabulary, layers, width, dropout, dtype),

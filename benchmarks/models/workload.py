@@ -1,7 +1,7 @@
-"""`Workload`: a model with the batch, the loss and the optimizer that one trains it with.
+"""`Workload`: a model with the batch, the loss and the optimizer with which it is trained.
 
-Decides what a benchmark may ask of a model. Models are written in float32 and know nothing of this library; `dtype` is
-what Flax's own layers take, for the comparison with its mixed precision.
+Decides what a benchmark may ask of a model. Models are written in float32, without this library; `dtype` is passed to
+Flax's own layers, for the comparison with Flax's mixed precision.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ class Workload:
       module: `dtype -> nn.Module`, called as `module(inputs, train=True)`; `None` computes in float32.
       make_batch: `(generator, size) -> {"inputs": ..., ...}`, NumPy arrays with `size` examples.
       loss: `(outputs, batch) -> []`, the mean loss; outputs are float32.
-      optimizer: one that the model is trained with.
-      batch_size: how many examples fill an H200.
-      unit: what an example is called.
+      optimizer: an optimizer with which the model is trained.
+      batch_size: the number of examples that fills an H200.
+      unit: the name of an example.
     """
 
     name: str
