@@ -3,7 +3,7 @@
     python benchmarks/products.py [--cases rotary_512 2 narrow] [--seeds 3] [--json FILE] [--before FILE] [--marked]
 
 Each case of `tests/product_cases.py` is a loss; the relative errors of the loss and of its gradients against float64
-are medians over seeds. "by hand" computes the layers' dots and convolutions in 16 bits and everything else in float32.
+are medians over seeds. "by hand" computes the layers, biases included, in 16 bits and everything else in float32.
 A case is marked if a value is not finite, if its gradient error is more than twice that by hand, or if its loss error
 is above 5e-3 (float16) or 1e-2 (bfloat16). `--marked` adds autocast that is told which products are layers, the best
 that a planner could reach. `--before` adds the errors of an earlier run. Everything runs on the CPU; no figure needs a
