@@ -1,4 +1,4 @@
-"""The training steps that bounds on bytes are stated for, each beside the same step written by hand.
+"""The training steps for which bounds on bytes are stated, each beside the same step written by hand.
 
 Six dense layers of 1024 with bias, gelu between them, a mean squared error over a batch of 512, Adam, a dynamic loss
 scale; and the gradients of a CNN and of a Transformer from the battery at a size that fills a GPU.
@@ -118,7 +118,7 @@ def flax_step(loss):
 
 
 def flax_state(params: Tree) -> Tree:
-    """Shapes of `flax_step`'s state; its counters as arrays, for as Python scalars they compile twice."""
+    """Shapes of `flax_step`'s state. Its counters are arrays; with Python scalars the step compiles twice."""
     scale = DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(2.0**15))  # pyright: ignore[reportArgumentType]
     return params, jax.eval_shape(OPTIMIZER.init, params), scale
 
@@ -127,7 +127,7 @@ SCALED_OPTIMIZER = jmp.with_loss_scale(optax.adam(1e-3))
 
 
 def our_step(loss, policy):
-    """`((params, opt_state), batch) -> (the same, loss)`: the step a user of this library writes."""
+    """`((params, opt_state), batch) -> (the same, loss)`: the step as a user of this library writes it."""
     differentiate = jmp.value_and_grad(loss, policy)
 
     def step(state, batch):
@@ -148,7 +148,7 @@ def plain_state(params: Tree) -> Tree:
 
 
 def needless_casts(fn, *args) -> list[str]:
-    """Equations that narrow what was just widened from that dtype: two casts for nothing."""
+    """Casts that undo the cast of their operand: both are needless."""
     found = []
 
     def visit(jaxpr):

@@ -1,4 +1,4 @@
-"""Battery rows of dense layers: Linen and NNX MLPs, targets float16 cannot hold, the losses of optax."""
+"""Battery rows of dense layers: Linen and NNX MLPs, targets that float16 cannot hold, the losses of optax."""
 
 from typing import Any
 
@@ -82,7 +82,7 @@ def sequences(size, rng):
 
 
 def ctc(out, batch):
-    """Kept whole in float32: the loss multiplies log-likelihoods with one-hot masks, and -40 has no digits to spare."""
+    """The CTC loss in float32: it multiplies log-likelihoods of about -40, which 16 bits round, by one-hot masks."""
     loss = full_precision(optax.ctc_loss)
     return loss(wide(out), jnp.zeros(out.shape[:2]), batch["label"], batch["padding"]).mean()
 
@@ -103,7 +103,7 @@ LOSSES = {
     "log_cosh": lambda o, b: optax.log_cosh(wide(o), b["y"]).mean(),
     "cosine": lambda o, b: optax.cosine_distance(wide(o), b["y"], epsilon=1e-6).mean(),
     "kl": lambda o, b: optax.kl_divergence(jax.nn.log_softmax(wide(o)), jax.nn.softmax(b["y"])).mean(),
-    # Large logits: an absolute rounding there is a relative one of the probabilities.
+    # Large logits: an absolute error of a logit is a relative error of its probability.
     "sharp_labels": lambda o, b: optax.softmax_cross_entropy_with_integer_labels(16 * wide(o), b["label"]).mean(),
 }
 
@@ -112,7 +112,7 @@ ROWS = [
     Row("nnx_mlp", nnx_mlp, flax16=True, fast=True),
     Row("targets_1e5", mlp(squared_error, far_regression), flax16=True, scale=2.0**-4),
     *(Row(f"optax_{name}", mlp(head, labelled), flax16=True) for name, head in LOSSES.items()),
-    # The slope jumps where a margin crosses one.
+    # The derivative jumps where a margin crosses one.
     Row(
         "optax_hinge",
         mlp(lambda o, b: optax.hinge_loss(wide(o), 2 * b["binary"] - 1).mean(), labelled),

@@ -1,4 +1,4 @@
-"""The battery: every model that autocast is tested on, and the seeds and sizes it is tested with."""
+"""The battery: every model on which autocast is tested, with the seeds and sizes of the tests."""
 
 import battery_dense
 import battery_images
@@ -12,8 +12,8 @@ from battery_row import Size as Size
 ROWS = [*battery_dense.ROWS, *battery_images.ROWS, *battery_sequences.ROWS, *battery_plain.ROWS]
 BY_NAME = {row.name: row for row in ROWS}
 
-# Both dtypes take one path through the planner; in bfloat16 nothing overflows and roundings are larger. Rows run in it
-# whose numbers are large, or whose roundings add up: a loss, a mask or a loop that stands for others does so once.
+# The rows that also run in bfloat16: those with large numbers, and those whose roundings add up. The planner treats
+# both dtypes alike, but bfloat16 rounds more and does not overflow. Of similar losses, masks or loops one is enough.
 IN_BFLOAT16 = {
     "mlp", "targets_1e5", "optax_ctc", "cnn_batchnorm", "resnet", "unet", "gan_gradient_penalty", "gru", "transformer",
     "transformer_block", "transformer_scan_remat", "mask_literal_1e9", "rmsnorm_large", "rotary", "experts",

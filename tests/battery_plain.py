@@ -1,7 +1,7 @@
 """Battery rows in plain JAX: einsum, second derivatives, implicit differentiation, FFT, linear algebra, loops.
 
-`SOLVERS` are loops that end on a tolerance, and return how often they ran. `UNCHANGED` are programs in float64 or
-complex numbers, which no policy touches.
+`SOLVERS` are loops that end at a tolerance, and return their number of iterations. `UNCHANGED` are programs in float64
+or complex numbers, which no policy changes.
 """
 
 import jax
@@ -30,7 +30,7 @@ def pairs(size, rng):
 
 def plain(loss, batch=pairs, params=dense_params, grads=None):
     def make(size, dtype):
-        del dtype  # plain JAX has one dtype, that of its arguments
+        del dtype  # plain JAX computes in the dtype of its arguments
         return Program(lambda rng: batch(size, rng), lambda key, _: params(size, key), loss, grads)
 
     return make
@@ -71,7 +71,7 @@ def fused_attention(params, batch):
 def our_attention(params, batch):
     shape = (*batch["x"].shape[:-1], 4, batch["x"].shape[-1] // 4)
     q, k, v = ((batch["x"] @ params[name]).reshape(shape) for name in ("w0", "w1", "w2"))
-    attend = jax.nn.dot_product_attention if q.dtype == jnp.float64 else dot_product_attention  # the oracle is JAX's
+    attend = jax.nn.dot_product_attention if q.dtype == jnp.float64 else dot_product_attention  # JAX's, in float64
     return jnp.mean((attend(q, k, v, is_causal=True).reshape(batch["x"].shape) - batch["y"]) ** 2)
 
 
@@ -204,7 +204,7 @@ straight_through.defvjp(lambda x: (jnp.round(x), None), lambda _, g: (jnp.clip(g
 
 
 def quantised(params, batch):
-    """Straight-through rounding, a `custom_vjp` whose rule no derivation would give."""
+    """Straight-through rounding: a `custom_vjp` whose rule is not the derivative."""
     h = jax.nn.softplus(batch["x"] @ params["w0"] + params["b0"])
     return jnp.mean((straight_through(4 * h) / 4 @ params["w1"] - batch["y"]) ** 2)
 

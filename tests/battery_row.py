@@ -1,7 +1,7 @@
-"""What one row of the battery is: a model, its loss, its data, and how it is differentiated.
+"""The type of a row of the battery: a model, its loss, its data, and how it is differentiated.
 
 The models are in `battery_images.py`, `battery_sequences.py` and `battery_plain.py`; `battery_models.py` lists them.
-What is measured on them is in `battery_tools.py`.
+`battery_tools.py` measures them.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ Loss = Callable[[Tree, Tree], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """How large the models of one run are; all multiples of 8, so that Tensor Cores take them."""
+    """The sizes of the models in one run; all are multiples of 8, as Tensor Cores need."""
 
     batch: int
     width: int
@@ -42,8 +42,8 @@ class Program(NamedTuple):
     batch: `rng -> batch`, NumPy arrays and keys.
     init: `(key, batch) -> params`, float32.
     loss: `(params, batch) -> scalar`.
-    grads: `scale -> ((params, batch) -> gradients of the scaled loss)`, where that is more than the loss's gradient:
-        two players, microbatches.
+    grads: `scale -> ((params, batch) -> gradients of the scaled loss)`, for models whose gradient is not that of
+        `loss`: two players, microbatches.
     """
 
     batch: Callable[[np.random.Generator], Tree]
@@ -61,11 +61,11 @@ class Row:
         float16, the way Flax documents; float64 is for the oracle.
     flax16: whether Flax can write the model in 16 bits.
     scale: the power of two the loss is multiplied by before a float16 backward pass, for both sides of a comparison.
-    oracle: the dtype of the reference; float32 where random bits depend on the width (dropout under x64 draws others).
+    oracle: the dtype of the reference; float32 where random bits depend on the dtype (dropout under x64 draws others).
     float32_dots: why the compiled module may hold float32 dots; empty where none is allowed.
-    slack: by how much the error in 16 bits may exceed the tolerance, where relu or pooling choose otherwise after a
-        rounding; such an error is a jump, the same for Flax.
-    seeds: how many the comparison with Flax takes its median over; more where such jumps make it rough.
+    slack: the factor by which the error in 16 bits may exceed the tolerance, where a rounding changes the choice of a
+        relu or of pooling; such an error is a jump, for Flax too.
+    seeds: the number of seeds in the median that is compared with Flax; more where such jumps make it noisy.
     fast: whether the fast tier runs it.
     """
 
@@ -92,22 +92,22 @@ class Row:
 
 
 def layer_dtypes(dtype) -> dict[str, Any]:
-    """Keywords for a Flax layer. In float64 parameters are declared so too: `nn.RNN` starts its carry in that dtype."""
+    """Keywords for a Flax layer. In float64 `param_dtype` is float64, too, because `nn.RNN` starts its carry in it."""
     if dtype is None:
         return {}
     return {"dtype": dtype, "param_dtype": dtype} if dtype == jnp.float64 else {"dtype": dtype}
 
 
 def wide(x: jax.Array) -> jax.Array:
-    """`x` in at least float32: what every Flax example does to its logits. Leaves no equation when `x` is float32."""
+    """`x` in at least float32, as Flax's examples cast their logits. Adds no equation if `x` is float32."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def linen(model_of, batch_of, head, *, call=None) -> Callable[[Size, Any], Program]:
     """A Linen row: `model_of(size, layer keywords)`, `batch_of(size, rng)`, `head(outputs, batch) -> scalar`.
 
-    The model sees `batch["x"]`; `call(model, batch)` replaces that where it takes more. BatchNorm runs in training
-    mode, its running statistics dropped: the loss is what is differentiated.
+    The model is called with `batch["x"]`, or by `call(model, batch)` if it needs other arguments. BatchNorm runs in
+    training mode, and its new running statistics are dropped.
     """
     call = call or (lambda model, batch: model(batch["x"]))
 

@@ -73,7 +73,7 @@ class Block(nn.Module):
 
 
 class Carried(nn.Module):
-    """`Block` in the shape `nn.scan` wants."""
+    """`Block` with the signature that `nn.scan` requires."""
 
     kw: dict[str, Any]
     remat: bool
@@ -114,7 +114,7 @@ def transformer(layers, dropout=0.0, depth=None):
         return tokens(size, rng) | key
 
     def model(size, kw):
-        # Flax in another dtype, as in the reference, has Flax's own attention.
+        # In another dtype, as in the reference, Flax's own attention is used.
         form = "loop" if layers == "fused" and kw else layers
         return Transformer(size.width, depth or size.layers, kw, dropout, form)
 

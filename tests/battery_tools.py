@@ -1,7 +1,7 @@
-"""Measures the battery: gradients against a float64 oracle, and what a compiler for an H200 makes of them.
+"""Measures the battery: errors of gradients against float64, and the figures of their program compiled for an H200.
 
-A program is named by `how` it computes: "float32" as written, "float64" the oracle, "flax_float16" with the model's
-layers in that dtype, "mixed_float16" under autocast; likewise for bfloat16.
+`how` names the way in which a program computes: "float32" as written, "float64" the reference, "flax_float16" with the
+model's layers in that dtype, "mixed_float16" under autocast; likewise for bfloat16.
 """
 
 import functools
@@ -30,7 +30,7 @@ Leaves = Mapping[str, np.ndarray]
 HALVES = ("float16", "bfloat16")
 
 
-# For an oracle of many seeds or of convolutions, which would run longer than it compiles.
+# For references of many seeds or of convolutions, which would run longer than they compile.
 OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 
 
@@ -43,7 +43,7 @@ def abstract(tree: Tree) -> Tree:
 
 
 def primitives(fn: Callable[..., Any], *args: Any) -> Counter:
-    """How often each primitive occurs with which output dtypes, sub-jaxprs included."""
+    """The number of equations of each primitive with each result dtype, sub-jaxprs included."""
     return primitives_of(jax.make_jaxpr(fn)(*args))
 
 
@@ -81,7 +81,7 @@ def example(row: Row, seed: int = 0, size: Size = SMALL) -> tuple[Tree, Tree]:
 
 
 def gradient_function(row: Row, how: str, size: Size = SMALL) -> Callable[[Tree, Tree], Tree]:
-    """`(params, batch) -> gradients` of the loss times the row's scale, computed as `how` says."""
+    """`(params, batch) -> gradients` of the loss times the row's scale, computed in the way `how`."""
     kind, _, dtype = how.rpartition("_")
     if kind == "mixed":
         return autocast(row.grads(size=size), get_policy(how))
@@ -112,7 +112,7 @@ def gradients_at(row: Row, how: str, params: Tree, batch: Tree) -> Tree:
 
 
 def loss_gradients(row: Row, seed: int = 0) -> Tree:
-    """The oracle's gradients of the scaled loss; in float32 where the row has gradients of its own."""
+    """The reference's gradients of the scaled loss; in float32 where the row has gradients of its own."""
     if row.make(SMALL, None).grads is None:
         return gradients(row, "float64", seed)
     return jax.jit(gradient_of(row.loss())(row.scale))(*example(row, seed))
@@ -123,7 +123,7 @@ def unscaled(row: Row, grads: Tree) -> Leaves:
 
 
 def kind_of(path: str) -> str:
-    """ "bias", "norm" or "embedding" for what Flax's layers call so; "other" for the rest."""
+    """ "bias", "norm" or "embedding" for parameters that Flax's layers name so; "other" for all others."""
     names = {"bias": "bias", "scale": "norm", "embedding": "embedding"}
     segments = path.removesuffix("/value").split("/")
     return names.get(segments[-1], "other")
@@ -138,8 +138,8 @@ def relative_error(got: Leaves, want: Leaves) -> float:
 def errors(got: Leaves, want: Leaves) -> dict[str, float]:
     """The relative error of "all" leaves, and of each kind that has a gradient.
 
-    A leaf whose true gradient is zero (a bias before batch norm, a key's bias in attention) is rounding noise on both
-    sides: those 1e-5 of the largest or smaller are left out of the kinds.
+    A leaf whose true gradient is zero (a bias before batch norm, a key's bias in attention) is rounding noise in both
+    results. Leaves of at most 1e-5 of the largest are left out of the kinds.
     """
     largest = max(float(np.abs(leaf).max(initial=0)) for leaf in want.values())
     alive = {path for path, leaf in want.items() if float(np.abs(leaf).max(initial=0)) > 1e-5 * largest}
@@ -153,21 +153,21 @@ def errors(got: Leaves, want: Leaves) -> dict[str, float]:
 
 @functools.cache
 def oracle_gradients(row: Row, seed: int) -> Leaves:
-    """The gradients of one seed, not scaled, in float64."""
+    """The unscaled gradients of one seed, in float64."""
     return unscaled(row, gradients(row, "float64", seed))
 
 
 @functools.cache
 def median_errors(row: Row, how: str, seeds: int) -> dict[str, float]:
-    """The median over seeds of the errors against the oracle."""
+    """The median over seeds of the errors against the reference."""
     measured = [errors(unscaled(row, gradients(row, how, seed)), oracle_gradients(row, seed)) for seed in range(seeds)]
     return {kind: float(np.median([each[kind] for each in measured if kind in each])) for kind in measured[0]}
 
 
 class Figures(NamedTuple):
-    """What the compiler for an H200 made of a program. Bytes are of one call, temporary memory at its peak.
+    """The figures of a program compiled for an H200: bytes of one call, temporary memory at its peak.
 
-    `converting` names the kernels that do nothing but cast.
+    `converting` names the kernels that only cast.
     """
 
     dots: tuple[tuple[str, ...], ...]
@@ -183,7 +183,7 @@ class Figures(NamedTuple):
 
 
 def figures(fn: Callable[..., Any], *args: Any, **options: Any) -> Figures:
-    """Compiles `fn` for an H200. 16-bit sums are those of kernels and those that a loop carries."""
+    """Compiles `fn` for an H200. 16-bit sums are counted in kernels and in the carries of loops."""
     args = tuple(abstract(arg) for arg in args)
     compiled = compile_for_gpu(fn, *args, **options)
     text, memory = module_text(compiled), compiled.memory_analysis()
@@ -199,7 +199,7 @@ def figures(fn: Callable[..., Any], *args: Any, **options: Any) -> Figures:
 
 
 def abstract_example(row: Row, size: Size = SMALL) -> tuple[Tree, Tree]:
-    """The shapes of `example`, at any size, with nothing computed but the batch."""
+    """The shapes of `example`, at any size; only the batch is computed."""
     made = row.make(size, None)
     batch = made.batch(np.random.default_rng(0))
     return jax.eval_shape(made.init, jax.random.key(0), batch), abstract(batch)
@@ -212,7 +212,7 @@ def row_figures(row: Row, how: str, size: Size = SMALL) -> Figures:
 
 
 def tracing_seconds(make: Callable[[], Callable[..., Any]], *args: Any) -> float:
-    """Processor time of the best of five traces, each of a function JAX has not seen."""
+    """Processor time of the fastest of five traces, each of a new function, which is not in JAX's caches."""
     seconds = []
     for _ in range(5):
         fn = make()
@@ -223,8 +223,8 @@ def tracing_seconds(make: Callable[[], Callable[..., Any]], *args: Any) -> float
 
 
 def tracing_calls(make: Callable[[], Callable[..., Any]], *args: Any) -> int:
-    """How many functions are called during one trace: its cost in a unit that no load on the machine changes."""
-    jax.make_jaxpr(make())(*args)  # what JAX remembers of its own primitives is not counted
+    """The number of function calls in one trace: a cost that does not depend on the load of the machine."""
+    jax.make_jaxpr(make())(*args)  # fills JAX's own caches, whose misses are not counted
     fn, calls = make(), 0
 
     def count(frame: Any, event: str, arg: Any) -> None:

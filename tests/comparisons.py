@@ -1,9 +1,9 @@
 """How tests compare results: bit for bit, or within a tolerance.
 
 Bits are compared where both sides are one compiled program, or the operation is exact: a skipped step, a selection, a
-cast, a restored checkpoint. What XLA compiles twice it may round twice: how it contracts a multiplication and an
-addition, and in which order it sums, depends on what is fused and on the vectors of the CPU. Programs that are to be
-the same are compared before they are compiled.
+cast, a restored checkpoint. XLA may round two compilations differently: whether it contracts a multiplication and an
+addition, and in which order it sums, depends on fusion and on the CPU's vector width. Programs that must be equal are
+compared before they are compiled.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,12 @@ Tree = Any
 
 
 class Tolerance(NamedTuple):
-    """By how much results may differ that were computed in some dtype.
+    """Tolerances for results that were computed in one dtype.
 
-    programs: of the largest number of an array, for two programs that compute the same: a few units in the last place
-        for each of some dozen operations, and a subtraction that cancels a few bits.
-    value, gradient: in the Euclidean norm, of a model's output and of its gradient against float64: a rounding for
-        each layer, forward and backward, with room for what they amplify.
+    programs: relative to the largest number of an array, for two programs that compute the same: a few units in the
+        last place for each of some dozen operations, and a subtraction that cancels a few bits.
+    value, gradient: relative, in the Euclidean norm, for a model's output and its gradient against float64: a rounding
+        for each layer, forward and backward, with room for its amplification.
     """
 
     programs: float
@@ -42,7 +42,7 @@ TOLERANCE = {
 
 
 def plain(tree: Tree) -> Tree:
-    """The same with PRNG keys as the integers they are."""
+    """The tree with the integers of its PRNG keys."""
     is_key = lambda x: jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)  # noqa: E731
     return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
 
@@ -67,7 +67,7 @@ def same_bits(got: Tree, want: Tree) -> bool:
 
 
 def assert_two_programs_agree(got: Tree, want: Tree, computed_in: str | None = None) -> None:
-    """Shapes and dtypes are equal, and numbers up to how two programs round that compute in their dtypes, or in one."""
+    """Shapes and dtypes are equal, and numbers within the rounding of their dtypes, or of `computed_in`."""
     chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
     for one, two in zip(jax.tree.leaves(plain(got)), jax.tree.leaves(plain(want)), strict=True):
         name = np.asarray(two).dtype.name
@@ -78,25 +78,25 @@ def assert_two_programs_agree(got: Tree, want: Tree, computed_in: str | None = N
 
 
 def as_written(fn: Callable[..., Any]) -> Any:
-    """`fn` compiled with each of its roundings, as it is without `jit`; XLA would drop some that it sees undone."""
+    """`fn` compiled with all of its roundings, as without `jit`; XLA may drop a cast that a later one undoes."""
     return jax.jit(fn, compiler_options={"xla_allow_excess_precision": False})
 
 
 def with_and_without(fn: Callable[..., Any], policy: str, *args: Any) -> Any:
-    """The results of `fn` under autocast and of `fn`, as NumPy arrays."""
+    """The results of `fn` under autocast, and without it, as NumPy arrays."""
     return jax.tree.map(np.asarray, as_written(lambda *args: (autocast(fn, policy)(*args), fn(*args)))(*args))
 
 
 def lowered(fn: Callable[..., Any], *args: Any) -> str:
-    """The program that XLA is given."""
+    """The text of the program that JAX passes to XLA."""
     return jax.jit(fn).lower(*args).as_text()
 
 
 def assert_only_the_precision_differs(under_float32: Callable[..., Any], fn: Callable[..., Any], *args: Any) -> None:
-    """The float32 policy asks products for the precision `HIGHEST`, and changes nothing else."""
+    """Asserts that the float32 policy sets the precision of products to `HIGHEST` and changes nothing else."""
     assert lowered(under_float32, *args) == lowered(fn, *args).replace("DEFAULT", "HIGHEST")
 
 
 def assert_close(got: Tree, want: Tree, rtol: float = 2e-3) -> None:
-    """Each leaf is within `rtol` of the largest number of the one that is wanted."""
+    """Each leaf differs by at most `rtol` times the largest number of the wanted leaf."""
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=rtol * np.abs(b).max()), got, want)

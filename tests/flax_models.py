@@ -1,4 +1,4 @@
-"""A CNN with BatchNorm and dropout in Linen and in NNX, digits to train it on, and an infinity to plant in them."""
+"""A CNN with BatchNorm and dropout in Linen and in NNX, digits for training, and batches with an infinity."""
 
 # Optax types trees and states as one union, of which no attribute or index is known.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
@@ -33,7 +33,7 @@ class CNN(nn.Module):
 
 
 class NNXCNN(nnx.Module):
-    """The same."""
+    """The same model in NNX."""
 
     def __init__(self, rngs):
         self.conv = nnx.Conv(1, 8, (3, 3), strides=(2, 2), use_bias=False, rngs=rngs)
@@ -47,7 +47,7 @@ class NNXCNN(nnx.Module):
 
 
 def digits(count, size=32):
-    """`count` batches of images in [0, 1] and their labels: of each of ten digits a pattern, and noise."""
+    """`count` batches of images in [0, 1] and their labels: a pattern for each of ten digits, plus noise."""
     rng = np.random.default_rng(0)
     patterns, labels = rng.random((10, 8, 8, 1)), rng.integers(10, size=(count, size))
     images = (3 * patterns[labels] + rng.random((count, size, 8, 8, 1))).astype(np.float32) / 4
@@ -122,7 +122,7 @@ def copied(tree):
 
 
 def run(training, batches):
-    """The state after these batches, and the losses of each; the initial state survives the donation."""
+    """The state after these batches, and the loss of each; donates a copy of the initial state."""
     state, step = training
     state = copied(state)
     losses = []
@@ -133,7 +133,7 @@ def run(training, batches):
 
 
 def trained(state):
-    """All that a run which never saw a bad batch has as well: everything but the records of `with_loss_scale`."""
+    """The state without the records of `with_loss_scale`, equal to that of a run that never saw a bad batch."""
 
     def is_scale_state(node):
         return isinstance(node, jmp.LossScaleState)

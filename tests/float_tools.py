@@ -29,7 +29,7 @@ def all_values(name):
 
 
 def awkward(dtype, size=400, seed=0):
-    """Numbers of every magnitude a wide format has, all its extremes, both zeros, infinities and NaN."""
+    """Numbers of every magnitude of a wide format, its extremes, both zeros, infinities and NaN."""
     dtype = np.dtype(dtype)
     info = np.finfo(dtype)
     generator = np.random.default_rng(seed)
@@ -42,7 +42,7 @@ def awkward(dtype, size=400, seed=0):
 
 
 def exponents_of(values):
-    """{exponent: number} of the finite non-zero values, and how many are zero, infinite, NaN; with math.frexp."""
+    """{exponent: count} of the finite non-zero values, and the counts of zeros, infinities and NaN, by math.frexp."""
     with np.errstate(invalid="ignore"):  # signalling NaNs of bfloat16
         numbers = np.asarray(values).astype(np.float64).ravel()
     counted = {}
@@ -58,7 +58,7 @@ def rounding(name):
 
 
 class Rounding:
-    """Rounding to nearest, ties to even, to a format of 8 or 16 bits, by looking the neighbours up in its own table."""
+    """Rounding to nearest, ties to even, to a format of 8 or 16 bits, by a table of all its numbers."""
 
     def __init__(self, name):
         codes = all_values(name)
@@ -66,7 +66,7 @@ class Rounding:
             half = codes[: len(codes) // 2].astype(np.float64)  # without the sign bit
         self.finite = [Fraction(x) for x in half if np.isfinite(x)]
         self.normal = Fraction(float(ml_dtypes.finfo(codes.dtype).smallest_normal))
-        # What would come after the largest number, had the format one bit more of exponent.
+        # The number that would follow the largest one if the format had one more bit of exponent.
         self.finite.append(2 * self.finite[-1] - self.finite[-2])
 
     def outcome(self, exact):

@@ -1,4 +1,4 @@
-"""What the tests of `gpu_report` compile: arguments without data, and a step of Adam; and the products of a module."""
+"""For the tests of `gpu_report`: arguments without data, a step of Adam, and the products of a compiled module."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def convolutions(text):
 
 
 def wide(found):
-    """Those with a float32 operand; asking a 16-bit convolution for a float32 result is enough to get one."""
+    """The products with a float32 operand. XLA makes one even of a 16-bit convolution with a float32 result."""
     return [dtypes for dtypes in found if "f32" in dtypes]
 
 

@@ -21,7 +21,7 @@ Head = Callable[[Any, Any], Any]  # (activations [64, 16], targets [64, 16]) -> 
 
 
 def by_hand(dtype: str) -> Callable[[Any], Any]:
-    """A rounding that no compiler leaves out."""
+    """A rounding to `dtype` that XLA cannot drop."""
     return lambda value: lax.optimization_barrier(value.astype(dtype)).astype(jnp.float32)
 
 
@@ -49,9 +49,9 @@ def error_by_hand(head: Head, dtype: str, scale: float) -> float:
 
 
 def errors(head: Head, dtype: str, scale: float, written: Head | None = None) -> tuple[float, float]:
-    """The relative errors of gradients: with products alone in a dtype, written by hand, and under autocast.
+    """The relative errors of gradients: by hand, with products alone in a dtype, and under autocast.
 
-    `written` is a function that computes the same as `head`, if others are compared with it too.
+    By hand, the head is `written`, if given: a function that computes the same as `head`.
     """
     written = head if written is None else written
     cast = autocast(lambda *arguments: gradients(head, scale, arguments), f"mixed_{dtype}")

@@ -1,4 +1,4 @@
-"""Which files and functions of the package are long: a reason to look at them twice, not a failure."""
+"""Lists the long files and functions of the package; length is a reason to read them again, not a failure."""
 
 import ast
 from pathlib import Path

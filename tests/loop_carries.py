@@ -1,4 +1,4 @@
-"""Finds running sums that a loop carries in 16 bits, in the jaxpr: the compiled module no longer shows them."""
+"""Finds running sums that a loop carries in 16 bits, in the jaxpr, because the compiled module no longer shows them."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# What a value has to do with the carry: nothing, the carry itself, the carry plus something, or anything else.
+# The relation of a value to the carry: none, the carry itself, the carry plus something, or any other.
 NOTHING, CARRY, SUM, OTHER = range(4)
 
-# Operations on the carry that leave it the carry.
+# Operations whose result still counts as the carry.
 TRANSPARENT = {
     "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "name", "optimization_barrier", "pcast", "pvary",
     "reduce_precision", "reshape", "squeeze", "transpose",
@@ -20,7 +20,7 @@ ADDITIONS = {"add", "add_any", "sub", "scatter-add", "scatter_add", "scatter-sub
 def sixteen_bit_carries(fn: Callable[..., Any]) -> Callable[..., list[str]]:
     """Returns a function that lists the 16-bit sums which the loops of `fn` carry from step to step.
 
-    A carry is listed if the loop hands it on with something added that does not depend on it: a gradient summed over
+    A carry is listed if its next value is itself plus something that does not depend on it: a gradient summed over
     micro-batches, or the gradient of a weight that a scan uses in every step. A residual stream `h + block(h)` is a
     recurrence of that many pairwise additions, each rounded once as outside a loop, and is not listed.
 

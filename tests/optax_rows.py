@@ -1,4 +1,4 @@
-"""One row per optimizer of optax: how it is built, and which extra arguments its `update` asks for."""
+"""One row per optimizer of optax: how it is built, and the extra arguments of its `update`."""
 
 import dataclasses
 import warnings
@@ -12,7 +12,7 @@ from optax import contrib
 
 
 def loss(params: Any) -> jax.Array:
-    """A loss with its minimum away from zero, defined for any tree; what line searches evaluate."""
+    """A loss for line searches, defined for any tree, with its minimum away from zero."""
     return sum((jnp.sum(jnp.abs(x.astype(jnp.float32) - 1.5) ** 2) for x in jax.tree.leaves(params)), jnp.float32(0))
 
 
@@ -25,7 +25,7 @@ def with_value(params: Any, grads: Any) -> dict[str, Any]:
 
 
 def with_loss(params: Any, grads: Any) -> dict[str, Any]:
-    """What a line search is given after an overflow, too: the gradient as it came, and a loss that may be finite."""
+    """The extra arguments of a line search; after an overflow, too, `grad` is as it came and the loss may be finite."""
     return {"value": loss(params), "grad": grads, "value_fn": loss}
 
 
@@ -46,7 +46,7 @@ class Row:
 
 
 def quietly(build: Callable[[], optax.GradientTransformation]) -> Callable[[], optax.GradientTransformation]:
-    """Builds what optax has deprecated."""
+    """Builds a transformation without optax's deprecation warnings."""
 
     def built() -> optax.GradientTransformation:
         with warnings.catch_warnings():

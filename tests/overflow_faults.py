@@ -1,7 +1,7 @@
-"""Planted faults: functions that overflow at the line marked `# here NN`, and what is to be said of each.
+"""Planted faults: functions that overflow at the line marked `# here NN`, with the expected report of each.
 
-A fault makes its function and arguments when it is asked to. Marks are inline comments, so that a test can look the
-line up in this file.
+`Fault.make` makes the function and its arguments when a test needs them. Marks are inline comments, so that a test can
+find the line in this file.
 """
 
 import dataclasses
@@ -30,10 +30,10 @@ class Fault:
     """A planted fault.
 
     Attributes:
-      mark: of its line.
-      make: gives the function, its arguments and its keywords.
-      primitive, verdict, backward, loops: what is to be found.
-      cure: words that the cure must hold.
+      mark: the number in the comment of the faulty line.
+      make: returns the function, its arguments and its keywords.
+      primitive, verdict, backward, loops: as expected in the report.
+      cure: words that the report's cure must contain.
     """
 
     mark: str
@@ -300,7 +300,7 @@ def mapped():
     return jax.jit(jax.vmap(one)), (np.array([[1, 1], [200, 1]], np.float32),), {}
 
 
-# Rules of their own
+# Custom derivative rules
 
 
 @jax.custom_jvp
@@ -351,7 +351,7 @@ def custom_vjp_backward():
     return jax.value_and_grad(loss), (np.array([1e-3, 1.0], np.float32),), {}
 
 
-# Losses and models of libraries, whole steps
+# Losses and models from libraries, and whole training steps
 
 
 @fault("27", "integer_pow", WIDE)
@@ -437,7 +437,7 @@ def scaled_loss_beyond_float32():
     return scaled, (X,), {"loss_scale": jmp.StaticLossScale(2.0**100)}
 
 
-# Traps that are known by name
+# Well-known pitfalls
 
 
 @fault("33", "rsqrt", MODEL)

@@ -52,7 +52,7 @@ def add_any(x: Any, y: Any) -> Any:
 
 
 def with_batching_rule(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, recorded as a primitive with a program inside that has no plan of its own kind."""
+    """`fn`, recorded as a primitive that contains a program, and for which autocast has no rule of its own."""
     recorded = jax.custom_batching.custom_vmap(fn)
 
     def rule(size: int, batched: Sequence[bool], *args: Any) -> tuple[Any, bool]:
@@ -64,6 +64,6 @@ def with_batching_rule(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run(fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """The results of the last program."""
+    """Runs the program after the last pass."""
     *_, (_, program) = stages(fn, *args, **options)
     return emit(program, jax.tree.leaves(args))

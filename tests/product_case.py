@@ -1,7 +1,7 @@
-"""What one case of `product_cases.py` is: a loss around a product that is no layer, and its layers by hand in 16 bits.
+"""The type of a case in `product_cases.py`: a loss that contains a product that is not a layer.
 
-A loss is written once, with its layers' products taken from `net`: as plain JAX, with the same products in 16 bits by
-hand, in float64. What is not taken from `net` is float32 by hand.
+A loss is written once and calls `net` for the products of its layers. `net` decides how these run: in plain JAX, in 16
+bits by hand, or in float64. By hand, everything that does not go through `net` is float32.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ NARROW = "narrow"
 class Layers:
     """The products of a network's layers.
 
-    dtype: None leaves plain JAX, with nothing of this class in the program. A 16-bit dtype is mixed precision by hand,
-        as Flax's `dtype=`: operands and result in 16 bits, the bias added in 16 bits; then the result is cast back to
-        float32, and a bias's gradient is a float32 sum.
-    marked: runs products under `low_precision`. With rules that keep all others in float32, this is autocast that knows
-        the layers.
+    dtype: with None, products are plain JAX. A 16-bit dtype is mixed precision by hand, as with Flax's `dtype=`:
+        operands and result in 16 bits, the bias added in 16 bits; then the result is cast back to float32, and a bias's
+        gradient is a float32 sum.
+    marked: runs products under `low_precision`. With rules that keep all others in float32, autocast then runs exactly
+        the layers in 16 bits.
     """
 
     dtype: Any = None
@@ -47,7 +47,7 @@ class Layers:
             return y
         if self.dtype is None:
             return y + bias
-        # The float32 sum of two 16-bit numbers, rounded, is their 16-bit sum.
+        # A rounded float32 sum of two 16-bit numbers is their 16-bit sum.
         return (y + bias.astype(self.dtype).astype(jnp.float32)).astype(self.dtype).astype(jnp.float32)
 
     def dot(self, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -83,9 +83,9 @@ class Case:
         trees, 8 angles, divisors and logarithms of data; or `NARROW`: all of its products are layers.
     loss: `(net, params, batch) -> scalar`.
     data: `rng -> (params, batch)`, NumPy arrays in float32 and integers.
-    scale: the loss scale, for both sides.
-    low_share: of `NARROW`, the share of FLOP on 16-bit operands, which must not fall.
-    note: what is particular.
+    scale: the loss scale, under autocast and by hand.
+    low_share: for `NARROW`, the share of FLOPs with 16-bit operands, which must not fall.
+    note: what is particular to the case.
     """
 
     name: str

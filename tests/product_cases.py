@@ -1,8 +1,8 @@
-"""Programs whose products are not all layers, and how far each way of computing them is from float64.
+"""Programs whose products are not all layers, and the error of each way of computing them, against float64.
 
-The programs are in `product_guards.py` and its neighbours. `how` names a way: "float32" as written, "mixed_float16"
-under autocast, "hand_float16" with only the layers in that dtype by hand, "marked_float16" under autocast that is told
-which products are layers; likewise for bfloat16.
+The programs are in the other `product_*.py`. `how` names a way: "float32" as written, "mixed_float16" under autocast,
+"hand_float16" with only the layers in that dtype by hand, "marked_float16" under autocast that is told which products
+are layers; likewise for bfloat16.
 """
 
 import functools
@@ -26,7 +26,7 @@ import jmp_train as jmp
 CASES: tuple[Case, ...] = (*GUARDS, *SHORT, *SQUARES, *SYSTEMS, *RESULTS, *FILTERS, *LAYERS)
 BY_NAME = {case.name: case for case in CASES}
 
-# The bounds of the issue: times the error by hand, and of the loss itself.
+# Bounds: on the gradient's error divided by the error by hand, and on the error of the loss.
 RATIO = 2.0
 LOSS_BOUND = {"float16": 5e-3, "bfloat16": 1e-2}
 
@@ -39,7 +39,7 @@ Tree = Any
 
 
 class Errors(NamedTuple):
-    """Relative to float64: of the loss, and of the gradients in the Euclidean norm over all leaves."""
+    """Relative errors against float64, of the loss and of the gradients (Euclidean norm over all leaves)."""
 
     loss: float
     gradient: float
@@ -78,7 +78,7 @@ def _compiled(case: Case, how: str) -> Any:
 
 
 def _in_float64(tree: Tree) -> Tree:
-    # NumPy casts: JAX would compile a program for each shape.
+    # NumPy casts, because JAX would compile a program for each shape.
     return jax.tree.map(lambda x: np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
@@ -100,7 +100,7 @@ def errors(case: Case, how: str, seed: int = 0) -> Errors:
 
 
 def forget() -> None:
-    """Frees all programs compiled so far: several hundred of them exceed the maps of memory a process may have."""
+    """Frees all compiled programs; several hundred exceed the number of memory maps that a process may have."""
     _compiled.cache_clear()
     truth.cache_clear()
     jax.clear_caches()
@@ -112,7 +112,7 @@ def median_errors(case: Case, how: str, seeds: int = 3) -> Errors:
 
 
 def low_shares(case: Case, dtype: str = "float16") -> tuple[float, float]:
-    """The share of FLOP on 16-bit operands: under autocast, and by hand."""
+    """The share of FLOPs with 16-bit operands, under autocast and by hand."""
     ours = jmp.explain(jax.grad(functools.partial(case.loss, Layers())), f"mixed_{dtype}")
     hand = jmp.explain(jax.grad(functools.partial(case.loss, Layers(jnp.dtype(dtype)))), "float32")
     return ours(*example(case)).low_flop_share, hand(*example(case)).low_flop_share
@@ -125,7 +125,7 @@ def ways(marked: bool = False) -> list[str]:
 
 
 def faults(ours: Errors, hand: Errors, dtype: str) -> list[str]:
-    """What of the bounds does not hold."""
+    """The names of the bounds that do not hold."""
     found = [f"{name} not finite" for name, value in zip(Errors._fields, ours, strict=True) if not np.isfinite(value)]
     if not found and ours.gradient > RATIO * hand.gradient:
         found.append("gradient")

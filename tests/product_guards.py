@@ -1,6 +1,6 @@
-"""Cases of class 1: products for which the program asks for float32, in each of the ways that JAX has.
+"""Cases of class 1: products for which the program requests float32, in each of the ways that JAX has.
 
-All contract 16 numbers or more and multiply no value with itself: nothing but the request tells that they matter.
+All contract 16 numbers or more and multiply no value with itself, so that only the request keeps them in float32.
 """
 
 import jax
@@ -12,7 +12,7 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def raw_records(net, params, batch):
-    """Raw columns (years, prices) turned by a learned matrix, then centred: what is left is 1/300 of what is added."""
+    """Raw columns (years, prices) times a learned matrix, then centred: the result is 1/300 of the sums' terms."""
     turned = jnp.dot(batch["x"], params["turn"], precision="highest")
     centre = jnp.dot(batch["mean"], params["turn"], precision="highest")
     return mean_square(net.mlp(params, turned - centre) - batch["y"])

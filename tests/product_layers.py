@@ -1,4 +1,4 @@
-"""Cases whose products are layers, though each looks like one that is none: they must stay in 16 bits."""
+"""Cases whose products are layers, though each looks like a product that is not: they must stay in 16 bits."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def adapter(net, params, batch):
 
 
 def merged_adapter(net, params, batch):
-    """The same with the adapter added to the weight: `x @ (W + A @ B)`."""
+    """A low-rank adapter that is added to the weight: `x @ (W + A @ B)`."""
     weight = batch["frozen"] + net.dot(params["down"], params["up"])
     return mean_square(net.mlp(params, jnp.tanh(net.dense(batch["x"], weight))) - batch["y"])
 
@@ -145,7 +145,7 @@ def experts(net, params, batch):
 def experts_data(rng):
     params = {"gate": normal(rng, 32, 4, scale=0.1), "in": normal(rng, 4, 32, 64, scale=0.2)}
     params["out"] = normal(rng, 4, 64, 32, scale=0.2)
-    # The choice is given: a gate that rounds the other way is no error of a product.
+    # The choice of experts is given: a gate that rounds the other way would not be an error of a product.
     jitter = 100 * np.eye(4, dtype=np.float32)[rng.integers(0, 4, 128)]
     return params, {"x": normal(rng, 128, 32), "jitter": jitter, "y": normal(rng, 128, 32)}
 
@@ -164,8 +164,8 @@ class Encoder(nn.Module):
 
 
 def flax_encoder(net, params, batch):
-    """A Flax model, its layers by Flax's own `dtype=` by hand."""
-    # In float64 Flax's `dtype=None` follows its parameters.
+    """A Flax model; by hand, its layers have Flax's own `dtype=`."""
+    # `dtype=None` follows the parameters, which are float64 in the reference.
     logits = jnp.asarray(Encoder(net.dtype).apply({"params": params}, batch["image"]))
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     return -jnp.mean(jnp.sum(batch["target"] * jax.nn.log_softmax(logits), -1))

@@ -1,4 +1,4 @@
-"""What the tests of products trace: arguments without data, and convolutions of every kind."""
+"""Programs for the tests of products: arguments without data, and convolutions of every kind."""
 
 import jax
 import jax.numpy as jnp
@@ -39,5 +39,5 @@ def convolution(options):
     def fn(x, kernel):
         return lax.conv_general_dilated(x, kernel, dimension_numbers=("NHWC", "HWIO", "NHWC"), **settings)
 
-    # Sizes at which every window ends where the input does, so that no element is left out.
+    # Sizes at which the last window ends at the end of the input, so that no element is left out.
     return fn, (2, 13, 19, 8), (3, 3, 8 // groups, 16)

@@ -1,7 +1,7 @@
 """Random programs for property tests: operations drawn from a table, some inside jit, scan, cond, remat or vmap.
 
-Every operation maps 8 by 8 matrices to one of the same shape and grows neither values nor errors by much, so that
-what a program is off by in 16 bits is a few roundings.
+Every operation maps 8 by 8 matrices to one of the same shape and amplifies neither values nor errors by much, so that
+the error of a program in 16 bits is a few roundings.
 """
 
 from collections.abc import Callable
