@@ -1,6 +1,7 @@
-"""What equations read their operands in and what their results are, in programs of a line or two.
+"""The dtypes in which equations read their operands, and the precision of their results, in one-line programs.
 
-Results are `low` (in the compute dtype), `weak` (float32 that narrows to what it meets), `full` or `recorded`.
+Results are `low` (in the compute dtype), `weak` (float32 that takes the dtype of what it meets), `full` (float32) or
+`recorded` (as in the original program).
 """
 
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ DATA = jnp.asarray(RNG.normal(size=(2, 16)).astype(np.float32))
 
 
 def found(fn: Any, primitive: str, *args: Any, **options: Any) -> list[str]:
-    """For each equation of a primitive, its operands' dtypes (`-` as recorded) and what its results are."""
+    """For each equation of a primitive, its operands' dtypes (`-`: as recorded) and the precision of its results."""
 
     def visit(program: Program) -> Iterator[str]:
         for equation in program.equations:
@@ -57,9 +58,9 @@ def masked_backward(x: Any) -> Any:
 masked_backward.defvjp(lambda x: (x, x), lambda x, g: (g * (x > 0).astype(np.float32),))
 
 
-# name: (a function of parameters `w` and data `x`, the primitive to look at, what is found)
+# name: (a function of parameters `w` and data `x`, a primitive, the results of `found`)
 CASES = {
-    # Operands of one dtype: float32 as soon as one of them needs it, and parameters and small literals need nothing.
+    # Operators with operands of one dtype run in float32 if one operand needs it; parameters and small literals do not.
     "a product of results": (lambda w, x: (x @ w) * (x @ w.T), "mul", [NARROW]),
     "a product with a parameter": (lambda w, x: (x @ w) * w[0], "mul", [NARROW]),
     "a product with data": (lambda w, x: (x @ w) * x, "mul", [WIDE]),
@@ -74,7 +75,7 @@ CASES = {
     "a quotient of results": (lambda w, x: (x @ w) / (x @ w.T), "div", [NARROW]),
     "a product with what is too small": (lambda w, x: (x @ w) * 1e-12, "mul", [WIDE]),
     "a product with what is too large": (lambda w, x: (x @ w) * 1e6, "mul", [WIDE]),
-    # What is returned in float32, in units that a constant changes.
+    # A constant that changes the units of a returned value: float32 from there on.
     "a large factor": (lambda w, x: (x @ w) * 8, "mul", [WIDE]),
     "a factor that is not large": (lambda w, x: (x @ w) * 7, "mul", [NARROW]),
     "a large factor on the left": (lambda w, x: -8 * (x @ w), "mul", [WIDE]),
@@ -114,7 +115,7 @@ CASES = {
         "mul",
         [NARROW],
     ),
-    # What is returned, and nothing where a function of 16 bits is one.
+    # A returned complement, which is zero where the function is one in 16 bits.
     "a complement": (lambda w, x: 1 - jax.nn.sigmoid(x @ w), "logistic", ["float32 -> full"]),
     "a complement of one side": (lambda w, x: 1 + jnp.tanh(x @ w), "tanh", ["float32 -> full"]),
     "a complement of a part": (lambda w, x: 1 - jax.nn.sigmoid(x @ w)[:, 0], "logistic", ["float32 -> full"]),
@@ -141,11 +142,11 @@ CASES = {
         lambda w, x: (x @ w) * (jax.random.bits(KEY, (2, 16)) > 5), "mul", [NARROW]),
     "a comparison with data": (lambda w, x: x @ w > x, "gt", ["float32 float32 -> recorded"]),
     "a choice": (lambda w, x: jnp.where(x > 0, x @ w, x), "select_n", ["- float32 float32 -> full"]),
-    # What rounds runs in float32 where that is all that reads it.
+    # Operations that round run in float32 if only float32 operations read them.
     "a product that only a sum reads": (lambda w, x: jnp.sum((x @ w) * (x @ w.T)), "mul", [WIDE]),
     "a quotient by a literal that only a sum reads": (lambda w, x: jnp.sum((x @ w) / 3), "div", [WIDE]),
     "a largest number that only a sum reads": (lambda w, x: jnp.sum(jnp.maximum(x @ w, x @ w.T)), "max", [NARROW]),
-    # What is computed in float32 and read by a dot is rounded for it. Readers across the dot read that, others do not.
+    # A float32 value that a dot reads is rounded for the dot. Readers across the dot read the copy, others do not.
     "on the near side": (lambda w, x: (lambda h: (h * (x @ w), h @ w))(jnp.exp(x @ w)), "mul", [WIDE]),
     "a range, on the near side": (
         lambda w, x: (lambda h: (h * w[:2], h @ w))(lax.broadcasted_iota(np.float32, (2, 16), 1)), "mul", [WIDE]),
@@ -164,7 +165,7 @@ CASES = {
         lambda w, x: (lambda h: h * (h @ w))(lax.dynamic_slice(jnp.exp(x @ w), (0, 0), (1, 16))), "mul", [NARROW]),
     "data, which nothing computed": (lambda w, x: x * (x @ w), "mul", [WIDE]),
     "data, rearranged": (lambda w, x: (lambda h: h * (h @ w))(x[::-1]), "mul", [WIDE]),
-    # A kernel of its own reads what is stored, on the near side, too.
+    # Operations that are kernels of their own read what is stored, on the near side of the dot, too.
     "a pool": (lambda w, x: pooled(jnp.exp(x @ w)), "reduce_window_max", ["float32 -> full"]),
     "a pool of what a dot reads": (
         lambda w, x: (lambda h: (pooled(h), h @ w))(jnp.exp(x @ w)), "reduce_window_max", ["float16 -> low"]),
@@ -199,13 +200,13 @@ CASES = {
         lambda w, x: jnp.where(x > 0, -1e9, x)[::-1] @ w, "rev", ["float32 -> full"]),
     "reversed data for a dot and more": (
         lambda w, x: (lambda r: (r @ w, r))(x[::-1]), "rev", ["float32 -> full"]),
-    # Operations that need range, or accumulate.
+    # Operations that need the range of float32, and sums.
     "an exponential": (lambda w, x: jnp.exp(x @ w), "exp", ["float32 -> full"]),
     "a sum of what was recorded in 16 bits": (
         lambda w, x: lax.reduce_sum_p.bind(x.astype(np.float16), axes=(0,), out_sharding=None), "reduce_sum",
         ["float32 -> recorded"]),
     "a sum of integers": (lambda w, x: jnp.sum(jnp.arange(3)), "reduce_sum", ["- -> recorded"]),
-    # Casts of the user.
+    # Casts that the user wrote.
     "a cast to the compute dtype": (
         lambda w, x: (x @ w).astype(np.float16), "convert_element_type", ["float16 -> recorded"]),
     "a cast to another dtype": (
@@ -222,7 +223,7 @@ CASES = {
     "a cast of integers": (lambda w, x: jnp.arange(3).astype(np.float32), "convert_element_type", ["- -> full"]),
     "a cast from 16 bits": (
         lambda w, x: x.astype(np.float16).astype(np.float32) * (x @ w), "mul", [WIDE]),
-    # Means over windows, of what is in the compute dtype: they fit into it, too.
+    # Means over windows of a value in the compute dtype are in its range, so they are stored in the compute dtype.
     "a mean over windows": (
         lambda w, x: jnp.tanh(pooled(x @ w, lax.add, 0.0) / 2), "div", ["float32 float32 -> low"]),
     "a mean with zeros beside": (
@@ -266,7 +267,7 @@ CASES = {
     "a weight times a vector": (
         lambda w, x: lax.dynamic_slice(jnp.tile(w, (16, 1)), (0, 0), (256, 16)) @ (x @ w)[0], "dot_general",
         [NARROW, NARROW]),
-    # The gradient of a weight leaves its dot in the policy's `reduce_dtype`, that of an activation does not.
+    # The dot of a weight's gradient has the policy's `reduce_dtype` as result, that of an activation's does not.
     "the gradient of a weight": (
         jax.grad(lambda w, x: jnp.sum(jnp.sin(x @ w))), "dot_general", [NARROW, "float16 float16 -> full"]),
     "the gradient of a part of a weight, scaled": (
@@ -286,7 +287,7 @@ CASES = {
     "the gradient of a kernel": (
         jax.grad(lambda w, x: jnp.sum(jnp.sin(lax.conv(x[:, None], w[:, None, :3], (1,), "SAME")))),
         "conv_general_dilated", [NARROW, NARROW]),
-    # What enters a body, and comes back.
+    # Operands and results of bodies.
     "a dot in a function with a batching rule": (
         lambda w, x: with_batching_rule(jnp.matmul)(x, w), "dot_general", [NARROW]),
     "a dot in a loop that starts with what is too large": (
@@ -348,7 +349,7 @@ def wide_layer(h: Any, w: Any) -> Any:
     return h + jnp.sin(h @ w)
 
 
-# Carries: a stream starts in the compute dtype, also where its first value is float32 that a dot would round.
+# A residual stream is carried in the compute dtype, also if its first value is float32 and a dot would round it.
 CARRIES = {
     "a result": (lambda w, x: layers(w, x @ w), "low"),
     "a parameter": (lambda w, x: layers(w, w), "full"),
@@ -377,7 +378,7 @@ CARRIES = {
 def test_what_a_stream_is_carried_in(name):
     fn, expected = CARRIES[name]
     (line,) = found(fn, "scan", W, X)
-    results = line.split(" -> ")[1].removeprefix("recorded ")  # the counter of a `fori_loop`
+    results = line.split(" -> ")[1].removeprefix("recorded ")  # that is the counter of a `fori_loop`
     assert results.split()[0] == expected
 
 
@@ -402,7 +403,7 @@ def test_how_operands_get_to_their_equation():
 
 
 def states(w: Any, x: Any) -> Any:
-    """What a loop carries in float32, for a dot outside of it."""
+    """Stacks the states that a loop carries in float32, and multiplies them by a matrix outside of it."""
     return lax.scan(lambda h, w: (jnp.cos(h) * jnp.sum(jnp.sin(h @ w)), h), x, jnp.stack([w, w]))[1] @ w
 
 
@@ -484,7 +485,7 @@ def test_a_call_with_a_dot_counts_as_one():
     assert [depth_after(call) for call in (several, branches, loop)] == [1, 1, 1]
     program = after("assign_dtypes", lambda w, x: jnp.sin(branches(x, w)), W, X)
     assert program.equations[-1].depth == 1
-    assert depth_after(lambda x, w: jnp.tanh(x)) == depth_after(lambda x, w: x @ x.T) == 0  # wide products count not
+    assert depth_after(lambda x, w: jnp.tanh(x)) == depth_after(lambda x, w: x @ x.T) == 0  # not float32 dots
 
 
 def test_what_primitives_are_asked_for():

@@ -1,7 +1,7 @@
 """`dot_product_attention`: `jax.nn`'s in float32, one equation forward and one backward under autocast.
 
-The fused kernels are emulated here with what cuDNN documents: logits and sums in float32, weights and the gradient of
-the logits rounded for the products that read them. What they are compiled to is in `test_gpu_attention.py`.
+The fused kernels are emulated here as cuDNN documents them: logits and sums in float32, weights and the gradient of the
+logits rounded for the products that read them. `test_gpu_attention.py` tests the compiled modules.
 """
 
 import functools
@@ -64,7 +64,7 @@ CASES = {
 
 
 def loss(attend, case):
-    """Of query, key, value and the case's bias."""
+    """A loss of query, key, value and the case's bias."""
     rest = {name: value for name, value in CASES[case].items() if name != "bias"}
     has_bias = "bias" in CASES[case]
 
@@ -79,7 +79,7 @@ def bias_of(case):
 
 
 def error(got, want):
-    """The largest relative error of some arrays, in the Euclidean norm; NaN if any number is."""
+    """The largest relative error of several arrays, in the Euclidean norm; NaN if any number is NaN."""
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
     norm = lambda x: np.linalg.norm(np.asarray(x, np.float64))  # noqa: E731
     errors = [norm(np.asarray(a, np.float64) - np.asarray(b, np.float64)) / max(norm(b), 1e-30) for a, b in pairs]
@@ -87,7 +87,7 @@ def error(got, want):
 
 
 def of_both(compute):
-    """What `compute` makes of our attention and of JAX's, in one program."""
+    """The results of `compute` with our attention and with JAX's, in one program."""
     return jax.jit(lambda: (compute(dot_product_attention), compute(jax.nn.dot_product_attention)))()
 
 
@@ -100,7 +100,7 @@ def test_in_float32_it_is_attention_written_out(case):
     assert error(got[1][: len(gradients)], gradients) <= TOLERANCE["float32"].gradient
 
 
-# All operands, and a first axis of each length, once: what else a case sets is no operand.
+# All operands, and each size of a first axis, once; the other settings of a case are not operands.
 @pytest.mark.parametrize(
     "case", ["plain", "bias of one head", "bias, mask, causal", "mask, keys' lengths", "both lengths, causal"]
 )
@@ -122,7 +122,7 @@ def test_keywords_mean_what_they_mean_to_jax(case):
 
 
 def test_derivatives_of_any_order_and_direction():
-    """Forward, backward, and each of the other; batched by the bias alone."""
+    """Forward mode, reverse mode, and each of the other; under `vmap` over the bias alone."""
     case = "bias, mask, causal"
     query, key, value = operands()
 
@@ -149,7 +149,7 @@ def test_without_a_batch_and_one_head_for_all():
 
 
 def test_rows_that_a_bias_masks_throughout():
-    """A log-sum-exp of -1e9 would hold none of their logits."""
+    """A float32 log-sum-exp of -1e9 would have lost the logits."""
     query, key, value = operands()
     bias = np.zeros((B, 1, T, T), np.float32)
     bias[:, :, :4], bias[:, :, 5] = -1e9, -np.inf
@@ -179,12 +179,12 @@ X = draw(B, T, N * H)
 
 @functools.cache
 def gradient_in_float32(fn):
-    """Of `model_loss` or `stacked`."""
+    """The gradient of `model_loss` or `stacked` in float32."""
     return jax.jit(jax.grad(fn))(PARAMS if fn is model_loss else STACK, X)
 
 
 def equations(jaxpr, found=None):
-    """The equations of attention in a program and those inside it."""
+    """The equations of attention in a program and in the programs inside of it."""
     found = [] if found is None else found
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if eqn.primitive.name.startswith("jmp_attention"):
@@ -238,7 +238,7 @@ def test_autocast_narrows_the_whole_attention(place, order):
 
 
 def test_the_log_sum_exp_crosses_to_the_backward_pass_as_it_is():
-    """Rounded to 16 bits, it would be a relative error of every weight."""
+    """Its rounding to 16 bits would be a relative error of every weight."""
     found = equations(jax.make_jaxpr(autocast(jax.grad(model_loss), "mixed_bfloat16"))(PARAMS, X))
     forward, backward = (next(eqn for eqn in found if eqn.primitive.name == name) for name in PRIMITIVES)
     assert backward.invars[-2] is forward.outvars[1]
@@ -279,7 +279,7 @@ def test_a_shared_bias_in_a_shard_map_has_the_gradient_of_all_devices():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_errors_are_those_of_the_same_attention_written_out(dtype):
-    """Against float64, over seeds: forward and gradient, rows that attend to nothing included."""
+    """Errors of output and gradient against float64, over seeds, rows that attend to nothing included."""
     mask = CASES["mask"]["mask"]
 
     def errors(attend):
@@ -300,9 +300,9 @@ def test_errors_are_those_of_the_same_attention_written_out(dtype):
 
 
 def written_out(query, key, value, mask, bias: Any = 0.0, scale=H**-0.5, rows: Any = True):
-    """Output, log-sum-exp, and the gradients of the sum of the output's sines, that of the bias last; in NumPy.
+    """Output, log-sum-exp, and the gradients of the sum of the output's sines, the bias's last; in NumPy.
 
-    `rows` are those of the query that count.
+    `rows` selects the rows of the query over which the sum is taken.
     """
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     groups, bias = N // key.shape[2], np.array(bias, np.float64, ndmin=4)
@@ -326,7 +326,7 @@ def written_out(query, key, value, mask, bias: Any = 0.0, scale=H**-0.5, rows: A
 
 
 def written_out_case(case, query, key, value):
-    """(output, gradients), that of a bias only if the case has one."""
+    """(output, gradients); the bias's gradient only if the case has a bias."""
     given, mask, rows = CASES[case], ALL, True
     distance = np.arange(T)[:, None] - np.arange(T)
     left, right = np.broadcast_to(given.get("local_window_size", (T, T)), 2)
@@ -356,9 +356,9 @@ EXTREME = {
 @pytest.mark.parametrize("case", EXTREME)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_biases_of_any_size(case, dtype):
-    """No rounding of a log-sum-exp of their size, no tie with what masks, nothing infinite in float16.
+    """A large bias neither rounds the log-sum-exp, nor ties with masked positions, nor is infinite in float16.
 
-    Rows of which all that is allowed has a bias of -1e9 have the softmax of their logits.
+    A row of which all allowed positions have a bias of -1e9 has the softmax of its logits.
     """
     bias, mask = EXTREME[case]
 
@@ -376,7 +376,7 @@ def test_biases_of_any_size(case, dtype):
 
 @pytest.mark.parametrize("scale", [2000.0, np.float32(2000.0), "traced"])
 def test_a_scale_of_any_kind(scale):
-    """Also where a query of float16 times the scale would be infinite; and its derivative."""
+    """Also where a float16 query times the scale would be infinite; and the derivative with respect to the scale."""
     query, key, value = (np.asarray(x) * factor for x, factor in zip(operands(), (100, 1 / 4000, 1 / 40), strict=True))
 
     def fn(scale):
@@ -399,7 +399,7 @@ def test_what_a_mask_hides_in_float64_has_no_weight_however_large_its_logit():
 
 
 def test_by_hand_in_16_bits_the_bias_keeps_a_dtype_of_its_own():
-    """On CUDA too, where the kernel gives its gradient in the query's; lowered, not run."""
+    """On CUDA, too, where the kernel returns the bias's gradient in the query's dtype; lowered, not run."""
     low = [x.astype(jnp.float16) for x in operands()]
     total = lambda bias, q, k, v: jnp.sum(dot_product_attention(q, k, v, bias)).astype(jnp.float32)  # noqa: E731
     fn = jax.jit(jax.grad(total))
@@ -420,7 +420,7 @@ def test_no_keys_no_implicit_ranks_and_numpy_integers():
 
 
 def test_a_float16_bias_of_minus_1e9_masks():
-    """Its 16-bit copy is minus infinity; nothing becomes NaN, and no gradient is lost."""
+    """The 16-bit copy of the bias is minus infinity; nothing becomes NaN, and no gradient is lost."""
     bias = jnp.asarray(np.where(MASK, 0, -1e9).astype(np.float32))
     gradient = autocast(jax.grad(lambda w, x, bias: model_loss(w, x, bias=bias)), "mixed_float16")
     got = jax.jit(gradient)(PARAMS, X, bias)
@@ -511,7 +511,7 @@ def test_from_which_gpus_on_heads_are_fused(size, name):
 
 
 def test_what_is_lowered_for_a_gpu_that_is_not_there():
-    """As for the oldest that has the kernels, and never in float32."""
+    """It is lowered as for the oldest GPU that has the kernels, and never in float32."""
     for size, dtype, fused in ((128, jnp.float16, True), (136, jnp.float16, False), (128, jnp.float32, False)):
         x = jax.ShapeDtypeStruct((B, T, N, size), dtype)
         text = jax.jit(dot_product_attention).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
@@ -530,11 +530,11 @@ def test_dropout_zeroes_its_share_of_the_weights_and_is_planned_like_any_code():
     np.testing.assert_allclose(outs[kept], np.broadcast_to(plain, outs.shape)[kept] / 0.75, rtol=1e-5)
 
 
-# The fused kernels, emulated.
+# Emulation of the fused kernels.
 
 
 class EmulatedForward:
-    """cuDNN's forward pass, by what it documents."""
+    """cuDNN's forward pass, as documented."""
 
     @staticmethod
     def logits(query, key, bias, query_lengths, key_lengths, params):
@@ -569,7 +569,7 @@ class EmulatedForward:
 
 
 class EmulatedBackward:
-    """cuDNN's backward pass."""
+    """cuDNN's backward pass, as documented."""
 
     @staticmethod
     def bind(query, key, value, bias, query_lengths, key_lengths, *rest, **params):
@@ -578,7 +578,7 @@ class EmulatedBackward:
         groups = query.shape[2] // key.shape[2]
         logits = EmulatedForward.logits(query, key, bias, query_lengths, key_lengths, params)
         weights = jnp.where(jnp.isfinite(logits), jnp.exp(logits - lse[..., None]), 0)
-        if "PADDING" in params["mask_type"].name:  # what happens to these is not documented
+        if "PADDING" in params["mask_type"].name:  # its results at padded positions are not documented
             beyond = jnp.arange(query.shape[1]) >= query_lengths[:, None]
             lost = beyond & jnp.any(gradient != 0, axis=(2, 3))
             empty = ~beyond & (key_lengths == 0)[:, None]
@@ -601,7 +601,7 @@ class EmulatedBackward:
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "window to both sides"])
 def test_the_kernels_are_called_for_the_same_attention(case, monkeypatch):
-    """With their operands, masks and lengths as we hand them over, they give the attention of each case."""
+    """Called with our operands, masks and lengths, the kernels compute the attention of each case."""
     monkeypatch.setattr(_cudnn, "_FORWARD", EmulatedForward)
     monkeypatch.setattr(_cudnn, "_BACKWARD", EmulatedBackward)
     names = {"bias": "bias", "mask": "mask", "query_seq_lengths": "", "key_value_seq_lengths": ""}
@@ -659,7 +659,7 @@ def test_lengths_make_no_bias_for_each_example():
 
 
 def test_large_gradients_of_an_average(monkeypatch):
-    """Their sum over the positions is beyond float16, their mean is not."""
+    """The gradients' sum over the positions is beyond float16's range, their mean is not."""
     monkeypatch.setattr(_cudnn, "_FORWARD", EmulatedForward)
     monkeypatch.setattr(_cudnn, "_BACKWARD", EmulatedBackward)
     given, settings = [*map(np.float16, operands()), np.zeros(B, np.int32)], Settings(EXTRAS[3:])
@@ -673,7 +673,7 @@ def test_large_gradients_of_an_average(monkeypatch):
 
 
 DIVIDED = {
-    # name: (how the query is divided, heads of key, heads of bias, what a device has of query and key)
+    # name: (sharding of the query, heads of key, heads of bias, shapes of query and key on a device)
     "batch": (PartitionSpec("data"), N, 1, (1, T, N, H), (1, T, N, H)),
     "heads": (PartitionSpec(None, None, "model"), N, N, (B, T, N // 2, H), (B, T, N // 2, H)),
     "both, a bias for all": (PartitionSpec("data", None, "model"), 2, 1, (1, T, N // 2, H), (1, T, 1, H)),
@@ -686,7 +686,7 @@ DIVIDED = {
 
 @pytest.mark.parametrize("kind", DIVIDED)
 def test_divided_among_devices_it_is_the_same(kind):
-    """With the reference in the place of the kernels, on devices that have a part of the query each."""
+    """With the reference in place of the kernels, on devices that each have a part of the query."""
     spec, heads, of_bias, local_query, local_key = DIVIDED[kind]
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     settings = Settings(("bias", "key_value_seq_lengths"), H**-0.5, is_causal=True, bias_has_gradient=True)
@@ -712,14 +712,14 @@ def test_divided_among_devices_it_is_the_same(kind):
     got = jax.jit(functools.partial(run, *divided))(*replicated)
     mask = CAUSAL & (np.arange(T) < np.asarray(LENGTHS)[:, None, None, None])
     out, lse, gradients = written_out(given[0], given[1], given[2], mask, given[3])
-    shifted = lse - np.max(np.where(mask, given[3], -np.inf), axis=-1)  # the largest bias of a row is taken from it
+    shifted = lse - np.max(np.where(mask, given[3], -np.inf), axis=-1)  # minus the largest bias of the row
     assert error(got, (out, shifted, gradients)) <= TOLERANCE["float32"].gradient
     assert (local_query, local_key) in seen
 
 
 @pytest.mark.parametrize("is_backward", [False, True])
 def test_shardy_is_told_which_axes_are_one(is_backward):
-    """Factors have one size each, those of one size are the same, and an axis of size one is divided with no other."""
+    """Axes of one factor have one size; axes that correspond share a factor; an axis of size one shares none."""
     shape_of = {
         **{"query": (2, 16, 4, 8), "key": (2, 6, 12, 8), "value": (2, 6, 12, 8), "bias": (1, 4, 16, 6)},
         **{"mask": (2, 1, 16, 6), "query_seq_lengths": (2,), "key_value_seq_lengths": (2,)},
@@ -745,7 +745,7 @@ def test_shardy_is_told_which_axes_are_one(is_backward):
 ORDER = np.arange(T)
 DISTANCE = ORDER[None] - ORDER[:, None]
 BANDS = {
-    # name: (mask, keywords beside it, causal and window that it becomes, or None)
+    # name: (mask, other keywords, the causal flag and window that replace it, or None)
     "causal": (DISTANCE <= 0, {}, (True, None)),
     "window": ((DISTANCE <= 0) & (DISTANCE > -4), {}, (True, (3, 0))),
     "everything": (DISTANCE < T, {}, (False, None)),
@@ -802,7 +802,7 @@ def test_explain_says_that_an_attention_with_dropout_is_not_fused():
 
 
 def test_a_bias_of_one_row_stays_one_row():
-    """What crosses to the backward pass is the bias as it was given, not one for each example or position."""
+    """The bias is saved for the backward pass as it was passed, not broadcast to each example or position."""
     bias = draw(1, N, 1, T)
     fn = jax.grad(lambda w, x, b: model_loss(w, x, bias=b, is_causal=True, key_value_seq_lengths=LENGTHS))
     found = equations(jax.make_jaxpr(autocast(fn, "mixed_float16"))(PARAMS, X, bias))
@@ -1011,7 +1011,7 @@ def test_products_of_gradient_and_output_beyond_float16():
 
 @pytest.mark.parametrize("axes", [1, 2, 3])
 def test_a_bias_of_fewer_axes_has_the_last_ones(axes):
-    """Of integers too."""
+    """Also a bias of integers."""
     whole = np.arange(N * T * T).reshape(1, N, T, T) % 5
     bias = whole[(0,) * (4 - axes)]
     got = jax.jit(dot_product_attention)(*operands(), bias)
@@ -1031,7 +1031,7 @@ def test_a_known_mask_beside_a_window_of_ones_own():
 
 
 def test_a_causal_mask_of_unequal_lengths_stays_one():
-    """For which there is no kernel with a window."""
+    """There is no kernel with a window for unequal lengths."""
     query, key, value = operands()
     fn = lambda query: dot_product_attention(query, key, value, mask=CAUSAL[:, :, :8])  # noqa: E731
     (equation,) = equations(jax.make_jaxpr(fn)(query[:, :8]))
@@ -1073,7 +1073,7 @@ def test_what_is_beyond_the_lengths_of_queries_reaches_no_gradient():
 
 
 def test_a_row_that_masks_everything_has_the_log_of_its_length():
-    """Beside what masks, -2**126, a log-sum-exp in float32 would not hold it; the kernels' backward pass reads it."""
+    """In float32 the log would be lost beside -2**126, which masks; the kernels' backward pass reads their sum."""
     settings, mask = Settings(("bias", "mask")), np.arange(T)[:, None] != 3
     given = *operands(), 5 + np.asarray(draw(1, 1, T, T)), np.broadcast_to(mask, (1, 1, T, T))
     _, found = jax.jit(functools.partial(_reference.forward, settings=settings))(*given)

@@ -1,4 +1,4 @@
-"""What `autocast` promises of any function, on the smallest program that could break each promise."""
+"""What `autocast` guarantees for any function; each test is the smallest program that could break one guarantee."""
 
 import gc
 from typing import Any
@@ -21,7 +21,7 @@ W, X = np.full((8, 8), 0.25, np.float32), np.ones((4, 8), np.float32)
 
 
 def equations(fn, *args):
-    """(primitive, operand dtypes, result dtype) of everything in the program of `fn`, bodies included."""
+    """(primitive, operand dtypes, result dtype) of every equation in the program of `fn`, bodies included."""
 
     def walk(jaxpr):
         for eqn in jaxpr.eqns:
@@ -96,7 +96,7 @@ MADE_OF_LITERALS = {
 
 @pytest.mark.parametrize("name", MADE_OF_LITERALS)
 def test_what_literals_make_together_stays_wide_too(name):
-    """Each fits into float16 and what is computed from them does not."""
+    """Each literal fits into float16, but the value that is computed from them does not."""
     fn = MADE_OF_LITERALS[name]
     got, want = with_and_without(lambda w, x, mask: fn(x @ w, mask), "mixed_float16", W, X, np.arange(8) < 3)
     np.testing.assert_allclose(got, want, rtol=2e-3)
@@ -112,7 +112,7 @@ GUARDED = {
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("name", GUARDED)
 def test_a_literal_beside_one_is_not_rounded_to_one(name, policy):
-    """In 16 bits it would be, and the slope that it keeps finite would not."""
+    """A bound such as 0.999999 is one in 16 bits, where the derivative that it keeps finite would be infinite."""
 
     def loss(w, x):
         return jnp.mean(GUARDED[name](x @ w))
@@ -148,16 +148,16 @@ BOUNDED = {
 
 
 def picked(make):
-    """A product with zeros and ones, as that with which a CTC loss picks the score of a path."""
+    """Multiplies `make(x @ w)` by zeros and ones, as a CTC loss does to pick the score of a path."""
     return lambda w, x: jnp.einsum("bn,nk->bk", make(x @ w), jnp.eye(8)[:, :3])
 
 
 @pytest.mark.parametrize("name", HUGE)
 def test_a_product_does_not_find_what_float16_cannot_hold_infinite(name):
-    """Zero times infinity is NaN."""
+    """A number beyond float16's range would be infinite in a float16 product, and zero times infinity is NaN."""
     fn = picked(HUGE[name])
     np.testing.assert_allclose(*with_and_without(fn, "mixed_float16", W, X), rtol=2e-3, atol=1e-3)
-    narrow = autocast(fn, "mixed_bfloat16")  # which can
+    narrow = autocast(fn, "mixed_bfloat16")  # bfloat16 has the range of float32
     assert {dtypes[0] for name, dtypes, _ in equations(narrow, W, X) if name == "dot_general"} == {
         np.dtype(jnp.bfloat16)
     }
@@ -211,7 +211,7 @@ def divided_by_a_bell(w, x):
 
 
 def density_of_squashed_actions(w, x):
-    """As of a tanh-Gaussian policy: an action of 0.9999 is one in 16 bits, and its distance from one is nothing."""
+    """The log-density of a tanh-Gaussian policy: in 16 bits an action of 0.9999 is one, and one minus it zero."""
     drawn = x @ w + 0.1 * x
     actions = jnp.tanh(0.3 * drawn)
     return jnp.mean((actions @ w) ** 2) - 100 * jnp.mean(jnp.log(1 - actions**2 + 1e-6))
@@ -236,7 +236,7 @@ log_of_sum.defvjp(log_of_sum_forward, lambda kept, ct: (ct * jnp.exp(kept[0] - k
 
 
 def exponents_that_a_dot_rounds(w, x):
-    """Scores of some hundreds, which a dot with zeros and ones reads too; its rule computes a softmax of them."""
+    """Scores of some hundreds, whose softmax a derivative rule computes, and which a dot with zeros and ones reads."""
     scores = 300 * x[:, :1] + jnp.cumsum(x @ w, axis=0)
     picked = jax.nn.one_hot(jnp.arange(16) % 8, 8) @ scores.T
     return jnp.sum(log_of_sum(scores) * x[:, 1:2]) + 1e-6 * jnp.sum(picked)
@@ -255,7 +255,7 @@ def exponents_that_a_dot_rounds(w, x):
     ],
 )
 def test_a_float32_value_that_a_dot_rounds_is_finite_for_its_other_readers(fn):
-    """Softmaxes and exponentials that float16 holds as zero or infinity, in the forward and in the backward pass."""
+    """Softmaxes and exponentials that are zero or infinite in float16, in the forward and in the backward pass."""
     rng = np.random.default_rng(0)
     w, x = (3 * rng.standard_normal((8, 8))).astype(np.float32), rng.standard_normal((16, 8)).astype(np.float32)
     for one, other in zip(*with_and_without(jax.value_and_grad(fn), "mixed_float16", w, x), strict=True):
@@ -294,7 +294,7 @@ def test_a_model_written_in_16_bits_changes_only_where_it_accumulates():
     assert {e[2] for e in before if e[0] == "scatter-add"} == {F16}
     assert {e[2] for e in after if e[0] == "scatter-add"} == {np.dtype(np.float32)}
     np.testing.assert_allclose(jax.jit(cast)(W, ids)[0], np.full(8, 4096 * 2.0), rtol=1e-3)
-    assert abs(float(jax.jit(plain)(W, ids)[0, 0]) - 8192) > 1000  # a float16 sum that stopped growing
+    assert abs(float(jax.jit(plain)(W, ids)[0, 0]) - 8192) > 1000  # a float16 sum stops growing
 
 
 @pytest.mark.parametrize("name", ["set", "add", "multiply", "min", "max"])
@@ -351,7 +351,7 @@ def test_a_pool_whose_gradient_is_in_the_program_compares_in_float32_the_numbers
 
 @pytest.mark.parametrize("extreme", [jax.lax.max, jax.lax.min])
 def test_the_gradient_of_a_pool_sums_overlapping_windows_in_float32(extreme):
-    """One element is the extreme of nine windows: 2048 + 8 ones is 2048 where a 16-bit buffer adds."""
+    """One element is the extreme of nine windows, with gradients of 2048 and eight ones: 2048 in a float16 sum."""
     sign = 1.0 if extreme is jax.lax.max else -1.0
 
     def loss(w, x, weights):
@@ -425,7 +425,7 @@ def test_complex_literals_have_no_range(fn):
 
 
 def test_the_conjugate_of_real_numbers_is_complex():
-    """`jnp.conj` leaves real numbers alone; `lax.conj` takes no 16-bit ones."""
+    """`jnp.conj` leaves real numbers unchanged; `lax.conj` makes complex ones, and does not accept 16-bit numbers."""
     w, x = np.eye(16, dtype=np.float32), np.ones((4, 16), np.float32)
     got = autocast(lambda w, x: jax.lax.conj(x @ w), "mixed_float16")(w, x)
     assert got.dtype == jnp.complex64
@@ -433,7 +433,7 @@ def test_the_conjugate_of_real_numbers_is_complex():
 
 
 def test_which_gradient_products_leave_in_the_reduce_dtype():
-    """Those of weights, and of inputs that are asked for; one that goes on to a norm or bias does as in Flax."""
+    """Gradients of weights, and of inputs that are results; gradients of activations are in 16 bits, as in Flax."""
 
     def loss(params, x):
         return jnp.sum(jnp.tanh((x * params["scale"]) @ params["w"]))
@@ -446,7 +446,7 @@ def test_which_gradient_products_leave_in_the_reduce_dtype():
     params = {"scale": jnp.ones(8), "w": jnp.ones((8, 6))}
     of_weight, of_activation = (8, 6), (4, 8)
     assert dtypes(0) == {of_weight: "float32", of_activation: "float16"}
-    assert dtypes((0, 1)) == {of_weight: "float32", of_activation: "float16"}  # times `scale` before it is returned
+    assert dtypes((0, 1)) == {of_weight: "float32", of_activation: "float16"}  # multiplied by `scale` after the dot
 
     def product(params, x):
         return jnp.sum(x @ params["first"] @ params["second"])
@@ -459,7 +459,7 @@ def test_which_gradient_products_leave_in_the_reduce_dtype():
 
 
 def test_a_softmax_and_its_gradient_see_the_same_logits():
-    """A compiler may drop the rounding of the logits where it sees it undone; the backward pass must then do so too."""
+    """XLA may drop a rounding of the logits that a cast undoes; the backward pass must then drop it, too."""
 
     def loss(params, x, labels):
         logits = (jax.nn.relu(x @ params["in"]) @ params["out"]) * 3
@@ -469,7 +469,7 @@ def test_a_softmax_and_its_gradient_see_the_same_logits():
     params = {"in": rng.standard_normal((16, 64)) / 4, "out": rng.standard_normal((64, 10))}
     params = jax.tree.map(np.float32, params)
     x = rng.standard_normal((64, 16)).astype(np.float32)
-    labels = np.argmax(np.maximum(x @ params["in"], 0) @ params["out"], -1)  # as after training: what is left is small
+    labels = np.argmax(np.maximum(x @ params["in"], 0) @ params["out"], -1)  # small gradients, as after training
     gradient = np.asarray(jax.jit(autocast(jax.grad(loss), "mixed_bfloat16"))(params, x, labels)["out"])
     # A softmax's gradient sums to zero over the classes, whatever the logits were rounded to.
     assert np.linalg.norm(gradient.sum(axis=1)) < 0.02 * np.linalg.norm(gradient)
@@ -541,7 +541,7 @@ def _(primals, tangents):
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("rule", [with_integers, on_sixteen_bits])
 def test_derivative_rules_are_given_what_they_were_recorded_with(rule, policy):
-    """Integers, and what the user cast by hand, stay what they are beside operands that autocast narrowed."""
+    """Integers and operands that the user cast keep their dtypes beside operands that autocast cast."""
 
     def loss(w, x, rows):
         h = x @ w
@@ -635,7 +635,7 @@ def test_plans_live_as_long_as_the_programs_that_jax_keeps():
 
     jax.clear_caches()
     gc.collect()
-    gc.freeze()  # what other tests left is not looked through again
+    gc.freeze()  # the objects of other tests are not searched again
     fn = autocast(jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w))), "mixed_float16")
     try:
         for _ in range(3):
@@ -650,7 +650,7 @@ def test_plans_live_as_long_as_the_programs_that_jax_keeps():
 @pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
 def test_a_function_survives_pickle(policy):
     fn = autocast(jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w))), policy)
-    expected = fn(W, X)  # has a plan now
+    expected = fn(W, X)  # makes a plan
     assert_same_bits(cloudpickle.loads(cloudpickle.dumps(fn))(W, X), expected)
 
 
@@ -665,7 +665,7 @@ def test_products_with_empty_arrays(empty):
 
 @pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, jax.grad, lambda fn: jax.jit(jax.grad(fn))])
 def test_arrays_that_a_function_inside_a_checkpoint_captured(wrap):
-    """They are constants of a program inside: arrays, NumPy's and tracers of a function around."""
+    """Captured values are constants of an inner program: JAX arrays, NumPy arrays and tracers of an outer function."""
     kernel, weights = np.full((8, 8), 0.25, np.float32), jnp.asarray(np.full((8, 8), 0.5, np.float32))
 
     def loss(scale):
@@ -690,7 +690,7 @@ def test_arrays_that_a_function_inside_a_checkpoint_captured(wrap):
     ],
 )
 def test_a_gradient_outside_of_autocast_sums_biases_and_scales_in_float32(policy, name, shape, bound):
-    """In 16 bits these sums are off by 0.1 and 0.7, and by 0.01 and 0.16."""
+    """In 16 bits the gradient of the temperature is off by 0.1 and 0.7, that of the bias by 0.01 and 0.16."""
     scaled = jax.jit(jax.grad(autocast(lambda *args: 2.0**10 * loss(*args), policy)))
     gradient = jax.jit(jax.grad(lambda *args: loss(*args)))
 
@@ -715,12 +715,12 @@ def test_a_gradient_outside_of_autocast_sums_biases_and_scales_in_float32(policy
 @pytest.mark.parametrize(
     ("policy", "wrap", "grad"),
     [
-        ("mixed_float16", jax.checkpoint, True),  # of which XLA drops no rounding
+        ("mixed_float16", jax.checkpoint, True),  # XLA drops no rounding in float16
         *(("mixed_bfloat16", wrap, grad) for wrap in (lambda fn: fn, jax.checkpoint) for grad in (False, True)),
     ],
 )
 def test_compiled_probabilities_sum_to_one(policy, wrap, grad):
-    """Numerator and denominator see the same logits: XLA would drop the rounding of one of them in bfloat16."""
+    """Numerator and denominator must read the same logits; in bfloat16, XLA would drop the rounding of one of them."""
     rng = np.random.default_rng(0)
     shapes = {"x": (256, 32), "w": (32, 64), "v": (64, 21), "b": (21,)}
     x, w, v, b = (rng.normal(size=shape, scale=shape[0] ** -0.5).astype(np.float32) for shape in shapes.values())
@@ -737,7 +737,7 @@ def test_compiled_probabilities_sum_to_one(policy, wrap, grad):
 
 @pytest.mark.parametrize(("policy", "bound"), [("mixed_float16", 3e-3), ("mixed_bfloat16", 2e-2)])
 def test_a_gradient_outside_of_autocast_adds_the_cotangents_of_a_softmax_in_float32(policy, bound):
-    """Its numerator's and its denominator's cancel; rounded before, gradients are off by 0.01 and by 0.09."""
+    """Cotangents of numerator and denominator cancel; if they are rounded first, gradients are off by 0.01 and 0.09."""
     bins = np.linspace(288.0, 308.0, 21, dtype=np.float32)  # kelvin
 
     def loss(params, x, y):

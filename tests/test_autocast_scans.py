@@ -1,4 +1,4 @@
-"""What a scan under autocast stacks for its backward pass, and in which dtype it carries what.
+"""What a scan under autocast stacks for its backward pass, and the dtypes of its carries.
 
 The dtypes are read from the emitted program; the numbers are compared with those of the same layers, in float64.
 """

@@ -1,6 +1,6 @@
-"""Every model of the battery under autocast: the promises that hold for any program, one test each.
+"""Every model of the battery under autocast: one test for each guarantee that holds for any program.
 
-What the compiled module holds is in `test_gpu_autocast.py`.
+`test_gpu_autocast.py` tests the compiled modules.
 """
 
 import chex
@@ -38,7 +38,7 @@ def each_row(wanted=lambda row: True, fast=lambda row: row.fast):
 
 
 def each_row_and_dtype(wanted=lambda row: True, fast=lambda row: row.fast, in_bfloat16=FAST_IN_BFLOAT16):
-    """As `each_row`, in float16 and, where it differs, in bfloat16; the fast tier runs the latter for `in_bfloat16`."""
+    """As `each_row`, in float16 and, for rows of `IN_BFLOAT16`, in bfloat16; the fast tier only for `in_bfloat16`."""
     return pytest.mark.parametrize(
         ("row", "dtype"),
         [
@@ -64,7 +64,7 @@ def test_the_float32_policy_changes_only_the_precision_of_products(row):
 
 @each_row_and_dtype()
 def test_gradients_are_float32_and_near_the_oracle(row, dtype):
-    """Also runs every model in bfloat16 on the CPU, which rejects some dots of it."""
+    """Also shows that every model runs in bfloat16 on CPUs, which have no kernel for some bfloat16 dots."""
     got = gradients(row, f"mixed_{dtype}")
     chex.assert_trees_all_equal_shapes_and_dtypes(got, jax.eval_shape(gradient_function(row, "float32"), *example(row)))
     chex.assert_tree_all_finite(got)
@@ -73,8 +73,8 @@ def test_gradients_are_float32_and_near_the_oracle(row, dtype):
 
 def against_flax(row, dtype, seeds):
     ours, flax = (median_errors(row, f"{side}_{dtype}", seeds) for side in ("mixed", "flax"))
-    # Flax sums the gradient of a norm's scale in float32 too, over the same rounded values: there both are even.
-    # Where relu and pooling choose otherwise after a rounding (`slack`), that is most of both errors.
+    # Flax, too, sums the gradient of a norm's scale in float32 over the same rounded values: there both are equal.
+    # Where a rounding changes the choice of a relu or of pooling (`slack`), this is most of both errors.
     firm = row.slack == 1 and seeds >= 20
     margins = {"norm": 1.1 if seeds < 20 else 1.05, "bias": 1.0 if firm else 1.05, "embedding": 1.0 if firm else 1.05}
     worse = {kind: (ours[kind], flax[kind]) for kind in ours if ours[kind] > margins.get(kind, 1.1) * flax[kind]}
@@ -179,7 +179,7 @@ def test_solvers_take_the_iterations_of_float32(solver, name):
     params, batch = example(row)
     want, iterations = jax.jit(solver)(params, batch)
     got, ours = jax.jit(autocast(solver, get_policy(name)))(params, batch)
-    # Dots outside the loop may run in 16 bits and hand the solver another problem, a step away at most.
+    # Dots outside of the loop may run in 16 bits, so that the solver's problem differs, by one iteration at most.
     assert abs(int(ours) - int(iterations)) <= 1 and 2 < iterations < 100
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, atol=10 * TOLERANCE[name.removeprefix("mixed_")].value)

@@ -1,6 +1,6 @@
-"""Each pass of autocast on a program of a few lines: what it is given, and what it makes of that.
+"""Each pass of autocast on a program of a few lines, before and after the pass.
 
-Passes that only look (`mark_dead`, `shared_roundings`) show in the program that `insert_casts` writes.
+Passes that only record facts (`mark_dead`, `shared_roundings`) are tested by the program that `insert_casts` writes.
 """
 
 import functools
@@ -41,7 +41,7 @@ LAYERS = (0.3 * RNG.normal(size=(3, 8, 8))).astype(np.float32)
 
 @jax.custom_jvp
 def tanh(x):
-    """With a derivative of its own: JAX 0.12 records that of `jnp.tanh` as another equation than JAX 0.11 does."""
+    """Has its own derivative rule, because JAX 0.12 records the rule of `jnp.tanh` otherwise than JAX 0.11 does."""
     return jnp.tanh(x)
 
 
@@ -73,7 +73,7 @@ def recurrent(w, x):
 
 
 def lookup(w, x):
-    """Rows of a cache, in which each token writes one first."""
+    """A loop in which each token writes its row to a cache and then reads all rows."""
 
     def step(cache, i):
         cache = lax.dynamic_update_slice(cache, x @ w, (i, 0))
@@ -141,7 +141,7 @@ def test_f32_accumulators_carries_a_sum_that_was_recorded_in_16_bits():
 
 
 def test_f32_accumulators_keeps_regions_of_low_precision():
-    """The loop is traced anew, and a region's mark is not in its equations' parameters."""
+    """The pass traces the loop again, and the mark of a region is not among the parameters of its equations."""
 
     def sum_of_rows(w, x):
         step = lambda c, row: (c + jmp.low_precision(jnp.exp)(row).astype(jnp.float16), None)  # noqa: E731
@@ -156,7 +156,7 @@ def test_save_or_remat_saves_what_a_dot_reads_and_rematerializes_what_is_element
     made = {number: e.name for e in program.equations for number in e.results}
     read_across = {use.value for e in program.equations for use in e.uses if use.residual}
     assert {made[number] for number in read_across & program.residuals.saved} == {"tanh"}
-    assert {made[number] for number in read_across & program.residuals.remat} == {"sub"}  # of 1 - tanh
+    assert {made[number] for number in read_across & program.residuals.remat} == {"sub"}  # 1 - tanh
 
 
 def test_save_for_sums_saves_in_16_bits_what_a_norms_sums_share_of_an_expensive_chain():
@@ -208,7 +208,7 @@ def test_insert_casts_gives_what_is_read_in_16_bits_no_derivative_of_a_cast():
 
 
 def test_insert_casts_rematerializes_long_chains():
-    """An unrolled iteration: each step reads the one before, and so do the steps that are rematerialized."""
+    """An unrolled iteration: each step reads the one before, and each rematerialized step the rematerialized one."""
 
     def iterated(w, x):
         y = functools.reduce(lambda y, _: jnp.sin(y), range(400), x @ w)
@@ -234,7 +234,7 @@ def test_shared_roundings_rounds_what_a_rematerialized_exponential_reads():
 
 @pytest.mark.parametrize("scale", [lambda x: x, lambda x: 2 * x.T.T, lambda x: -x / 2], ids=["1", "2", "-1/2"])
 def test_shared_roundings_rounds_what_is_squared_beside_a_product(scale):
-    """However the product's operand is scaled: in `|a|² - 2 a b` both have to read the same `a`."""
+    """In `|a|² - 2 a b`, square and product have to read the same `a`, however the product's operand is scaled."""
 
     def fn(w, x):
         a, b = x @ w, x @ (w + 1)
@@ -383,8 +383,8 @@ def test_a_rewrite_can_be_left_out_and_the_gradients_are_the_same(name):
     dtype = "bfloat16" if name == "swapped_dots" else "float16"
     *_, (_, program) = stages(fn, *args, policy=f"mixed_{dtype}")
     *_, (_, without) = stages(fn, *args, policy=f"mixed_{dtype}", rewrites=others)
-    assert format_program(program) != format_program(without)  # so the comparison below is one
-    with jax.disable_jit(name == "swapped_dots"):  # without it, CPUs do not run the program
+    assert format_program(program) != format_program(without)  # or the comparison below is of equal programs
+    with jax.disable_jit(name == "swapped_dots"):  # without the rewrite, CPUs cannot run the program
         got, want = jax.jit(lambda *args: [emit(each, args) for each in (program, without)])(*args)
     assert_two_programs_agree(got, want, dtype)
 
@@ -399,7 +399,7 @@ def test_no_rewrite_changes_what_the_user_keeps_as_recorded(name):
     ours = autocast(fn, "mixed_float16", rules=DEFAULT_RULES.with_scopes({".": "float32"}))
     both = jax.jit(ours), jax.jit(fn)
     found, recorded = (primitives_of(each.trace(*args).jaxpr) for each in both)
-    assert found <= recorded  # but for dead code
+    assert found <= recorded  # fewer, because dead code is dropped
     got, want = (each(*args) for each in both)
     assert_two_programs_agree(got, want, "float32")
 
@@ -563,7 +563,7 @@ def sums_of_windows(window, strides, padding, **params):
     )
 
 
-# A window, its strides, the padding, and the shape of the operand.
+# Each value: a window, its strides, the padding, and the shape of the operand.
 WINDOWS = {
     "disjoint": ((2, 2), (2, 2), ((0, 0), (0, 0)), (6, 8)),
     "overlapping": ((3, 3), (2, 2), ((0, 1), (1, 1)), (6, 8)),
@@ -590,7 +590,7 @@ def test_window_sums_adds_one_slice_a_place(name):
     np.testing.assert_allclose(ours(x), windows.sum((-2, -1)), rtol=1e-6, atol=1e-6)
 
 
-# Axes of an operand of which all numbers are in one window.
+# Each value: a window that spans some axes of the operand entirely, and the shape of the operand.
 ONE_WINDOW = {
     "an image": ((1, 4, 5, 1), (2, 4, 5, 3)),
     "an image of many rows": ((1, 10, 20, 1), (2, 10, 20, 3)),
@@ -611,7 +611,7 @@ def test_the_sum_of_one_window_is_a_sum(name):
     np.testing.assert_allclose(ours(x), want, rtol=1e-5, atol=1e-5)
 
 
-# The shape of an operand, the axes summed over, and those among them that are summed over first.
+# Each value: the shape of an operand, the axes summed over, and those among them that are summed over first.
 FIRST_AXES = {
     "of images": ((8, 28, 28, 64), (1, 2), [2]),
     "of images, the longer axis": ((32, 56, 14, 64), (1, 2), [1]),
@@ -664,7 +664,7 @@ def sliced(y, start):
     return lax.dynamic_slice(y, (*np.zeros(3, np.uint32), start), (2, 10, 12, 3))
 
 
-# Of `y`, the result of a product that is another on the far side of it: how it is summed over.
+# Each value: what is summed of `y`, the result of a dot, and whether the sum is taken in two steps.
 SUMMED = {
     "as it is": (lambda y: y, False),
     "one operation": (lambda y: y * 2, False),
@@ -705,7 +705,7 @@ def test_a_sum_over_one_axis_is_left_as_it_is():
     assert sums == [None, sum_in_two_steps]
 
 
-# Of a root that a dot reads in 16 bits, what is summed beside it or behind it, and whether in two steps.
+# Each value: what is summed, of a square root `y` that a dot reads in 16 bits, and whether in two steps.
 BESIDE_A_DOT = {
     "the root": (lambda y, z: y, False),  # the sum reads the copy
     "one operation on it": (lambda y, z: y * 2, True),  # reads the root
@@ -866,7 +866,7 @@ def test_the_architecture_page_lists_the_passes():
     assert rows == ["f32_accumulators", *(run.__name__ for run in (*PLANNING, *LOWERING))]
 
 
-# Of a batched product `[batch, rows, columns]`: how its axes are moved, and how many of the transposes are left.
+# Each value: how the axes of a batched product `[batch, rows, columns]` are moved, and how many transposes are left.
 BATCHED = {
     "rows and columns": ([(0, 2, 1)], 0),
     "rows and columns, in two steps": ([(1, 0, 2), (1, 2, 0)], 0),
@@ -898,7 +898,7 @@ def test_fold_transposes_of_a_batched_product(name):
     ["nd,dhk->nhk", "nhk,ohk->no", "nd,dhk->hnk", "dn,hdk->nhk", "ecgf,hfcg->geh", "ech,geh->cg", "dch,fcd->hf"],
 )
 def test_weights_of_any_axes_train_in_bfloat16_on_a_cpu(spec):
-    """Their gradients are products in bfloat16 with a float32 result, for some forms of which CPUs have no kernel."""
+    """Gradients of weights are bfloat16 products with a float32 result; for some layouts XLA has no kernel on CPUs."""
     left, right = spec.split("->")[0].split(",")
     sizes = dict(zip(sorted({*left, *right}), (3, 4, 5, 2, 6), strict=False))
     x, w = (RNG.normal(size=[sizes[axis] for axis in axes]).astype(np.float32) for axes in (left, right))
@@ -914,7 +914,7 @@ def test_weights_of_any_axes_train_in_bfloat16_on_a_cpu(spec):
         ("nd,dhk->nhk", {"policy": "mixed_float16"}, 0),
         ("nhk,ehk->ne", {}, 1),
         ("nhk,ehk->ne", {"rules": DEFAULT_RULES.replace({"dot_general": "high"})}, 0),
-        ("dn,dhk->nhk", {}, 0),  # the forward pass has that form, with a result in 16 bits
+        ("dn,dhk->nhk", {}, 0),  # the forward pass has that layout, but a 16-bit result
         ("nde,dehk->nhk", {}, 0),
         ("nd,dh->nh", {}, 0),
     ],
@@ -964,7 +964,7 @@ def test_fold_transposes_leaves_the_last_axis_of_grouped_scores_where_it_is(scor
 
 
 def test_fold_transposes_leaves_a_transpose_that_keeps_the_last_axis():
-    """A swap of operands would move it."""
+    """Swapping the operands of the dot would move the last axis."""
 
     def fn(w, x):
         return jnp.tanh(lax.dot_general(x, w, (((2,), (1,)), ((), ()))).transpose(1, 0, 2))
@@ -975,7 +975,7 @@ def test_fold_transposes_leaves_a_transpose_that_keeps_the_last_axis():
 
 
 def test_fold_transposes_leaves_what_goes_to_a_dot():
-    """Which reads it in any layout."""
+    """A dot reads its operands in any layout."""
 
     def fn(w, scores, values):
         heads = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), values)
@@ -1027,7 +1027,7 @@ def test_fold_transposes_leaves_a_product_that_is_written_as_sums():
 @pytest.mark.parametrize("pool", [lax.max, lax.min], ids=["largest", "smallest"])
 @pytest.mark.parametrize("scale", [1, -1, np.inf, -np.inf, np.nan])
 def test_the_gradient_of_a_pool_is_not_handed_to_the_padding(pool, scale):
-    """Also of windows of which no element is beyond the zeros that stand for the padding."""
+    """Not even if no element of a window exceeds the zeros with which the window is padded."""
     x = (scale * RNG.uniform(1, 2, (5, 6))).astype(np.float32)
     empty = -np.inf if pool is lax.max else np.inf
     weights = np.arange(1.0, 13.0, dtype=np.float32).reshape(3, 4)
@@ -1086,7 +1086,7 @@ def test_sliced_dots_are_not_saved_where_the_scan_returns_them():
     assert "saved" not in [e.name for e in scan.bodies[0].equations]
 
 
-# Of a product `[batch..., left..., right...]`: the operands' shapes, and their contracted and batch axes.
+# Each value: the shapes of a product's operands, their contracted axes, and their batch axes.
 PRODUCTS = {
     "two numbers": ((5, 2), (2, 7), ((1,), (0,)), ((), ())),
     "sixteen": ((5, 16), (16, 7), ((1,), (0,)), ((), ())),
@@ -1112,7 +1112,7 @@ def test_a_product_with_a_number_that_is_written_in_the_program(number):
 @pytest.mark.parametrize("shape", [(1, 1), (4, 8)])
 @pytest.mark.parametrize("spec", [("data", None), (None, None)])
 def test_a_product_along_a_split_axis_is_not_written_as_sums(shape, spec):
-    """The gradient of a weight by few examples, over a mesh with explicit axes."""
+    """For example the gradient of a weight over few examples, on a mesh with explicit axes."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         x, w = RNG.normal(size=(8, shape[0])).astype(np.float32), RNG.normal(size=shape).astype(np.float32)
@@ -1125,7 +1125,7 @@ def test_a_product_along_a_split_axis_is_not_written_as_sums(shape, spec):
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_product_written_as_sums_is_the_product(name):
-    """Of small integers, so exactly; also where the left operand has integers and no dtype is promoted."""
+    """Exactly, as operands are small integers; also with a left operand of integers under strict promotion."""
     left, right, *numbers = PRODUCTS[name]
     a, b = (RNG.integers(-4, 4, shape) for shape in (left, right))
     wide = a.astype(np.float32), b.astype(np.float32)
@@ -1157,7 +1157,7 @@ def test_a_product_written_as_sums_reads_its_larger_operand_as_it_lies_in_memory
     assert jaxpr.invars[0] not in transposed
 
 
-# `order`: in which order the indices have the batch axes of the operand.
+# `order`: the order of the operand's batch axes in the indices.
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_one_hot_scatter_picks_each_rows_own_index(order):
     numbers = lax.ScatterDimensionNumbers(

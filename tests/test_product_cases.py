@@ -1,4 +1,4 @@
-"""The cases of products that are no layers: by hand, each is as right as its layers' rounding."""
+"""The cases of products that are not layers: their errors by hand and in float32, and autocast within the bounds."""
 
 import collections
 

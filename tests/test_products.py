@@ -1,4 +1,4 @@
-"""Products that are no layers: which ones autocast keeps in float32, forward and backward, and which stay narrow."""
+"""Which products autocast runs in float32, forward and backward, because they are not layers, and which in 16 bits."""
 
 import functools
 import math
@@ -34,7 +34,7 @@ def normal(*shape, scale=1.0):
 def products(fn, *args, policy: Any = "mixed_float16", rules=DEFAULT_RULES, argnums: Any = 0):
     """The dots and convolutions of a program: (dtype of the operands, dtype of the result, reason, backward).
 
-    As `explain` lists them, which records the program thrice.
+    The same rows as those of `explain`, which would trace the program three times.
     """
     policy = get_policy(policy)
     with matmul_precision(policy):
@@ -43,7 +43,7 @@ def products(fn, *args, policy: Any = "mixed_float16", rules=DEFAULT_RULES, argn
 
 
 def causes(fn, *args, **options):
-    """Why each product runs in float32; `None` for a narrow one."""
+    """The cause why each product runs in float32; `None` for a product in 16 bits."""
     of_reason = {cause.value: cause for cause in Cause}
     return [
         of_reason.get(reason.rpartition(": ")[2]) or of_reason.get(reason)
@@ -70,7 +70,7 @@ def blocks(w, x):
 
 
 def apart_from(x, of_row):
-    """The squared distances, but for a term, between rows that a loop computes of data and others."""
+    """Squared distances, without one of the squared norms, of rows that a loop computes from data to other rows."""
     rows, sums = lax.map(lambda r: (lambda made: (made, jnp.sum(made**2, -1)))(of_row(r)), x.reshape(4, 8, 64))
     return sums.reshape(32, 1) - 2 * (rows.reshape(32, 64) @ jnp.exp(x).T)
 
@@ -116,7 +116,7 @@ def reflected(x, v):
 
 
 def raised(p):
-    """A covariance with more on its diagonal, and bounded."""
+    """A covariance with 1e-6 added to its diagonal, then clipped."""
     at = jnp.arange(len(p))
     return jnp.clip(jnp.fill_diagonal(p.at[at, at].add(1e-6), jnp.diag(p), inplace=False), -9.0, 9.0)
 
@@ -127,13 +127,13 @@ def covariances_of(x):
     return lax.scan(step, jnp.eye(64) + x[0], None, 2)[1]
 
 
-# name: (function of (parameters, data), parameters, data, cause)
-# Neighbours on a ring of 64 points.
+# The Laplacian of a ring of 64 points.
 RING = (
     2 * np.eye(64, dtype=np.float32)
     - np.roll(np.eye(64, dtype=np.float32), 1, 0)
     - np.roll(np.eye(64, dtype=np.float32), -1, 0)
 )
+# name: (function of (parameters, data), parameters, data, cause)
 WIDE = {
     "precision of an einsum": (
         lambda w, x: jnp.einsum("ij,jk->ik", x, w, precision="highest"), W, X, Cause.PRECISION),
@@ -492,7 +492,7 @@ FROZEN = normal(64, 64)
 SYSTEMS = (Cause.SYSTEM.value, Cause.PRECISION.value, "inside custom_linear_solve, as recorded")
 
 
-# Which tables are exact depends on the dtype.
+# Cases that also run in bfloat16, because it depends on the dtype whether a table is exact.
 OF_TABLES = (
     "a causal average", "differences of activations", "two groups of rows", "one-hot numbers",
     "a resized image of activations", "attention in a frozen network", "activations under a logarithm",
@@ -514,7 +514,7 @@ def test_a_number_among_the_arguments_is_no_norm_of_a_power_iteration():
     assert {read for read, *_ in found} == {"float16"}
 
 
-# What is computed from data alone. A layer is part of the others; `product_cases.py` measures them.
+# Functions that contain no layer. The others are measured in `product_cases.py`.
 WITHOUT_LAYERS = [
     name
     for name, (fn, *_) in WIDE.items()
@@ -542,7 +542,7 @@ def test_gradients_have_no_number_in_16_bits(name):
 
 @pytest.mark.parametrize("name", [*FIRST_OF_CAUSE.values(), "a recurrence with a rule of its own"])
 def test_gradients_are_those_of_float32(name):
-    """A layer's rounding would be a thousand times larger."""
+    """The rounding of a layer would be a thousand times larger than this tolerance."""
     fn, w, x, _ = WIDE[name]
     gradient = jax.grad(loss_of(fn))
     made = gradients_under_autocast(fn) | {
@@ -584,7 +584,7 @@ def test_found_inside_other_programs(within):
     assert sum(reason.endswith(Cause.SQUARE.value) for _, _, reason, _ in found) == len(found)
 
 
-# Functions of data that are transposed, alone or mapped over cotangents.
+# Functions of data whose transpose runs, once or mapped over cotangents.
 TRANSPOSED = {
     "the Jacobian of a matrix times a vector": lambda a, b: jax.jacrev(lambda v: jnp.tanh(a @ v))(b[0]),
     "of a rotation": lambda a, b: jax.jacrev(lambda r, x: x @ r, (0, 1))(SMALL, a[:32, :4]),
@@ -624,7 +624,7 @@ dense.defvjp(lambda x, w: (x @ w, (x, w)), dense_backward)
 
 @jax.custom_vjp
 def chunked(x, w):
-    """A layer whose derivative rule takes it in chunks, and pulls each back through the function itself."""
+    """A layer whose derivative rule loops over chunks of rows, and calls `jax.vjp` on the function for each."""
     return jnp.tanh(x @ w)
 
 
@@ -662,7 +662,7 @@ def test_layers_transposed_stay_narrow(name):
 
 
 def solved(step):
-    """The fixed point of `x = b + step(x, a)`, whose derivative rule solves the transposed system alike."""
+    """The fixed point of `x = b + step(x, a)`, whose derivative rule solves the transposed system by iterating, too."""
 
     def solve(a, b):
         return lax.fori_loop(0, 9, lambda _, x: b + step(x, a), b)
@@ -707,7 +707,7 @@ layer_and_solver.defvjp(lambda h, w, a: (h @ w, (h, w, a)), layer_and_solver_bac
 
 
 def test_a_solver_beside_a_layer_in_one_derivative_rule():
-    """JAX records all of a rule under the line of its call."""
+    """JAX gives all equations of a rule the source line of its call, so that the line does not tell them apart."""
 
     def loss(w, x, a):
         return jnp.sum(jnp.sin(layer_and_solver(layer_and_solver(jnp.tanh(x @ w), w, a), w, a)))
@@ -718,7 +718,7 @@ def test_a_solver_beside_a_layer_in_one_derivative_rule():
 
 
 def test_the_rule_of_a_layer_is_narrow_from_outside():
-    """Where JAX asks for the rule's residuals and cotangents, both are float32, as data are."""
+    """With the gradient outside of autocast, the residuals and cotangents of the rule are float32, as data are."""
     loss = autocast(lambda w: jnp.sum(jnp.sin(dense(X[:4], w))), "mixed_float16")
     found = [dtypes[0] for name, dtypes, _ in equations(jax.grad(loss), W) if name == "dot_general"]
     assert len(found) == 3 and set(found) == {np.dtype("float16")}
@@ -740,7 +740,7 @@ def layer_of_a_kernel(w, x):
 
 @pytest.mark.parametrize("fn", [shared_attention, frozen_network_of_features, layer_of_a_kernel])
 def test_layers_that_read_functions_of_a_gram_matrix_stay_narrow(fn):
-    """The weights of an attention, and features of what a kernel compares; the Gram matrix itself is float32."""
+    """For example attention weights, and features made from a kernel matrix. The Gram matrix itself is float32."""
     found = products(jax.grad(loss_of(fn)), W, X)
     assert {reason.rpartition(": ")[2] for dtype, _, reason, _ in found if dtype == "float32"} <= {Cause.SQUARE.value}
     assert sum(dtype == "float16" and not backward for dtype, _, _, backward in found) >= 2
@@ -748,7 +748,7 @@ def test_layers_that_read_functions_of_a_gram_matrix_stay_narrow(fn):
 
 def test_a_layer_on_the_line_of_a_gram_matrix_stays_narrow():
     def loss(w, x):
-        gram, y = (x @ each for each in (x.T, w))  # one place in the code; twice as many columns as the matrix has
+        gram, y = (x @ each for each in (x.T, w))  # one source line; `w` has twice as many columns as the Gram matrix
         return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.sin(gram))
 
     found = products(jax.grad(loss), W, X)
@@ -758,10 +758,10 @@ def test_a_layer_on_the_line_of_a_gram_matrix_stays_narrow():
 @pytest.mark.parametrize("sizes, others, expected", [
     ((60, 40, 24), (60, 20, 12), True),
     ((40, 24, 60), (12, 60, 20), True),
-    ((60, 40, 24), (60, 20, 24), False),  # one of them grew
-    ((120, 40, 24), (60, 20, 12), False),  # all of them grew
+    ((60, 40, 24), (60, 20, 24), False),  # not all sizes grew
+    ((120, 40, 24), (60, 20, 12), False),  # every size grew
     ((60, 40, 24), (61, 20, 12), False),
-    ((60, 30, 18), (60, 20, 12), False),  # by one and a half
+    ((60, 30, 18), (60, 20, 12), False),  # by a factor of one and a half
     ((60, 20, 12), (60, 40, 24), False),
     ((60, 0, 0), (60, 20, 12), False),
 ])  # fmt: skip
@@ -792,7 +792,7 @@ def cross_of_all(a):
     ],
 )
 def test_a_square_of_16_bit_values_reads_them_as_they_are(cross, dtype):
-    """Their products are exact in float32; and what is subtracted from them, wherever, reads the same numbers."""
+    """Products of 16-bit values are exact in float32, and the cross term, wherever it is, reads the same values."""
 
     def distances(w, x):
         a = x @ w
@@ -807,7 +807,7 @@ def test_a_square_of_16_bit_values_reads_them_as_they_are(cross, dtype):
     got = jax.jit(autocast(distances, policy))(w, x)
     a = np.asarray(jax.jit(autocast(lambda w, x: x @ w, policy))(w, x), jnp.dtype(dtype)).astype(np.float64)
     want = np.sum((a[:, None] - a[None]) ** 2, -1)
-    np.testing.assert_allclose(got, want, atol=0.5)  # of sums of 160,000 that are subtracted
+    np.testing.assert_allclose(got, want, atol=0.5)  # of differences of sums of 160,000
 
 
 def blocks_of_rows(a, b, squares_a, squares_b):
@@ -847,7 +847,7 @@ DISTANCES = [blocks_of_rows, blocks_of_both, slices_of_rows, rematerialized, in_
     ("distances", "dtype"), [*((fn, "float16") for fn in DISTANCES), *((fn, "bfloat16") for fn in DISTANCES[::2])]
 )
 def test_distances_whose_norms_come_from_outside(distances, dtype):
-    """Of two towers of 16-bit numbers, 50 from the origin; and of data, where no rounding is allowed at all."""
+    """Distances of the results of two layers, 50 from the origin; and of data, of which nothing may be rounded."""
 
     def of_towers(w, x):
         a, b = x @ w, jnp.flip(x) @ w
@@ -855,7 +855,7 @@ def test_distances_whose_norms_come_from_outside(distances, dtype):
 
     x = np.concatenate([X, np.ones((32, 1), np.float32)], 1)
     w = np.concatenate([W / 8, np.full((1, 64), 6.0, np.float32)])
-    x[:, 0], w[0] = 1, 6  # so that the flipped rows have the same mean
+    x[:, 0], w[0] = 1, 6  # the flipped rows have the same mean
     policy = get_policy(f"mixed_{dtype}")
     *_, cross = products(of_towers, w, x, policy=policy)
     assert cross[1:3] == ("float32", Cause.DISTANCE.value)
@@ -863,7 +863,7 @@ def test_distances_whose_norms_come_from_outside(distances, dtype):
     narrow = autocast(lambda w, x: (x @ w, jnp.flip(x) @ w), policy)
     a, b = (np.asarray(each, jnp.dtype(dtype)).astype(np.float64) for each in jax.jit(narrow)(w, x))
     want = np.sum((a[:, None] - b[None]) ** 2, -1)
-    np.testing.assert_allclose(got, want, atol=0.1)  # of norms of 10,000 and more
+    np.testing.assert_allclose(got, want, atol=0.1)  # of differences of squared norms of 10,000 and more
 
     def of_data(w, x):
         a, b = x + w[0], x * w[1]
@@ -878,7 +878,7 @@ def test_the_derivatives_of_a_factorization_are_float32():
 
 
 def test_a_constant_cotangent_leaves_data_in_float32():
-    """The derivative of a `vdot` whose result is the loss multiplies data by the number one."""
+    """If the result of a `vdot` is the loss, its derivative multiplies data by a cotangent of one."""
     found = products(jax.vmap(jax.grad(lambda x: 0.5 * jnp.vdot(x, 2 * x + 1))), X, argnums=())
     assert found and {dtype for dtype, *_ in found} == {"float32"}
 
@@ -894,7 +894,7 @@ def test_the_state_of_a_linear_system_stays_in_float32():
 
 
 def as_sums(fn, *args):
-    """Of the wide products, forward and backward, whether they are written as multiplications and additions."""
+    """For each float32 product, forward and backward, whether it is written as multiplications and additions."""
     jaxpr = jax.make_jaxpr(fn)(*args)
     precisions = [Precision.WEAK] + [Precision.FULL] * (len(args) - 1)
     planner = Planner(get_policy("mixed_float16"), DEFAULT_RULES)
@@ -910,7 +910,7 @@ def test_short_products_are_written_as_sums_and_so_are_their_derivatives_if_they
     def coordinates(w, x):
         return x @ w
 
-    # The derivatives with respect to coordinates and weights contract 64 numbers and as many as there are points.
+    # The derivative with respect to coordinates contracts 64 numbers, that with respect to weights one per point.
     assert as_sums(gradients(coordinates), normal(3, 64), normal(256, 3)) == ([True], [True, False])
     assert as_sums(gradients(coordinates), normal(3, 64), normal(192, 3)) == ([True], [False, False])
     assert as_sums(gradients(coordinates), normal(3, 15), normal(32, 3)) == ([True], [False, True])
@@ -919,7 +919,7 @@ def test_short_products_are_written_as_sums_and_so_are_their_derivatives_if_they
 
 
 def test_derivatives_of_derivatives_share_an_operand_with_a_derivative():
-    """Of the penalty on a gradient: the Gram matrix's products are found by what one of them hands to the next."""
+    """In the derivative of a gradient penalty, the products of the Gram matrix are found through shared operands."""
 
     def gram(w, x):
         h = jnp.tanh(x @ w)
@@ -929,7 +929,7 @@ def test_derivatives_of_derivatives_share_an_operand_with_a_derivative():
     w, x = normal(16, 24), normal(32, 16)
     found = causes(jax.grad(penalty), w, x)
     assert [cause for cause in found if cause] == [Cause.SQUARE] * 9
-    assert found.count(None) == 5  # of `x @ w`, and none of the others
+    assert found.count(None) == 5  # `x @ w` and its derivatives
 
 
 def test_another_product_of_the_same_line_is_no_derivative():
@@ -941,7 +941,7 @@ def test_a_convolution_is_no_derivative_of_a_dot_that_the_same_line_records():
     def called(product, x, w):
         return product(x, w)
 
-    # Library functions without a frame of their own, as `functools.partial` makes them.
+    # `functools.partial` makes functions without a stack frame of their own, so that both have one source line.
     dot = functools.partial(lax.dot_general, dimension_numbers=(((1,), (0,)), ((), ())))
     conv = functools.partial(lax.conv_general_dilated, window_strides=(1,), padding="SAME")
 
@@ -959,7 +959,7 @@ def test_products_without_numbers_are_planned():
 
 
 def tiny_row(shape):
-    """A table with a row that float16 does not hold: nothing beside the others, but a sum over it is lost."""
+    """A table with a row below float16's range: negligible beside the other rows, but sums within it would be zero."""
     return jnp.cos(jnp.arange(math.prod(shape)) * 1.0).reshape(shape).at[0].multiply(1e-9)
 
 
@@ -968,13 +968,13 @@ def waves(rows, columns):
 
 
 def filtered(x, kernels):
-    """Images of as many channels as there are kernels, each of 3 x 3 numbers."""
+    """Convolves images with one 3 x 3 kernel for each channel."""
     kernels = kernels.reshape(-1, 1, 3, 3)
     images = x.reshape(-1, len(kernels), 16, 16)
     return lax.conv_general_dilated(images, kernels, (1, 1), "SAME", feature_group_count=len(kernels))
 
 
-# What a product of a function of (parameters, data) runs in float32 for, if it does.
+# name: (function of (parameters, data), the cause why its last product runs in float32, `None` for 16 bits)
 CONDITIONS = {
     "a matrix of data times a vector": (lambda w, x: x @ x[0], Cause.INNER),
     "a matrix of ones times twos": (lambda w, x: jnp.ones((64, 64)) @ jnp.full(64, 2.0), None),
@@ -992,7 +992,7 @@ CONDITIONS = {
         lambda w, x: lax.conv(w.reshape(2, 8, 16, 16), 1e9 * jnp.ones((8, 8, 3, 3)), (1, 1), "SAME"), Cause.TABLE),
     "kernels of a table, one of them tiny": (
         lambda w, x: lax.conv(w.reshape(2, 8, 16, 16), tiny_row((8, 8, 3, 3)), (1, 1), "SAME"), None),
-    # Fewer than 16 numbers contracted: parameters times parameters,
+    # Contractions of fewer than 16 numbers: parameters times parameters.
     "dynamics": (lambda w, x: w[:4, :4] @ w[4:8, :4], Cause.SHORT),
     "dynamics of eight": (lambda w, x: w[:8, :8] @ w[8:16, :8], None),
     "dynamics of twelve": (lambda w, x: w[:12, :12] @ w[12:24, :12], Cause.SHORT),
@@ -1000,14 +1000,14 @@ CONDITIONS = {
     "two factors of twelve": (lambda w, x: w[:, :12] @ w[:12], None),
     "two factors of a weight": (lambda w, x: x @ (w + w[:, :4] @ w[:4]), None),
     "dynamics of results": (lambda w, x: (x @ w)[:, :4] @ (w[:4, :4] @ w[4:8, :4]), Cause.SHORT),
-    # results of layers,
+    # Contractions of fewer than 16 numbers: results of layers.
     "a narrow layer": (lambda w, x: (x @ w)[:, :4] @ w[:4], None),
     "a narrow layer of an exponential": (lambda w, x: jnp.exp(x @ w)[:, :4] @ w[:4], Cause.SHORT),
     "results times results": (lambda w, x: (x @ w)[:, :4] @ (x @ w.T)[:, :4].T, None),
     "exponentials times exponentials": (lambda w, x: jnp.exp(x @ w)[:, :4] @ jnp.exp(x @ w.T)[:, :4].T, Cause.SHORT),
     "exponentials times exponentials, eight": (lambda w, x: jnp.exp(x @ w)[:, :8] @ jnp.exp(x @ w.T)[:, :8].T, None),
     "exponentials times data": (lambda w, x: jnp.exp(x @ w)[:, :8] @ x[:, :8].T, Cause.SHORT),
-    # data,
+    # Contractions of fewer than 16 numbers: data.
     "a first layer of four": (lambda w, x: x[:, :4] @ w[:4], Cause.SHORT),
     "a first layer of eight": (lambda w, x: x[:, :8] @ w[:8], None),
     "a first layer of twelve": (lambda w, x: x[:, :12] @ w[:12], None),
@@ -1015,13 +1015,13 @@ CONDITIONS = {
     "a transform of twelve": (lambda w, x: x[:12, :12] @ w[:12, :12], Cause.SHORT),
     "a transform of sixteen": (lambda w, x: x[:16, :16] @ w[:16, :16], None),
     "data times data": (lambda w, x: x[:, :12] @ jnp.exp(x[:, :12]).T, Cause.SHORT),
-    # and a choice or an average of them, with weights that float16 holds.
+    # Contractions of fewer than 16 numbers: selections and averages, with weights that are exact in float16.
     "a permutation of results": (lambda w, x: jnp.eye(4)[::-1] @ (x @ w)[:4], None),
     "a permutation of exponentials": (lambda w, x: jnp.eye(4)[::-1] @ jnp.exp(x @ w)[:4], None),
     "repeated exponentials": (lambda w, x: jnp.repeat(jnp.eye(4), 2, 0) @ jnp.exp(x @ w)[:4], Cause.SHORT),
     "one exponential, repeated": (lambda w, x: jnp.ones((4, 1)) @ jnp.exp(x @ w)[:1], Cause.SHORT),
     "scaled exponentials": (lambda w, x: 3 * jnp.eye(4) @ jnp.exp(x @ w)[:4], Cause.SHORT),
-    # The same of a precision, which guards what it would round.
+    # Selections and averages of a requested precision, which run in float32 if 16 bits would round an operand.
     "a precision in a function with a batching rule": (
         lambda w, x: with_batching_rule(lambda x: jnp.dot(x, x + 1, precision="highest"))(x[:32, :32]),
         Cause.PRECISION),
@@ -1041,7 +1041,7 @@ CONDITIONS = {
         lambda w, x: lax.conv(
             (w @ w).reshape(16, 1, 16, 16), jnp.full((1, 1, 2, 2), 0.25), (1, 1), "SAME", precision=HIGHEST),
         Cause.PRECISION),
-    # Transforms by tables, and averages of their numbers.
+    # Products with tables, and expectations over the numbers of a table.
     "a transform": (lambda w, x: x @ waves(64, 64), Cause.GRID),
     "a transform of results": (lambda w, x: (x @ w) @ waves(64, 64), None),
     "a transform by a captured array": (lambda w, x: x @ WAVES, None),
@@ -1096,8 +1096,8 @@ def test_one_filter_may_be_an_argument():
 @pytest.mark.parametrize(
     "loss",
     [
-        lambda w, x: jnp.sum(jnp.sin((x @ w)[:, :1] @ w[:1, :1])),  # one, with a weight of one number
-        lambda w, x: jnp.sum(jnp.sin(jax.nn.one_hot(jnp.argmax(x[:4], 1), 64) @ w)),  # four, as zeros and ones
+        lambda w, x: jnp.sum(jnp.sin((x @ w)[:, :1] @ w[:1, :1])),  # contracts one number
+        lambda w, x: jnp.sum(jnp.sin(jax.nn.one_hot(jnp.argmax(x[:4], 1), 64) @ w)),  # contracts four zeros and ones
     ],
 )
 def test_gradients_of_layers_are_products_of_layers_however_few_numbers_they_contract(loss):
@@ -1133,7 +1133,7 @@ def test_a_short_product_that_is_cast_by_hand_is_no_short_product_of_data(dtype)
 
 
 def test_a_product_that_a_later_iteration_makes_a_layer_has_the_derivatives_of_one():
-    """It multiplies parameters in the first iteration, as dynamics are, and the result of a layer afterwards."""
+    """It multiplies parameters by parameters in the first iteration, and the result of a layer in all others."""
 
     def fn(w, x):
         step = lambda s, _: (x[:4] @ w[:, :4], s @ w[:4, :4])  # noqa: E731
@@ -1190,7 +1190,7 @@ def test_what_is_no_tree_follows_its_operands():
 
 
 def test_parts_that_are_joined_by_an_addition_are_no_sum():
-    """As `associative_scan` and the derivatives of slices join them: one is zero wherever the other is not."""
+    """`associative_scan` and derivatives of slices add parts of which one is zero wherever the other is not."""
 
     def interleaved(w, x):
         h = x @ w
@@ -1208,7 +1208,7 @@ def test_parts_that_are_joined_by_an_addition_are_no_sum():
         np.testing.assert_allclose(got, want, rtol=1e-2, atol=0.1)
 
 
-# Who decides
+# Regions, edits, scopes and precisions, which are stronger than what a product looks like
 
 
 def test_a_region_is_stronger_than_what_a_product_looks_like():
@@ -1269,7 +1269,7 @@ def test_explain_counts_products_by_reason_and_lists_the_wide_ones():
 
 
 def test_a_product_kept_in_float32_does_not_use_tf32():
-    """The compiler would round its operands to 10 bits, unless it is told not to."""
+    """By default XLA may round the operands of a float32 product to TF32's 10 bits."""
     dots = [
         eqn.params["precision"]
         for eqn in jax.make_jaxpr(autocast(lambda w: w.T @ w, "mixed_float16"))(W).eqns
@@ -1282,7 +1282,7 @@ def test_constants_are_evaluated_within_bounds():
     def fn(w, x):
         return (x @ w) @ jnp.exp(jnp.linspace(0, 20, 64 * 32768)).reshape(64, -1)
 
-    assert products(fn, W, X)[-1][0] == "float16"  # two million numbers: not known before the program runs
+    assert products(fn, W, X)[-1][0] == "float16"  # two million numbers are too many to evaluate
 
 
 def test_constants_are_known_under_a_mesh_and_inside_other_traces():

@@ -1,4 +1,4 @@
-"""What a value is to those who read it across a dot, in programs of a few lines."""
+"""Whether the backward pass saves a value, rematerializes it or reads it as recorded, in programs of a few lines."""
 
 import functools
 
@@ -19,7 +19,7 @@ X, DATA = (RNG.normal(size=(2, 16)).astype(np.float32) for _ in range(2))
 
 
 def decisions(fn, *args, **options):
-    """What is decided of each result, in the order of the program: `saved`, `remat`, or `read`, which is as it is."""
+    """The decision on each result, in the order of the program: `saved`, `remat`, or `read` (as recorded)."""
     program = after("save_or_remat", fn, *args, **options)
     residuals = program.residuals
     named = [(equation.name, number) for equation in program.equations for number in equation.results]
@@ -34,13 +34,13 @@ def decided(name, fn, *args, **options):
 
 
 def rematerialized(fn, *args):
-    """The names of the equations that run again, in their order."""
+    """The names of the rematerialized equations, in the order of the program."""
     *_, (_, program) = stages(fn, *args)
     return [equation.name for equation in program.equations if equation.remat]
 
 
 def across(value, w, x):
-    """Reads `value` across two dots."""
+    """Reads `value` again after two dots."""
     return jnp.sum(value * (x @ w @ w))
 
 
@@ -68,7 +68,7 @@ def test_rows_of_an_activation_are_gathered_again_where_they_are_more(rows, deci
 
 
 def test_rows_of_an_embedding_are_not_gathered_again():
-    """A Transformer would move 0.5 to 3 % more bytes on an H200: the table is float32."""
+    """The table is float32: with rows gathered again, a Transformer would move 0.5 to 3 % more bytes on an H200."""
 
     def fn(params, data):
         return jnp.sum(jnp.exp(params[0][ROWS] * (data @ params[1])) * (data @ params[1] @ params[1]))
@@ -83,7 +83,7 @@ def test_rows_of_an_embedding_are_not_gathered_again():
     ids=["of a dot", "of fewer digits", "of data"],
 )
 def test_what_a_checkpoint_saves_of_a_dot_is_handed_on_in_16_bits(made, digits, dtype):
-    """JAX rounds it to float32's own digits. What reads it in the forward pass reads float32 numbers."""
+    """A checkpoint marks a saved dot by `reduce_precision` to float32's 23 bits. Readers before it read float32."""
     again = jax.checkpoint(lambda h, w, x: jnp.sin(h) @ w * x, policy=jax.checkpoint_policies.nothing_saveable)
 
     def loss(w, x):
@@ -119,7 +119,7 @@ def test_what_no_barrier_is_behind_is_read_as_it_is():
 
 
 def test_the_zeros_and_ones_of_a_mask_are_left_to_xla():
-    """It saves the comparison's booleans, and converts them in every kernel that reads them."""
+    """XLA saves the booleans of the comparison, and converts them in every kernel that reads them."""
 
     def masked(w, x):
         return across((x @ w > 0.5).astype(jnp.float32), w, x)
@@ -191,7 +191,7 @@ def test_what_has_a_low_copy_is_computed_again_from_much_smaller_values(grid, de
 
 
 def test_only_distances_are_rematerialized_from_a_low_copy():
-    """That of a rounded number is more than a rounding away elsewhere, and `1 - y` is read beside `y`."""
+    """Other functions of a rounded number may be off by more than one rounding; so may `1 - y` beside `y`."""
 
     def read(of):
         def exp_that_a_dot_reads(w, x):
@@ -224,7 +224,7 @@ def test_what_is_under_an_exponential_has_no_low_copy_and_is_computed_again_itse
 
 
 def test_what_no_barrier_is_behind_is_not_computed_again():
-    """XLA would take both for one expression, and store its result."""
+    """XLA would merge the two equal expressions, and store the result."""
 
     def loss(w, x):
         h = jnp.exp(x)
@@ -234,7 +234,7 @@ def test_what_no_barrier_is_behind_is_not_computed_again():
 
 
 def test_what_a_relu_passes_on_to_a_dot_is_in_memory():
-    """In DenseNets it is computed from many results of dots, each much smaller."""
+    """In DenseNets a relu is computed from many results of dots, each much smaller."""
 
     def loss(w, x):
         few = [x @ w[:, :2], x @ w[:, 2:4], x @ w[:, 4:6], x @ w[:, 6:8], x @ w[:, 8:10], x @ w[:, 10:]]
@@ -246,7 +246,7 @@ def test_what_a_relu_passes_on_to_a_dot_is_in_memory():
 
 @pytest.mark.parametrize("activation, name", [(jax.nn.relu, "custom_jvp_call"), (lambda h: jnp.maximum(h, 0), "max")])
 def test_dots_of_both_sides_compute_a_relu_in_their_kernels(activation, name):
-    """Behind a barrier the dot of the backward pass would have it stored."""
+    """If the backward dot read the relu behind a barrier, the relu would be stored."""
 
     def loss(w, x):
         return jnp.sum((activation(x @ w) @ w) ** 2)
@@ -258,7 +258,7 @@ def test_dots_of_both_sides_compute_a_relu_in_their_kernels(activation, name):
 
 
 def test_dots_of_both_sides_read_one_concatenation():
-    """It is rematerialized for other readers only: for the second dot it would be written once more."""
+    """It is rematerialized for other readers only; for the second dot it would be written to memory a second time."""
 
     def loss(params, x):
         w, v = params
@@ -289,7 +289,7 @@ CONVOLVED = {
 
 @pytest.mark.parametrize("case", CONVOLVED)
 def test_the_mask_of_a_relu_in_a_convolutions_kernel_reads_what_the_relu_made(case):
-    """From `max(a, 0) > 0` XLA would make `a > 0`, and store `a`."""
+    """XLA would simplify `max(a, 0) > 0` to `a > 0`, and store `a`."""
     activation, reads_saved = CONVOLVED[case]
 
     def loss(w, x):
@@ -368,7 +368,7 @@ def test_masks_that_are_joined_are_made_again_from_what_they_compare():
     [
         ("cos", lambda h, x: jnp.cos(h), "remat"),
         ("add", lambda h, x: x + h, "remat"),
-        ("sub", lambda h, x: jnp.log(1 - h), "remat"),  # there is no low copy of what is delicate
+        ("sub", lambda h, x: jnp.log(1 - h), "remat"),  # a logarithm's operand has no low copy
     ],
 )
 def test_what_is_computed_from_a_value_with_a_low_copy_is_rematerialized(name, read, expected):
@@ -380,7 +380,7 @@ def test_what_is_computed_from_a_value_with_a_low_copy_is_rematerialized(name, r
 
 
 def test_what_reads_a_low_copy_across_a_dot_is_rematerialized_from_it():
-    """The sum of a residual connection finds the copy of what the layers before it made, here and in a later pass."""
+    """The rematerialized sum of a residual connection reads the low copy of its operand, here and in later passes."""
 
     def fn(w, x):
         h = jnp.exp(x @ w)  # a dot reads its copy
@@ -394,7 +394,7 @@ def largest_of_two(y):
     return lax.reduce_window(y, -np.inf, lax.max, (1, 2), (1, 1), "SAME")
 
 
-# Of `relu(h)` in float16, where `h` is float32: what is read of it behind the next dot.
+# Each value: what reads `y = relu(h)` in float16, where `h` is float32, and the decision on `y`.
 SHARED = {
     "the dot's operand": (lambda y, w: y @ w @ w + y, "saved"),
     "what no dot reads": (lambda y, w: (y * 2) @ w @ w + y, "remat"),
@@ -444,7 +444,7 @@ SIGNALS, SHIFT = (RNG.normal(size=(2, 16, 8)).astype(np.float32) for _ in range(
 
 
 def test_of_a_convolution_the_sum_with_its_bias_is_saved():
-    """One kernel of cuDNN computes both, if nothing but the bias reads the convolution."""
+    """One cuDNN kernel computes convolution and bias, if nothing else reads the convolution."""
 
     def biased(params, x, _):
         kernel, bias = params
@@ -496,7 +496,7 @@ def test_what_a_biased_convolution_is_added_to_is_saved_and_what_a_dot_reads_of_
     assert decided("max", rectified, params, SIGNALS, SHIFT) == ["read"]
 
 
-# What is read across two dots of a value, how many of it are masks, and what is decided of these.
+# Each value: what is read of `h` and `y`, results of one dot and two more, and the decision on each mask in it.
 MASKS = {
     "a mask alone": (lambda h, y: jnp.where(h > 0.5, y, 0), ["saved"]),
     "beside its operand": (lambda h, y: jnp.where(h > 0.5, y * h, 0), ["remat"]),
@@ -530,7 +530,7 @@ def test_a_mask_of_a_biased_dot_is_rematerialized_from_the_dot():
 
 
 def test_a_mask_of_a_float32_value_with_a_low_copy_is_saved():
-    """Of the copy it might be another."""
+    """A mask of the rounded copy might differ."""
 
     def loss(w, x):
         h = jnp.exp(x @ w)
@@ -540,7 +540,7 @@ def test_a_mask_of_a_float32_value_with_a_low_copy_is_saved():
 
 
 def test_a_mask_of_what_no_barrier_is_behind_is_saved():
-    """XLA would merge the comparison with the one in the forward pass."""
+    """XLA would merge a rematerialized comparison with the one in the forward pass."""
 
     def of_argument(w, x):
         return jnp.sum(jnp.where(x > 0.5, x * (x @ w @ w), 0))
@@ -592,11 +592,11 @@ def test_devices_add_what_was_computed_and_not_the_low_copy_that_a_dot_beside_th
 
 
 def three(w, x):
-    """In the compute dtype, from three results of dots: too many to compute it again."""
+    """A value in the compute dtype from three results of dots: reading these costs more than reading it."""
     return jnp.tanh(x @ w) - jnp.tanh(x @ A) - jnp.tanh(x @ B)
 
 
-# Of a primitive, what is decided by default and with float32 residuals.
+# Each value: a program, a primitive, and the decision on it by default and with float32 residuals.
 WITH_AND_WITHOUT = {
     "the result of a dot": (lambda w, x: across(jnp.tanh(x @ w), w, x), "dot_general", "saved", "saved"),
     "a function of that": (lambda w, x: across(jnp.tanh(x @ w), w, x), "tanh", "remat", "saved"),
@@ -633,7 +633,7 @@ WITH_AND_WITHOUT = {
 
 
 def test_in_a_body_the_sum_of_an_argument_and_a_result_is_saved():
-    """Outside it is rematerialized from both."""
+    """Outside of a body it is rematerialized from both."""
 
     def layer(h, w):
         y = h + h @ w
@@ -656,7 +656,7 @@ def test_in_a_body_the_sum_of_an_argument_and_a_result_is_saved():
     [(jnp.exp, True, True), (jnp.exp, False, False), (jnp.square, True, False)],
 )
 def test_a_sum_on_the_near_side_reads_what_is_rematerialized_if_it_is_expensive(fn, read_elsewhere, expected):
-    """Its kernel would have XLA store an exponential in float32 for it and for the readers across the dots."""
+    """If the sum read the exponential itself, XLA would store it in float32 for the sum and the readers across dots."""
 
     def loss(w, x):
         h = fn(x @ w)
@@ -668,7 +668,7 @@ def test_a_sum_on_the_near_side_reads_what_is_rematerialized_if_it_is_expensive(
 
 @pytest.mark.parametrize("fill", [-1e4, -1e9], ids=["fits into float16", "overflows"])
 def test_a_mask_costs_what_it_is_broadcast_from(fill):
-    """A row of a mask is read again, not the mask: then masked logits, even in 16 bits, cost more than their source."""
+    """Rematerialized logits read a row of the mask again, not the whole mask, which is cheaper than saving them."""
 
     def loss(w, x, mask):
         return across(jnp.exp(jnp.where(mask, x @ w, fill)), w, x)
@@ -714,12 +714,12 @@ def test_a_choice_by_comparisons_in_a_rule_of_its_own_is_computed_again():
 
 
 def fit(h, y):
-    """Reads `h` as a product's operand."""
+    """Reads `h` as the operand of a float32 product."""
     return jnp.sum(jnp.linalg.solve(A[:2, :2], h @ y.T))
 
 
 def solution(h, y):
-    """Reads `h` as a solver's."""
+    """Reads `h` as the operand of a solver."""
     return jnp.sum(lax.linalg.triangular_solve(h, y.T, left_side=True))
 
 
