@@ -47,7 +47,7 @@ def make_step(policy):
 
 
 def by_hand(rate=0.1):
-    """The whole batches with SGD, in NumPy float64."""
+    """SGD on the whole batches, in NumPy float64."""
     w, b = (PARAMS[name].astype(np.float64) for name in "wb")
     for x, y in zip(X.reshape(3, -1, 5).astype(np.float64), Y.reshape(3, -1, 2).astype(np.float64), strict=True):
         error = 2 * (x @ w + b - y) / y.size
@@ -56,7 +56,7 @@ def by_hand(rate=0.1):
 
 
 def accumulate(tx, policy, spoil=(), params=PARAMS):
-    """All micro-batches one by one; those counted in `spoil` are preceded by one with an infinity."""
+    """Takes all micro-batches; before each of those in `spoil` it takes one with an infinity."""
     state, step, scales = start(tx, params), make_step(policy), []
     for i, (x, y) in enumerate(zip(X.reshape(-1, 8, 5), Y.reshape(-1, 8, 2), strict=True)):
         batches = [np.full_like(x, np.inf)] * (i in spoil) + [x]
@@ -67,7 +67,7 @@ def accumulate(tx, policy, spoil=(), params=PARAMS):
 
 
 SGD = optax.sgd(0.1)
-# An optimizer that hides a wrong scale of the gradients, Adam, is not used here.
+# Not Adam, which would hide a wrong scale of the gradients.
 
 
 @pytest.mark.parametrize("policy, tolerance", [("float32", 1e-5), ("mixed_bfloat16", 3e-2), ("mixed_float16", 3e-3)])
@@ -146,7 +146,7 @@ def test_a_scan_in_the_step_equals_the_whole_batch(policy, tolerance):
 
 
 def test_the_compiled_loop_carries_float32():
-    """Also for 16-bit parameters: nothing that the loop keeps from one micro-batch to the next has 16 bits."""
+    """No carry of the loop over micro-batches has 16 bits, also for 16-bit parameters."""
     step, state = make_scanned_step("O2"), start(with_loss_scale(jmp.with_master_weights(SGD)), HALVES)
     text = step.lower(state, X[0], Y[0]).compile().as_text()
     (carried,) = re.findall(r"= \((.*)\) while\(", text)

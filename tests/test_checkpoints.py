@@ -29,7 +29,7 @@ pytestmark = pytest.mark.integration
 
 
 def shapes(state):
-    """What a restore needs of a state: structure, shapes, dtypes and where leaves go."""
+    """What a restore needs of a state: structure, shapes, dtypes and shardings."""
     return jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
 
 
@@ -52,7 +52,7 @@ def loss_fn(params, x):
 
 
 def make(tx, policy="mixed_float16", **fields):
-    """A state and a step that compile in no time."""
+    """A small state, and a step that compiles quickly."""
     params = {"w": jax.random.normal(jax.random.key(0), (5, 3)), "b": jnp.ones(3)}
     params = jmp.get_policy(policy).cast_to_param(params)
     state = TrainState.create(apply_fn=loss_fn, params=params, tx=tx, **fields)
@@ -66,7 +66,7 @@ def make(tx, policy="mixed_float16", **fields):
 
 
 def everything():
-    """Accumulation, clipping, a schedule, masters and a scale that has used up some of its hysteresis."""
+    """Training with accumulation, clipping, a schedule, masters and a scale that has used some of its hysteresis."""
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(0.1, 8)))
     accumulated = optax.MultiSteps(inner, 3)
     return with_loss_scale(accumulated, jmp.DynamicLossScale(2.0**8, growth_interval=4, hysteresis=2))
@@ -83,7 +83,7 @@ def run(state, step, inputs=INPUTS):
 
 
 def test_random_roundings_resume_bit_for_bit(tmp_path):
-    """The bits of a step follow from the saved key and step alone."""
+    """The random bits of a step depend on the saved key and step only."""
     tx = jmp.with_stochastic_rounding(jmp.with_low_precision_state(optax.adamw(0.1), key=1), key=2)
     state, step = make(with_loss_scale(tx, jmp.DynamicLossScale(2.0**8)), "params=bfloat16,compute=bfloat16,output=f32")
     state = run(state, step, INPUTS[:5])
@@ -110,7 +110,7 @@ def test_resuming_at_every_phase_equals_the_uninterrupted_run(tmp_path):
         phases.add((int(accumulated.mini_step), int(scale.counter), int(scale.hysteresis_left)))
         assert_same_bits(*map(jax.tree.leaves, (run(resumed, step, INPUTS[i:]), state)))
         assert jax.tree.structure(resumed) == jax.tree.structure(state)
-    assert len(phases) > 10  # every save was of another phase
+    assert len(phases) > 10  # each save was at another phase
     metrics = jmp.step_metrics(state)
     assert metrics["skipped_steps"] == 3
     assert state.opt_state.overflow_counts.tolist() == [0, 3]
@@ -119,7 +119,7 @@ def test_resuming_at_every_phase_equals_the_uninterrupted_run(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [linen_training, nnx_training])
 def test_models_resume_with_their_data(training, tmp_path):
-    """Statistics, dropout's keys and counters, the average, and the position in shuffled data."""
+    """BatchNorm statistics, dropout's keys and counters, the average, and the position in shuffled data."""
     batches = digits(6)
     batches[2] = spoiled(batches[2])
     state, step = training(ema_decay=0.9)
@@ -138,7 +138,7 @@ def test_models_resume_with_their_data(training, tmp_path):
 
 
 class TestOtherSettings:
-    """What is on disk is float32 whatever the policy, so that any policy can go on from it."""
+    """Checkpoints are float32 under every policy, so that any policy can continue from them."""
 
     def dtypes_on_disk(self, directory):
         with open_manager(directory) as manager:
@@ -174,7 +174,7 @@ class TestOtherSettings:
         assert_same_bits(masters, jmp.master_params(state.opt_state))
 
     def test_another_loss_scale(self, tmp_path):
-        """From float16 with a dynamic scale to bfloat16 without: parameters and moments stay, the scale is new."""
+        """From float16 with a dynamic scale to bfloat16 without: parameters and moments are kept, the scale is new."""
         adam = optax.adam(0.1)
         state, step = make(with_loss_scale(adam))
         state = run(state, step, INPUTS[:3])
@@ -242,7 +242,7 @@ class TestOtherSettings:
 
 @pytest.mark.slow
 def test_a_killed_process_loses_at_most_the_last_save(tmp_path):
-    """SIGKILL at one moment after another, the first save included; each process goes on where the last was killed."""
+    """SIGKILL at several moments, the first save included; each process continues from the last checkpoint."""
     resumed_at = []
     for begun, delay in ((1, 0.0), (2, 0.0), (2, 0.01), (1, 0.02), (2, 0.05), (3, 0.2)):
         worker = Path(__file__).with_name("checkpoint_worker.py")

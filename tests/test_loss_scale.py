@@ -1,4 +1,4 @@
-"""The automaton against a model in plain Python, and its state through everything that carries a pytree."""
+"""Loss scales against a model in plain Python, and their state through everything that carries a pytree."""
 
 import dataclasses
 import pickle
@@ -15,7 +15,7 @@ from jmp_train import DynamicLossScale, NoOpLossScale, StaticLossScale
 
 LEAVES = ("loss_scale", "counter", "hysteresis_left")
 
-# Every field away from its default.
+# Every field differs from its default.
 UNUSUAL = DynamicLossScale(
     2.0**9,
     growth_factor=4.0,
@@ -34,7 +34,7 @@ def values(scale):
 
 
 def model(start, steps):
-    """The documented automaton, written with Python numbers; float32 where the scale is multiplied."""
+    """The documented rules of `DynamicLossScale`, in Python numbers; products with the scale are float32."""
     scale, counter, left = values(start)
     for finite in steps:
         if finite:
@@ -128,7 +128,7 @@ def test_a_run_resumed_mid_way_equals_the_uninterrupted_one():
 
 
 class TestCarriers:
-    """Every field survives, with its dtype, whatever carries the pytree."""
+    """Every field keeps its value and dtype in everything that carries the pytree."""
 
     @staticmethod
     def check(scale):
@@ -186,7 +186,7 @@ def test_adjust_under_scan_cond_and_vmap_equals_eager():
         return jax.lax.cond(finite, lambda s: s.adjust(True), lambda s: s.adjust(False), scale), None
 
     assert values(jax.lax.scan(either, UNUSUAL, steps)[0]) == values(eager)
-    # Three machines side by side: each column is one of them.
+    # Three scales under `vmap`; column `i` belongs to scale `i`.
     both = jnp.array([True, False, True])
     batched = jax.vmap(lambda scale, finite: scale.adjust(finite), in_axes=(None, 0))(UNUSUAL, both)
     for i, finite in enumerate(both):
@@ -208,7 +208,7 @@ def test_the_state_keeps_its_types_so_that_one_trace_serves_all_steps():
 
 @pytest.mark.parametrize("finite", [True, False])
 def test_a_state_of_python_numbers_gets_its_types_back(finite):
-    """As JSON has them; of weak types the next step would be traced anew."""
+    """JSON restores Python numbers; with their weak types, the next step would be traced again."""
     read = jax.tree.map(lambda x: x.item(), UNUSUAL)
     wanted = jax.tree.map(jax.typeof, jax.tree.map(jnp.array, UNUSUAL))
     assert jax.tree.map(jax.typeof, read.adjust(finite)) == wanted

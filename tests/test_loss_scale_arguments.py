@@ -1,6 +1,6 @@
-"""What a loss scale accepts, and the sentence for what it does not."""
+"""The arguments that a loss scale accepts, and the message for each that it does not."""
 
-# Arguments of the wrong type are half of what is tested.
+# Half of the tests pass arguments of the wrong type.
 # pyright: reportArgumentType=false
 
 import re

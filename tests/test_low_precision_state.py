@@ -1,4 +1,4 @@
-"""Optimizer states stored in bfloat16: which leaves, that they follow float32, and that nobody else notices."""
+"""Optimizer states stored in bfloat16: which leaves, that they follow float32, and that other code is not affected."""
 
 # Optax types trees and states as one union, of which no attribute or index is known.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
@@ -60,7 +60,7 @@ def run(tx, params, steps=range(5), state=None, step=None, grads_of=gradients):
 
 
 def stored(state):
-    """The paths of what is stored in 16 bits."""
+    """The paths of the leaves that are stored in 16 bits."""
     leaves = zip(leaf_paths(state), jax.tree.leaves(state), strict=True)
     return {path for path, x in leaves if x.dtype == jnp.bfloat16}
 
@@ -74,7 +74,7 @@ STORED = {
     ),
     "momentum": (lambda: optax.sgd(1e-3, momentum=0.9), {"0/trace/dense/w", "0/trace/dense/b"}),
     "lion": (lambda: optax.lion(1e-3), {"0/mu/dense/w", "0/mu/dense/b"}),
-    # The factors of a matrix are small; only a vector's second moment is whole.
+    # The factors of a matrix's second moment are small; only that of a vector is stored in full.
     "adafactor": (lambda: optax.adafactor(1e-3, min_dim_size_to_factor=2), {"0/v/dense/b"}),
     "accumulated": (
         lambda: optax.MultiSteps(optax.adam(1e-3), 2),
@@ -88,7 +88,7 @@ STORED = {
         lambda: optax.masked(optax.adam(1e-3), lambda p: jax.tree.map(lambda x: x.ndim == 2, p)),
         {"inner_state/0/mu/dense/w", "inner_state/0/nu/dense/w"},
     ),
-    # What starts as the parameters stays in float32: distances from it are small at first.
+    # A leaf that starts equal to the parameters stays float32, because its distance from them is small at first.
     "prodigy": (
         lambda: contrib.prodigy(1e-3),
         {f"{name}/dense/{leaf}" for name in ("exp_avg", "exp_avg_sq", "grad_sum") for leaf in "bw"},
@@ -120,7 +120,7 @@ def test_globs_and_functions_pick():
     assert picked("nu") == picked(["0/nu"]) == second
     assert picked(("nu/dense/w", "mu/*/b")) == {"0/nu/dense/w", "0/mu/dense/b"}
     assert picked(lambda path, leaf: leaf.ndim == 2) == {path for path in BOTH if path.endswith("w")}
-    # It is asked of arrays only: the count has no first axis.
+    # The function is called with arrays only: the count has no first axis.
     assert picked(lambda path, leaf: leaf.shape[0] > 1) == BOTH
     factors = optax.adafactor(1e-3, min_dim_size_to_factor=2)
     assert picked("v_row/dense/w", factors) == {"0/v_row/dense/w"}  # of any shape, if asked for
@@ -207,7 +207,7 @@ def test_no_warning_and_nothing_stored_where_nothing_can_be(kind):
 
 @pytest.mark.filterwarnings("error")
 def test_no_warning_where_placeholders_stand_for_parameters():
-    """As in `optax.tree_map_params`, for which Muon's state holds no array but its coefficients."""
+    """As in `optax.tree_map_params`, where the only arrays of Muon's state are its coefficients."""
     tx = with_low_precision_state(contrib.muon(1e-2))
     state = tx.init(parameters())
     ones = optax.tree_map_params(tx, jnp.ones_like, state)
@@ -216,7 +216,7 @@ def test_no_warning_where_placeholders_stand_for_parameters():
 
 
 def test_models_with_functions_as_leaves():
-    """As Equinox has them: masked at `init`, or given whole to `update`."""
+    """As in Equinox: the functions are masked at `init`, or passed to `update` with the rest of the model."""
     arrays = parameters()
     model, grads = {**arrays, "activation": jax.nn.relu}, gradients(0, arrays)
     tx = with_low_precision_state(
@@ -230,7 +230,7 @@ def test_models_with_functions_as_leaves():
 
 
 def test_moments_of_a_parameter_share_their_random_words():
-    """One call of Threefry an element for both, and one for the key of the step."""
+    """One Threefry call per element serves both, and one more makes the key of the step."""
     tx = with_low_precision_state(optax.adam(1e-3))
     params = {"w": jnp.ones(8)}
     program = str(jax.make_jaxpr(tx.update)(params, tx.init(params), params))
@@ -258,7 +258,7 @@ def test_the_derivative_of_a_rounding_is_one():
 
 
 def test_the_second_moment_falls_as_in_float32():
-    """With a decay of 0.1 % a step, half of bfloat16's last bit is more: to the nearest, it would stay at 2."""
+    """A decay of 0.1 % a step is less than half of bfloat16's last bit: rounded to nearest, the moment stays at 2."""
     adam, params = optax.scale_by_adam(), np.zeros(1000, np.float32)
 
     def nearest(x):
@@ -301,7 +301,7 @@ def test_moments_follow_float32_and_are_unbiased():
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_the_inside_computes_in_float32(dtype):
-    """16-bit parameters and gradients: the moments are those of a float32 run of the same numbers."""
+    """With 16-bit parameters and gradients, the moments equal those of a float32 run of the same numbers."""
     seen = []
 
     def update(updates, state, params=None):
@@ -345,7 +345,7 @@ ORDERS = {
 
 @functools.cache
 def scaled(order):
-    """The transformation of an order under a loss scale, and a compiled step, for any key: it is in the state."""
+    """The wrappers in one order under a loss scale, and a compiled step, for any key, which is in the state."""
     tx = with_loss_scale(ORDERS[order](), jmp.DynamicLossScale(8.0))
     return tx, jax.jit(stepper(tx))
 
@@ -358,13 +358,13 @@ def twenty_steps_in_float32():
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_beside_the_wrappers_of_16_bit_parameters(order):
-    """Parameters and moments in 16 bits in either order: after 20 steps, those of float32 but for the noise."""
+    """Parameters and moments in 16 bits, wrapped in either order: after 20 steps they equal float32's, up to noise."""
     tx, step = scaled(order)
     params, state = run(tx, parameters(jnp.bfloat16), range(20), step=step)
     w, wide = np.asarray(params["dense"]["w"]), twenty_steps_in_float32()["dense"]["w"]
     assert w.dtype == jnp.bfloat16
     error, moved = (float(np.abs(np.float32(x) - wide).mean()) for x in (w, parameters()["dense"]["w"]))
-    # Each of 20 roundings is off by half a last bit, 2^-9 to 2^-8: together by a root of 20 of these.
+    # Each of 20 roundings has an error of half a last bit, 2^-9 to 2^-8; together sqrt(20) times that.
     assert error < np.sqrt(20) * 2.0**-9 * float(np.abs(wide).mean())
     assert moved > 5 * error
     if "masters" in order:
@@ -436,7 +436,7 @@ def test_leaves_of_no_parameter_draw_other_bits():
 
 
 def test_resumed_from_a_checkpoint_it_is_the_same_run():
-    """The state as NumPy arrays and back, keys as their data."""
+    """The state is converted to NumPy arrays and back, keys to their data."""
     tx = with_loss_scale(ORDERS["state inside"](key=3), jmp.DynamicLossScale(8.0))
     _, step = scaled("state inside")
     params, state = run(tx, parameters(jnp.bfloat16), range(3), step=step)
@@ -462,12 +462,12 @@ def test_one_trace_scan_and_donation():
     )
 
 
-# Of its arithmetic every operation rounds once at most, so that no two programs differ in it.
+# Each of its operations rounds at most once, so that two programs cannot differ.
 EXACT = with_stochastic_rounding(with_low_precision_state(optax.sgd(2.0**-6, momentum=0.5)))
 
 
 def over_a_mesh(kind, spec):
-    """Five steps in a `jit` over arrays that are divided by `spec`, or replicated."""
+    """Five steps in a `jit` over arrays that are sharded by `spec`, or replicated."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
 
     def put(x):
@@ -489,7 +489,7 @@ def in_shard_map(check_vma):
 
 
 def mapped(transform):
-    """Eight copies, each with the gradients of the one."""
+    """Eight copies of the state, all with the same gradients."""
 
     def eight(tree):
         return jax.tree.map(lambda x: jnp.stack([x] * 8), tree)
@@ -526,7 +526,7 @@ def on_one_device():
     "how", [pytest.param(how, marks=[pytest.mark.slow] * (how not in FAST)) for how in DEVICES], ids=str
 )
 def test_eight_devices_draw_the_same_bits_for_the_same_element(how):
-    """As on one device, bit for bit."""
+    """The result equals that on one device, bit for bit."""
     assert_same_bits(DEVICES[how](), on_one_device())
 
 

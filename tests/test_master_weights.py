@@ -1,4 +1,4 @@
-"""Masters and stochastic rounding: 16-bit parameters that follow a float64 run where plain ones stand still."""
+"""Masters and stochastic rounding: 16-bit parameters follow a float64 run where plainly rounded ones stand still."""
 
 # Optax types trees and states as one union, of which no attribute or index is known.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
@@ -87,7 +87,7 @@ def test_small_updates_are_not_lost(dtype):
     grads = jnp.full(4, -(2.0**-13))
     for tx, moved in ((optax.sgd(1.0), False), (with_master_weights(optax.sgd(1.0)), True)):
         p, state = params, tx.init(params)
-        if moved:  # a difference of parameters: what is below half the last bit is in the master alone
+        if moved:  # differences below half the last bit are in the master only
             assert not jnp.any(tx.update(grads, state, p)[0])
         for _ in range(64):
             p, state = stepper(tx)(p, state, grads)
@@ -153,7 +153,7 @@ def test_what_the_transformation_inside_sees(wrap):
         _, state = tx.update(jnp.ones((), jnp.bfloat16), state, params, value=3)
     assert [(dtype, p.dtype, extra) for dtype, p, extra in seen] == [(jnp.float32, jnp.float32, {"value": 3})] * 2
     if wrap is with_master_weights:
-        assert [float(p) for _, p, _ in seen] == [1, 1 + 2.0**-10]  # the masters, not what they were rounded to
+        assert [float(p) for _, p, _ in seen] == [1, 1 + 2.0**-10]  # the masters, not the rounded parameters
 
 
 @pytest.mark.parametrize("wrap", [with_master_weights, with_stochastic_rounding])
@@ -227,7 +227,7 @@ def test_float64_gradients_change_no_dtype():
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Checked:
-    """A layer that asks its weight for a dtype whenever it is built, which JAX does, too."""
+    """A layer that reads the dtype of its weight whenever it is built; JAX, too, builds it, with other leaves."""
 
     w: jax.Array
 
@@ -248,7 +248,7 @@ def test_a_tree_that_checks_its_leaves(wrap):
 
 class TestStochasticRounding:
     def test_it_follows_a_float64_run_where_plain_bfloat16_stands_still(self):
-        """A mean over many parameters: its standard error is known, the plain run is 100 of them away."""
+        """The mean over many parameters, whose standard error is known: the plain run is 100 standard errors away."""
         params = jnp.ones(4096, jnp.bfloat16)
         updates_of = jnp.full(4096, -(2.0**-12))
         for tx, follows in ((optax.sgd(1.0), False), (with_stochastic_rounding(optax.sgd(1.0)), True)):
@@ -275,7 +275,7 @@ class TestStochasticRounding:
 
         assert as_bytes(updated(key=1)) == as_bytes(updated(key=jax.random.key(1))) != as_bytes(updated(key=2))
         assert as_bytes(updated(key=0)) == as_bytes(updated())
-        assert as_bytes(updated()["w"]) != as_bytes(updated()["v"])  # no two leaves draw the same bits
+        assert as_bytes(updated()["w"]) != as_bytes(updated()["v"])  # different leaves draw different bits
 
     def test_every_step_draws_afresh(self):
         tx = with_stochastic_rounding(optax.sgd(2.0**-8))

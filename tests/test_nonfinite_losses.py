@@ -1,4 +1,4 @@
-"""`update(..., value=loss)`: losses that are not finite where the gradients are, counted and not skipped."""
+"""`update(..., value=loss)`: counts, and does not skip, steps whose loss is not finite but whose gradients are."""
 
 # Optax types trees and states as one union, of which no attribute or index is known.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
@@ -57,7 +57,7 @@ def test_a_sum_that_overflows_in_float16():
 
 @pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan])
 def test_what_is_counted(bad):
-    """Only steps that are applied: one whose gradients overflow is skipped, and counted as such."""
+    """Only applied steps are counted; a step whose gradients overflow counts as skipped."""
     pairs = [(GOOD, 1.0), (GOOD, bad), (broken("a"), bad), (broken("b"), 1.0), (GOOD, bad)]
     counts, state = [], ADAM.init(PARAMS)
     for pair in pairs:

@@ -1,6 +1,6 @@
-"""Every optimizer of optax, wrapped outermost: the bare update where gradients are finite, no trace where not.
+"""Every optimizer of optax inside `with_loss_scale`: its own update if gradients are finite, else no change.
 
-And every optimizer with its state in 16 bits: the bare update but for roundings.
+And every optimizer with its state in 16 bits: its own update, up to rounding.
 """
 
 # Optax types trees and states as one union, of which no attribute or index is known.

@@ -1,6 +1,6 @@
-"""with_loss_scale: what its state records and keeps, what the inner transformation sees, what is logged."""
+"""with_loss_scale: its state, the arguments of the inner transformation, and the metrics."""
 
-# Optax types trees and states as one union, of which no attribute or index is known.
+# Optax types trees and states as one union, in which pyright knows no attribute or index.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportOperatorIssue=false
 
@@ -95,7 +95,7 @@ class TestState:
         tiny = {"w": jnp.full(3, 2.0**-14, jnp.float16)}
         params = {"w": jnp.ones(3)}
         bare, _ = optax.adam(0.1).update(tiny, optax.adam(0.1).init(params), params)
-        assert not bool(jnp.all(jnp.abs(bare["w"]) < 0.2))  # epsilon is zero in float16
+        assert not bool(jnp.all(jnp.abs(bare["w"]) < 0.2))  # Adam's epsilon, 1e-8, is zero in float16
         got, state = run(with_loss_scale(optax.adam(0.1)), [tiny], params=params)
         expected, _ = run(optax.adam(0.1), [jax.tree.map(jnp.float32, tiny)], params=params)
         assert_two_programs_agree(got, expected)
@@ -194,7 +194,7 @@ class TestMetrics:
 
 
 class TestLineSearch:
-    """A loop inside ends although loss and gradient are NaN, and the state is the old one."""
+    """The loop of an inner line search ends although loss and gradient are NaN, and its state is unchanged."""
 
     @pytest.mark.parametrize(
         "tx", [optax.lbfgs(), optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(9))]
@@ -218,7 +218,7 @@ class TestLineSearch:
 
 
 def test_numbers_in_the_state_inside_are_arrays_from_the_start():
-    """Or the second step would be traced anew."""
+    """With Python numbers, the second step would be traced again."""
     start = {"count": 0, "rate": 0.5, "on": True, "weak": jnp.asarray(2.0)}
     inner = optax.GradientTransformation(lambda params: start, lambda updates, state, params=None: (updates, state))
     state = with_loss_scale(inner).init(PARAMS).inner_state

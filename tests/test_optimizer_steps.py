@@ -1,6 +1,6 @@
-"""Whole runs: one with an overflow in one of its batches equals, bit for bit, the one that never saw that batch."""
+"""Whole runs: a run with an overflow in one batch equals, bit for bit, a run without that batch."""
 
-# Optax types trees and states as one union, of which no attribute or index is known.
+# Optax types trees and states as one union, in which pyright knows no attribute or index.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportOperatorIssue=false
 
@@ -59,7 +59,7 @@ def network(params, batch):
 
 
 def batches(*indices, poison=()):
-    """Batches by number; a poisoned one has an input that no format holds."""
+    """The batches of these numbers; those in `poison` have an infinite input."""
     for i in indices:
         inputs = INPUTS[i].copy()
         if i in poison:
@@ -111,9 +111,9 @@ def test_the_scale_backs_off_once_and_grows_again_on_time():
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 @pytest.mark.parametrize("name", ["momentum", "adam"])
 def test_100_steps_equal_the_unscaled_run_bit_for_bit(policy, name):
-    """A power of two moves exponents only, and both formats have float32's.
+    """A power of two changes exponents only, and both formats have the exponents of float32.
 
-    Unscaled is a scale of 1, in the same program: XLA may round two programs differently (FMA), whatever they compute.
+    The unscaled run is the same program with a scale of 1, because XLA may round two programs differently (FMA).
     """
     runs = []
     for start in (1.0, 2.0**12):
@@ -129,7 +129,7 @@ def linear(params, batch):
 
 
 def test_eagerly_a_growing_scale_equals_none_bit_for_bit():
-    start = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)  # each operation on each shape is a program
+    start = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)  # each operation on each shape is compiled
     with jax.disable_jit():
         scale = DynamicLossScale(2.0**12, growth_interval=1)
         scaled, state = train(with_loss_scale(INNER["momentum"](), scale), batches(*range(2)), start, loss=linear)
@@ -174,7 +174,7 @@ def test_two_losses_and_two_optimizers_overflow_apart():
 
 
 def test_statistics_averages_and_counters_of_a_skipped_step_stay():
-    """BatchNorm statistics, an average of the parameters, a step counter: what goes with the step is selected too."""
+    """Values that a step updates beside the parameters: BatchNorm statistics, a parameter average, a step counter."""
     tx = with_loss_scale(optax.adam(1e-2))
 
     def loss_fn(params, stats, batch):

@@ -1,6 +1,6 @@
-"""with_loss_scale: where it may sit, where it is found, many devices, and what it says when something is wrong."""
+"""with_loss_scale: its place among other transformations, finding its state, many devices, and its errors."""
 
-# Optax types trees and states as one union, of which no attribute or index is known.
+# Optax types trees and states as one union, in which pyright knows no attribute or index.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportOperatorIssue=false
 
@@ -63,7 +63,7 @@ def test_an_nnx_optimizer_skips_and_backs_off():
 
 
 class TestPlacement:
-    """Outermost holds; what the docstring says goes wrong elsewhere does (FACTS of optax, shown in the same run)."""
+    """It works outermost; in other places the failures happen that its docstring names."""
 
     OVERFLOW = jnp.array([jnp.inf, 1.0])
     FINE = jnp.array([3.0, 4.0])
@@ -104,7 +104,7 @@ class TestPlacement:
     def test_multi_steps_around_it_keeps_the_nan(self):
         tx = optax.MultiSteps(with_loss_scale(optax.sgd(0.1)), 2)
         params, state = self.last(tx, [self.OVERFLOW, *[self.FINE] * 6])
-        assert jnp.isnan(state.acc_grads[0]) and jnp.all(params == 0)  # nothing is learned any more
+        assert jnp.isnan(state.acc_grads[0]) and jnp.all(params == 0)  # no later step changes the parameters
 
 
 class TestDevices:

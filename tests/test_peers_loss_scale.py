@@ -1,6 +1,6 @@
 """Bugs of other libraries' loss scaling, each shown in one run with the right result here.
 
-A test that fails because the peer was repaired has served its purpose: remove the peer's half.
+If a test fails because the other library was repaired, remove the part of the test that shows its bug.
 """
 
 # Optax types trees and states as one union, of which no attribute or index is known.

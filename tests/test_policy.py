@@ -1,4 +1,4 @@
-"""Policies: one value for every spelling, names, casts with overrides, and jmp beside them."""
+"""Policies: equality for every spelling, names, casts with overrides, and comparisons with jmp."""
 
 import copy
 import functools
@@ -20,7 +20,7 @@ def keep_biases(path, leaf):
     return "float32" if path.endswith("bias") else None
 
 
-# One value
+# Equality
 
 
 def test_equal_policies_are_one_dictionary_key():
@@ -231,7 +231,7 @@ def test_which_policies_need_a_loss_scale():
     assert list(map(uses_float16, of_functions)) == [False, True]
 
 
-# The peer's bugs, shown beside
+# Bugs in jmp that this library does not have
 
 
 def test_peers_equal_policies_have_unequal_hashes_in_jmp():

@@ -1,4 +1,4 @@
-"""The text form of policies: what is read, what is written, and what is refused with which sentence."""
+"""The text form of policies: parsing, printing, and the message of each error."""
 
 import re
 import string

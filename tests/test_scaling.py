@@ -1,4 +1,4 @@
-"""scale and unscale: every kind of leaf, in which dtype it is computed, and what the numbers are."""
+"""scale and unscale: for every kind of leaf, the dtype of the computation and the numbers."""
 
 # Arguments of the wrong type are half of what some tests are about.
 # pyright: reportArgumentType=false
