@@ -1,4 +1,4 @@
-"""`assert_policy` finds each fault that is planted, says all of them at once, and passes what is right."""
+"""`assert_policy` finds each planted fault, reports all in one error, and passes programs without faults."""
 
 import functools
 import re
@@ -26,7 +26,7 @@ POLICY = "mixed_float16"
 
 
 def faults(fn, *args, checks=(), policy: Policy | str = POLICY, **options):
-    """The sentences that are raised, without their numbers; none if nothing is."""
+    """The messages of the error that is raised, without their numbers; an empty list without an error."""
     try:
         assert_policy(fn, policy, *checks, **options)(*args)
     except AssertionError as error:
@@ -171,7 +171,7 @@ def test_argnums_says_what_is_data():
     ],
 )
 def test_narrow_sums_by_hand_are_widened_and_found_where_they_cannot_be(name, fn):
-    # On its own autocast widens it; a loop that runs as recorded keeps it narrow.
+    # Outside of a loop, autocast runs it in float32; a loop that runs as recorded keeps it in 16 bits.
     assert faults(fn, HALF, checks=[no_narrow_sums()]) == []
 
     def recorded(x):
@@ -194,7 +194,7 @@ def test_narrow_sums_in_other_formats_under_other_policies_and_in_a_scope():
     bfloat16 = jnp.asarray(X, jnp.bfloat16)
     assert "cumsum accumulates in bfloat16 " in only_fault(recorded, bfloat16, checks=[no_narrow_sums()])
     assert faults(recorded, bfloat16, checks=[no_narrow_sums(except_scopes=["Counter"])]) == []
-    policy = get_policy(POLICY).replace(reduce_dtype="float16")  # of devices, not of these
+    policy = get_policy(POLICY).replace(reduce_dtype="float16")  # for sums over devices, not for these
     assert "cumsum accumulates in float16 " in only_fault(recorded, HALF, policy=policy, checks=[no_narrow_sums()])
 
 
@@ -251,7 +251,7 @@ def test_sums_across_devices(reduce_dtype):
     policy = get_policy(POLICY).replace(reduce_dtype=reduce_dtype)
     assert faults(fn, X, policy=policy, checks=[no_narrow_sums()]) == []
 
-    # In a loop that runs as recorded, a sum by hand in 16 bits stays so: a fault unless the policy asks for it.
+    # In a loop that runs as recorded, a sum that the user cast stays in 16 bits: a fault unless the policy allows it.
     def loop(x):
         def body(carry):
             return carry[0] - jnp.mean(jnp.float32(reduced(carry[1]))), carry[1]
@@ -328,7 +328,7 @@ def test_a_scope_that_matches_nothing_is_always_a_fault():
     assert len(faults(loss, W, X, rules=rules.with_scopes({"Lbyer": "float32"}))) == 2
 
 
-# All at once, and by the user
+# All faults in one error, and checks of the user
 
 
 def test_everything_that_failed_is_raised_at_once():

@@ -1,6 +1,6 @@
-"""`python -m jmp_train report`: both reports, what is printed where, exit statuses and clear errors.
+"""`python -m jmp_train report`: both reports, standard output and error, exit statuses and clear errors.
 
-Run in this process, but for one test, with a GPU compiler that is not asked for unless a test is slow.
+All tests but one run it in this process; only slow tests use the GPU compiler.
 """
 
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""What the diagnostics say of arguments they cannot use, and what they take: NNX, static arguments, side effects."""
+"""The arguments that the diagnostics accept (NNX, static arguments, side effects), and their errors for others."""
 
 import json
 

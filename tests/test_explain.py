@@ -1,4 +1,4 @@
-"""What `explain` says of small programs whose plan is known by heart."""
+"""The report of `explain` on small programs whose plan is known."""
 
 import dataclasses
 import re
@@ -89,7 +89,7 @@ def test_backward_operations_are_told_apart():
         (lambda w, x: (x @ w) * 1e-9, "float32, for float16 cannot hold its literal"),
         (lambda w, x: w + w, "float32, until a narrow value meets it"),
         (lambda w, x: jnp.log(x) + x @ w, "float32, for log leaves its operand in float32"),
-        # Across a dot: the backward pass of this one would compute the exponential again, in float32.
+        # The value is read after a dot: this backward pass would rematerialize the exponential in float32.
         (lambda w, x: jnp.sum(jnp.exp(x @ w) * (x @ w @ w)), "float32, for exp leaves its operand in float32"),
     ],
 )
@@ -178,8 +178,8 @@ def test_what_runs_as_recorded_is_listed_with_its_body():
     on_host = lambda x: jax.pure_callback(lambda x: x, x, x)  # noqa: E731
     assert report(on_host, X).opaque == (("pure_callback", 1, "calls the host"),)
     assert [count for _, count, _ in report(lambda x: on_host(x) + on_host(x), X).opaque] == [2]
-    assert report(on_host, jnp.arange(3)).opaque == ()  # nothing that a policy could narrow
-    # It meets float32 among its operands or its results.
+    assert report(on_host, jnp.arange(3)).opaque == ()  # it has no floating values
+    # A float32 operand or result.
     count = lambda x: jax.pure_callback(lambda x: 0, jax.ShapeDtypeStruct((), jnp.int32), x)  # noqa: E731
     draw = lambda n: jax.pure_callback(lambda n: 0, jax.ShapeDtypeStruct((), jnp.float32), n)  # noqa: E731
     assert [len(report(fn, x).opaque) for fn, x in ((count, X), (count, jnp.arange(3)), (draw, 3))] == [1, 0, 1]
@@ -196,7 +196,7 @@ def test_what_runs_as_recorded_is_listed_with_its_body():
     ],
 )
 def test_what_is_no_surprise_as_recorded(fn):
-    """What the user asks for by name, and what makes values from none."""
+    """Operations that the user requests by name, and operations without operands."""
     assert report(fn, X).opaque == ()
 
 
@@ -205,16 +205,16 @@ def test_what_is_no_surprise_as_recorded(fn):
 
 def test_casts_are_those_of_the_emitted_program():
     assert report(layer, W, X).casts == 3  # w and x down, the result up
-    assert report(lambda w: w @ w, W).casts == 2  # one copy of w, though it is read twice
+    assert report(lambda w: w @ w, W).casts == 2  # one copy of w, which is read twice
     assert report(jnp.sin, X).casts == 0
     by_hand = report(lambda w, x: (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32), W, X)
     assert by_hand.casts == 0
-    # Nor does one whose result nobody reads: it is left out.
+    # Nor does a cast whose result is not read; it is dropped.
     assert report(lambda w, x: (x.astype(jnp.float16), x @ w)[1], W, X).casts == 3
-    # A Python number loses its weak type by a conversion from float32 to float32, which is none.
+    # A Python number loses its weak type by a conversion from float32 to float32, which is not a cast.
     assert report(lambda x: jnp.exp(jnp.float32(x)), 2.0).casts == 0
     assert report(lambda w: w @ w > 0, W).casts == 1  # a comparison is none
-    # A cast by hand to what the value already is does not count against those that autocast adds.
+    # A user's cast to the dtype that the value has already does not reduce the number of casts that autocast adds.
     assert report(lambda w: (w @ w).astype(jnp.float16), W).casts == 1
 
 
@@ -269,7 +269,7 @@ def test_what_the_plan_computes_again_is_not_kept():
     # cosine is computed again from the first.
     assert dict(found.kept_bytes) == {"float16": 2 * X.nbytes // 2, "float32": X.nbytes}
     assert only(found, "cos")[0].unread and not only(found, "sin")[0].unread
-    # A gradient that nobody asked for reads nothing.
+    # A gradient that is not requested reads nothing.
     of_one = report(lambda w, x: jax.grad(lambda v, w: f(v, x) + jnp.mean((x @ w) ** 2), (0, 1))(w, w)[1], W, X)
     assert dict(of_one.kept_bytes) == {"float16": X.nbytes // 2}
     wide = report(jax.grad(f), W, X, rules=DEFAULT_RULES.with_residuals("float32"))
@@ -329,11 +329,11 @@ def test_casts_that_a_float32_trace_hides():
     assert len(found.hidden_casts) == 1 and "(guarded)" in found.hidden_casts[0]
     assert found.hidden_casts_error is None
     assert explain(guarded, POLICY)(W, x=X).hidden_casts == found.hidden_casts
-    # What jnp.mean does inside, and what promotion does, is nobody's request.
+    # Casts inside jnp.mean, and by promotion, are not requests of the user.
     assert report(lambda w, x: jnp.mean(x @ w), W, X).hidden_casts == ()
     assert report(lambda w, x: (x @ w) + jnp.ones(8), W, X).hidden_casts == ()
     assert report(lambda w, x: (x @ w).astype(jnp.int32), W, X).hidden_casts == ()
-    # A cast that shows in the float32 trace too is not hidden.
+    # A cast that the float32 trace contains, too, is not hidden.
     assert report(lambda w, x: (x @ w).astype(jnp.float16).astype(jnp.float32), W, X).hidden_casts == ()
 
 
@@ -373,7 +373,7 @@ def test_a_function_that_takes_no_narrow_arguments():
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Checked:
-    """A tree that asks its leaf for a dtype wherever it is made."""
+    """A tree that reads the dtype of its leaf whenever it is built."""
 
     value: Any
 
@@ -389,7 +389,7 @@ def test_a_result_that_checks_its_leaves():
 
 
 def test_products_in_a_function_that_jax_jits():
-    """JAX cuts their tracebacks where its own `jit` begins: they stand at the line of the call."""
+    """JAX cuts their tracebacks at its own `jit`, so that their line is that of the call."""
     found = report(lambda x, w: jnp.linalg.matrix_power(x @ w, 3), jnp.ones((8, 8)), W, argnums=1)
     sources = [op.source for op in only(found, "dot_general")]
     assert len(sources) == 3 and all("test_explain.py" in source for source in sources)

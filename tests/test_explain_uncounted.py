@@ -1,4 +1,4 @@
-"""What `explain` names beside its FLOP count: products that it cannot look into, or whose size or number is unknown."""
+"""What `explain` reports as left out of its FLOP count: opaque calls, and products of unknown size or number."""
 
 import json
 

@@ -23,7 +23,7 @@ from jmp_train._diagnostics.formats._bits import bincount, sum_uint64, to_int64
 
 
 def check(histogram, values, leaf=0):
-    """One leaf of a histogram against the oracle."""
+    """Compares one leaf of a histogram with the reference."""
     expected, special = exponents_of(values)
     row = histogram.as_dict()["leaves"][leaf]
     assert {int(e): n for e, n in row["exponents"].items()} == expected
@@ -181,7 +181,7 @@ def test_counts_beyond_32_bits():
 @settings(max_examples=30)
 @given(st.lists(st.integers(0, 2**48), min_size=1, max_size=20))
 def test_the_sum_of_counts(numbers):
-    counts = np.zeros((20, 2), np.uint32)  # one size for all, and so one program
+    counts = np.zeros((20, 2), np.uint32)  # one size for all, so that there is one program
     counts[: len(numbers)] = [[n % 2**32, n >> 32] for n in numbers]
     assert to_int64(sum_uint64(jnp.asarray(counts), 0)) == sum(numbers)
 
@@ -250,7 +250,7 @@ def test_through_flatten_with_every_leaf_replaced():
 
 
 def test_in_a_training_step_with_an_injected_infinity():
-    """The histogram of the gradients rides along; the skipped step's infinity is in it, and one trace serves all."""
+    """The step returns a histogram of its gradients, the infinity of the skipped step included; it is traced once."""
     tx = jmp.with_loss_scale(optax.sgd(0.1))
     grad_fn = jmp.value_and_grad(lambda w, x: jnp.mean((x @ w) ** 2), "mixed_float16")
 

@@ -1,4 +1,4 @@
-"""`find_overflow` against planted faults, and against programs with infinities that are meant to be there."""
+"""`find_overflow` on planted faults, and on programs with infinities that the user intends."""
 
 import dataclasses
 import functools
@@ -132,7 +132,7 @@ def test_a_scale_in_a_closure_is_seen():
 
 
 def multiply(x, scale):
-    """Named as the function that multiplies by a loss scale is."""
+    """Has the name of the function that multiplies by a loss scale."""
     return x * scale
 
 
@@ -192,7 +192,7 @@ def test_a_scope_with_others_inside_is_not_widened_whole():
     assert report.scope == "Model" and "jax.named_scope('wide')" in report.cure
 
 
-# Infinities that are meant to be there
+# Infinities that the user intends
 
 
 def attention(q, mask):
@@ -254,7 +254,7 @@ def test_values_are_followed_element_by_element():
         log, power = jnp.log(x), jnp.exp(1000 * x)
         return power / log
 
-    # log(0) is made first, but its infinity is not selected; nor does it survive as a divisor.
+    # log(0) is the first infinity, but it is not selected, and a division by it gives zero.
     x = np.array([0.0, 2.0], np.float32)
     assert find_overflow(selected)(x).primitive == "sqrt"
     assert find_overflow(divided)(x).primitive == "exp"
@@ -280,7 +280,7 @@ def test_a_finite_result_beside_a_bad_one_remembers_nothing():
 
         return lax.scan(body, 0, x)[1]
 
-    # The first row's log is infinite, and is used for nothing; the second row's exp is what is returned.
+    # The log of the first row is infinite but not used; the exp of the second row is returned.
     report = find_overflow(fn)(np.array([[0.0], [1.0]], np.float32))
     assert (report.primitive, report.loops[0].iteration) == ("exp", 1)
 
@@ -347,7 +347,7 @@ def test_whether_an_operation_runs_in_float32(fn, verdict, why):
     ids=["in a loop", "outside"],
 )
 def test_a_run_in_float32_may_take_another_branch(end, branches):
-    """There an equation of the same number is another one, or another iteration, or none."""
+    """In that run the equation at the same position is another one, in another iteration, or missing."""
 
     def fn(x, rows):
         y = x.astype(F16)
@@ -406,7 +406,7 @@ def test_a_mask_is_to_blame_where_it_makes_nan():
     assert (report.verdict, report.primitive, report.why) == (
         Verdict.INPUT, "sub", "The argument '1' holds infinities or NaN.",
     )  # fmt: skip
-    # An operation that overflows by itself is blamed before a mask.
+    # An operation that itself overflows is reported before a mask.
     real = find_overflow(lambda q, mask: fn((q * 1e3).astype(F16), mask.astype(F16)))(X, mask)
     assert (real.verdict, real.primitive) == (Verdict.KEEP_FLOAT32, "dot_general")
 
@@ -447,7 +447,7 @@ def test_bad_data_is_named_in_the_iteration_that_reads_it(name):
 
 
 def test_bad_data_is_named_where_it_is_computed_with():
-    """Not where it is tested, moved, cast or measured for what does not reach the result."""
+    """Not at an operation that tests, moves or casts it, or whose result does not reach the result of the program."""
 
     def loss(w, x):
         largest = jnp.max(x) > 9.0
@@ -476,7 +476,7 @@ def test_a_captured_array_is_named(value, wrap):
 
 
 def test_what_is_finite_beside_bad_data_overflows_itself():
-    """Of an array that is given row by row, each row is looked at by itself."""
+    """If an array is passed row by row, each row is examined by itself."""
 
     def total(x):
         return lax.scan(lambda low, row: (jnp.minimum(low, row @ jnp.ones(2, x.dtype)), None), x[0, 0], x)[0]
@@ -518,7 +518,7 @@ def step_of(scale, loss_fn):
 
 
 def test_a_state_that_starts_at_infinity_hides_no_fault():
-    """As the lowest loss so far does: it is given back as it came, or some of it."""
+    """For example the lowest loss so far: the step returns it unchanged, or in part."""
     tx = optax.chain(optax.sgd(1e-3), optax.contrib.reduce_on_plateau())
 
     def step(w, state, x):
@@ -538,7 +538,7 @@ def test_a_state_that_starts_at_infinity_hides_no_fault():
         return best.at[0].min(jnp.sum(x)), jnp.log(x - x)
 
     assert find_overflow(of_tasks)(jnp.full(3, jnp.inf), X).primitive == "log"
-    # Where nothing else is to blame, such an argument is.
+    # Without another cause, such an argument is reported.
     assert find_overflow(lambda best: best.at[0].set(1.0))(jnp.full(3, jnp.inf)).verdict is Verdict.INPUT
 
 
@@ -563,7 +563,7 @@ def test_nan_that_is_written_in_the_program():
 
 
 def test_an_infinite_loss_of_an_infinity_in_the_program():
-    """A label of a masked logit: the loss is infinite, and its gradients are not."""
+    """The label's logit is masked: the loss is infinite, its gradients are finite."""
 
     def loss(w, x, y):
         logits = jnp.where(jnp.arange(8) < 7, x @ w, -jnp.inf)
@@ -572,7 +572,7 @@ def test_an_infinite_loss_of_an_infinity_in_the_program():
     report = find_overflow(jax.value_and_grad(loss))(W, X, jnp.array([0, 7]))
     assert not report and (report.written, report.reached) == ("infinity", ("0",))
     assert report.text == "logits = jnp.where(jnp.arange(8) < 7, x @ w, -jnp.inf)" and report.verdict is None
-    # Whose number it is that another line moves: of the line that wrote it.
+    # A literal that one line writes and another moves belongs to the line that writes it.
     moved = find_overflow(lambda x: jnp.where(x > 1, jnp.full((8, 2), jnp.inf).T.reshape(x.shape), x))(X)
     assert moved.primitive is None and "jnp.full((8, 2), jnp.inf)" in moved.text
 
@@ -601,7 +601,7 @@ def test_a_test_of_what_is_finite_blames_nothing():
 
 
 def test_a_gradient_that_the_dtype_of_its_parameter_cannot_hold():
-    """No region cures it, for the gradient has that dtype; a parameter in float32 does."""
+    """No region cures it, because the gradient has the parameter's dtype; a parameter in float32 does."""
 
     def gradient(w, x):
         return jmp.autocast(jax.grad(lambda w: jnp.sum((x @ w) * 300)), "mixed_float16")(w)
@@ -614,7 +614,7 @@ def test_a_gradient_that_the_dtype_of_its_parameter_cannot_hold():
     )
     assert narrow.cure.endswith(" Have 'w' in float32 first: a gradient has the dtype that its parameter is stored in.")
     assert not find_overflow(gradient)(w, x)
-    # Where 16 bits hold the result, nothing is said of it.
+    # Nothing is reported if 16 bits can hold the result.
     small = find_overflow(jax.grad(lambda w: jnp.sum((x @ (w * F16(1 / 300))) * F32(300))))(w.astype(F16))
     assert small.backward and "Besides" not in small.why
 
@@ -862,7 +862,7 @@ def test_code_from_a_string_and_of_python_itself_is_not_the_users_line(log, thro
 
 
 def test_an_installed_library_is_not_the_users_line(monkeypatch):
-    """Whichever it is: the user's line is outside. Of a program that is installed whole, its own line is named."""
+    """The user's line is outside of installed packages. If the whole program is installed, its own line is named."""
     file = "/opt/lib/python3/site-packages/models/mlp.py"
     names = {}
     exec(compile("import jax.numpy as jnp\ndef apply(x):\n    return jnp.log(x)", file, "exec"), names)
@@ -969,7 +969,7 @@ def jitted(a, b):
 
 
 def test_the_cure_of_a_product_inside_a_jit():
-    """A `jit` cuts tracebacks: JAX's own stand at the user's line, in the user's own nobody sees autocast."""
+    """`jit` cuts tracebacks: in JAX's own, the line is the user's call; in the user's, autocast's frames are hidden."""
     a = np.full((8, 8), 1e3, np.float32)
     of_jax = find_overflow(jmp.autocast(lambda a, b: jnp.linalg.matrix_power(a @ b, 3), "mixed_float16"))(a / 1e3, a)
     assert of_jax.file == __file__ and "with_scopes" in of_jax.cure and "itself" not in of_jax.cure
@@ -991,7 +991,7 @@ MARKED = jmp.low_precision(grows)
 
 
 def test_the_cure_in_a_low_precision_region():
-    """No scope widens what is marked: the mark holds."""
+    """A `low_precision` mark is stronger than a scope, so that the cure names the mark."""
 
     def fn(h, head=MARKED):
         with jax.named_scope("head"):
@@ -1076,7 +1076,7 @@ def test_a_mask_that_is_infinite_in_float16():
 
 
 def derivative(rule):
-    """Of a function whose backward rule gives `rule` of the argument."""
+    """The derivative of a function whose backward rule returns `rule` of the argument."""
     fn = jax.custom_vjp(lambda x: x)
     fn.defvjp(lambda x: (x, x), lambda x, ct: (ct * rule(x),))
     return jax.grad(fn)
@@ -1138,7 +1138,7 @@ def test_the_cure_of_the_models_own(fn, x, cure):
 
 
 def test_a_pole_of_a_derivative_is_before_what_overflows_in_the_backward_pass():
-    """It is infinite for the first row, and times the loss scale too large for float16 for the others."""
+    """The derivative is infinite in the first row; in others, times the loss scale, it exceeds float16's range."""
 
     def loss(w, x):
         return jnp.sum(jnp.arccos(jnp.clip(50 * (x @ w), -1, 1)))
@@ -1179,7 +1179,7 @@ def test_twenty_kinds_of_fault():
 
 
 class TestTaint:
-    """What the tracker makes of single equations."""
+    """The tracker of bad values, on single equations."""
 
     def test_nan_of_infinities_is_an_origin_and_nan_of_nan_is_not(self):
         finite, infinite = np.ones(2, np.float32), np.array([np.inf, 1], np.float32)

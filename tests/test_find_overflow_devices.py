@@ -1,4 +1,4 @@
-"""`find_overflow` inside `shard_map` and `pmap`: devices run apart, meet in collectives, and are named."""
+"""`find_overflow` inside `shard_map` and `pmap`: it runs each device by itself up to collectives, and names devices."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""`dot_product_attention` compiled for an H200, without one: two fused kernels a layer, and what they move."""
+"""`dot_product_attention` compiled for an H200 without a GPU: two fused kernels a layer, and their bytes."""
 
 import functools
 import re

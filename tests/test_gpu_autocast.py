@@ -1,6 +1,6 @@
-"""What a compiler for an H200 makes of autocast: products in 16 bits, sums in float32, and the bytes that costs.
+"""Autocast compiled for an H200: products in 16 bits, sums in float32, and the bytes that are moved.
 
-Each bound stands beside its hand-written reference, compiled in the same run. `test_gpu_compile.py` shows that the
+Each bound is relative to a hand-written reference, compiled in the same run. `test_gpu_compile.py` shows that the
 checks catch planted faults.
 """
 

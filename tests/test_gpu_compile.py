@@ -1,4 +1,4 @@
-"""The readers of compiled modules find every fault that is planted here, and nothing in clean code."""
+"""The readers of compiled modules find every fault planted here, and nothing in correct code."""
 
 import os
 import subprocess

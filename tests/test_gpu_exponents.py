@@ -1,4 +1,4 @@
-"""What a histogram costs compiled for an H200: one pass over the leaf, integers only, nothing sorted."""
+"""The cost of a histogram compiled for an H200: one pass over each leaf, in integers, without a sort."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""`gpu_report` finds every fault planted here, says where and why, and finds nothing in the clean code beside it."""
+"""`gpu_report` finds every fault planted here, with place and cause, and nothing in the correct code beside it."""
 
 import jax
 import jax.numpy as jnp

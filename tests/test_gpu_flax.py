@@ -1,4 +1,4 @@
-"""A training state compiled for an H200: donated as one pytree, nothing is copied."""
+"""A training state compiled for an H200: it is donated as one pytree, and nothing is copied."""
 
 # Optax types trees and states as one union, of which no attribute or index is known.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false

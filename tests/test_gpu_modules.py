@@ -1,4 +1,4 @@
-"""The text of a compiled module is read right: a loop of ten steps, and single instructions, written by hand.
+"""Reading the text of compiled modules: a loop of ten steps, and single instructions, written by hand.
 
 Needs no compiler.
 """

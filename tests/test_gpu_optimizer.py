@@ -1,4 +1,4 @@
-"""What loss scaling costs one Adam step compiled for an H200: bytes, copies, kernels, compile time."""
+"""The cost of loss scaling in one Adam step compiled for an H200: bytes, copies, kernels, compile time."""
 
 import time
 

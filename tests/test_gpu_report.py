@@ -1,6 +1,6 @@
-"""`gpu_report`: bytes and FLOPs equal hand counts, on one and several devices, and the report is a value.
+"""`gpu_report`: bytes and FLOPs equal counts by hand, on one and several devices, and the report is a value.
 
-What compiles for a GPU is slow and needs `.[gpu-report]`; what is refused is neither. Faults: `test_gpu_faults.py`.
+Tests that compile for a GPU are slow and need `.[gpu-report]`; tests of errors do not. Faults: `test_gpu_faults.py`.
 """
 
 import dataclasses
@@ -114,7 +114,7 @@ def mean_gradient(w, x):
 
 @slow
 def test_shardings_reach_the_described_devices():
-    """Given here, to `jit`, and in shard_map: always by axis name, the mesh is the report's."""
+    """Shardings passed to the report, to `jit` and to `shard_map` name axes; the mesh is the report's."""
     args = array(64, 64, dtype=f16), array(512, 64, dtype=f16)
     specs = (P(), P("data"))
     mapped = jax.shard_map(
@@ -245,7 +245,7 @@ RATES = (("16 bits", 4e9), ("tf32", 2e9))
 
 
 def made_up(**others):
-    """Two kernels, of which one multiplies, and one product that a loop repeats."""
+    """A report of two kernels, one of which multiplies, and of one product that a loop repeats."""
     kernels = (
         Kernel("small", "fusion", 1, 3, 1, ("f16",), ("f16", "f32"), "jit(step)/Net/add", "model.py:12 (loss)", ""),
         Kernel(
@@ -365,7 +365,7 @@ def test_a_comparison():
     assert found.as_dict()["figures"]["peak memory"] == {"first": 40, "second": 70}
 
 
-# What is refused
+# Errors
 
 
 def without_plugin(name):

@@ -1,4 +1,4 @@
-"""What crosses eight H200s, read from the compiled module: gradients in `reduce_dtype`, shards in the compute dtype."""
+"""Transfers between eight H200s in the compiled module: gradients in `reduce_dtype`, shards in the compute dtype."""
 
 import functools
 import re

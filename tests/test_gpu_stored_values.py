@@ -1,4 +1,4 @@
-"""What activations, norms, heads and recurrent cells move in a module compiled for an H200, beside Flax in float16."""
+"""The bytes of activations, norms, heads and recurrent cells compiled for an H200, compared with Flax in float16."""
 
 import functools
 from typing import Any
@@ -34,7 +34,7 @@ class Normed(nn.Module):
 
 
 class Joined(nn.Module):
-    """A dense block behind a transition (Huang et al., 2017): every layer reads what all before it made."""
+    """A dense block after a transition (Huang et al., 2017): every layer reads the results of all layers before it."""
 
     dtype: Any = None
 
@@ -50,7 +50,7 @@ class Joined(nn.Module):
 
 
 class Pooled(nn.Module):
-    """Convolutions with GroupNorm, each before an average of windows."""
+    """Convolutions with GroupNorm, each followed by an average pool."""
 
     dtype: Any = None
 
@@ -63,7 +63,7 @@ class Pooled(nn.Module):
 
 
 class MaxPooled(nn.Module):
-    """Convolutions with BatchNorm and ReLU, each before a max-pool of overlapping windows, as where a ResNet starts."""
+    """Convolutions with BatchNorm and ReLU, each followed by a max-pool of overlapping windows, as in ResNets."""
 
     dtype: Any = None
 
@@ -101,7 +101,7 @@ class ActivatedThenNormed(BehindBias):
 
 
 class Residual(nn.Module):
-    """Convolutions with a bias, each added to what it reads."""
+    """Convolutions with a bias, each added to its input."""
 
     dtype: Any = None
 
@@ -139,7 +139,7 @@ class Bottlenecks(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Convolutions with a bias and an activation that JAX differentiates with masks."""
+    """Convolutions with a bias and an activation whose derivative JAX computes with masks."""
 
     activation: Any
     dtype: Any = None
@@ -152,7 +152,7 @@ class Convolutions(nn.Module):
 
 
 class PlainResidual(nn.Module):
-    """Residual blocks without norms: a relu of a convolution, and of a convolution added to what the block is given."""
+    """Residual blocks without norms: a relu of a convolution, then one of a convolution plus the block's input."""
 
     dtype: Any = None
 
@@ -247,7 +247,7 @@ class Recurrent(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention over a number of tokens that Tensor Cores have padded."""
+    """Attention over a number of tokens that is padded for Tensor Cores."""
 
     dtype: Any = None
 
@@ -342,7 +342,7 @@ IMAGES, ROWS, STEPS = ((64, 56, 56, 128), (16384, 512), (128, 32, 1024))
 FEWER_IMAGES = (32, 56, 56, 128)
 SMALL_IMAGES = (32, 28, 28, 128)
 TOKENS = (16, 196, 512)  # of a Vision Transformer, of patches of 16 x 16
-# Of Flax's bytes. It writes the gradient of the logits in float32 and casts it in a kernel of its own.
+# Relative to Flax's bytes. Flax stores the gradient of the logits in float32 and casts it in a separate kernel.
 ROWS_OF_TABLE = {
     "batch norm": (Normed, IMAGES, mean_square, 1.03),
     "dense block": (Joined, IMAGES, mean_square, 1.0),
@@ -475,7 +475,7 @@ ROWS_OF_TABLE = {
     ),
     "norm, then gelu": (NormedThenActivated, FEWER_IMAGES, mean_square, 1.03),
 }
-# Float32 residuals move fewer bytes in a recurrent cell, whose gates XLA fuses, for 1.24 times the temporary memory.
+# In a recurrent cell, whose gates XLA fuses, float32 residuals move fewer bytes for 1.24 times the temporary memory.
 OF_FLOAT32_RESIDUALS = {"lstm": 1.04}
 
 
@@ -509,7 +509,7 @@ def test_no_more_bytes_than_flax_in_float16(name):
 
 @pytest.mark.parametrize("name, relus", [("relu of convolutions", 3), ("relu of residual sums", 6)])
 def test_a_relu_runs_in_the_kernel_of_its_convolution(name, relus):
-    """So nothing stores what the relu is given: for its derivative's mask, Flax's layers do."""
+    """Then the relu's input is not stored; Flax's layers store it for the mask of the derivative."""
     gradients, args = gradients_of(name, None)
     text = module_text(compile_for_gpu(autocast(gradients, get_policy("mixed_float16")), *args))
     assert text.count('"activation_mode":"kRelu"') == relus
@@ -518,7 +518,7 @@ def test_a_relu_runs_in_the_kernel_of_its_convolution(name, relus):
 
 
 def test_strided_convolutions_of_a_frozen_network_are_not_padded_in_its_gradient():
-    """Their kernels are data, and reversed: with a cast behind that, XLA would move 1.8 times the bytes of Flax's."""
+    """Their kernels are data that the gradient reverses; a cast after that would move 1.8 times the bytes of Flax."""
 
     class Critic(nn.Module):
         dtype: Any = None
@@ -542,7 +542,7 @@ def test_strided_convolutions_of_a_frozen_network_are_not_padded_in_its_gradient
 
 
 def test_the_value_of_a_summed_loss_costs_what_that_of_a_mean_does():
-    """The sum that a program returns is no gradient of a bias, and changes nothing for those that are."""
+    """The sum that a program returns is not the gradient of a bias, and does not change how these are computed."""
     x = jax.ShapeDtypeStruct((4096, 256), jnp.float32)
     head = nn.Dense(32768)
     params = jax.eval_shape(head.init, jax.random.key(0), x)
@@ -585,7 +585,7 @@ def regressed(y):
     ("layer", "moved", "temporary"), [(times_gram, 0.83, 0.98), (whitened, 0.98, 0.75), (regressed, 0.79, 0.69)]
 )
 def test_what_products_of_both_sides_read_in_float32_is_stored_once(layer, moved, temporary, monkeypatch):
-    """Of the bytes and temporary memory of eight layers in which it is computed again from 16 bits."""
+    """Bytes and temporary memory of eight layers, relative to those that compute it again from 16 bits."""
 
     def loss(weights, x):
         for weight in weights:
@@ -655,10 +655,10 @@ def attention_figures(mask, policy, layers=1):
 )  # fmt: skip
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_a_softmax_and_its_gradient_are_a_kernel_each(mask, layers, moved, temporary, policy, monkeypatch):
-    """Of 8 x 1024 x 1024 scores: neither they nor exponentials of masked ones are stored in float32, or read twice.
+    """Neither the 8 x 1024 x 1024 scores nor exponentials of masked ones are stored in float32, or read twice.
 
-    Bytes and temporary memory of what they are if the gradient is not rewritten. While the gradient's kernel runs there
-    is one array of scores more, 17 MB: of one layer that is much, of a network little.
+    Bytes and temporary memory are relative to those without the rewrite of the gradient. While the gradient's kernel
+    runs, there is one more array of scores, 17 MB: much for one layer, little for a network.
     """
     found, plain = attention_figures(mask, policy, layers), attention_figures(None, policy, layers)
     assert found.bytes <= 1.07 * plain.bytes and found.temporary <= 1.01 * plain.temporary

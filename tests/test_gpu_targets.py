@@ -1,4 +1,4 @@
-"""`gpu_report` for every GPU that has a name: what multiplies in which dtype, and what cannot be compiled."""
+"""`gpu_report` for every named GPU: the units that multiply each dtype, and the programs that do not compile."""
 
 import re
 from pathlib import Path

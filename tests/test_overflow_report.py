@@ -1,4 +1,4 @@
-"""overflow_report: who was to blame, by name, through every nesting, mask and kind of tree."""
+"""overflow_report: names the parameters whose gradients overflowed, for every nesting, mask and kind of tree."""
 
 # Optax types trees and states as one union, of which no attribute or index is known.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false

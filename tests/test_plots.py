@@ -1,4 +1,4 @@
-"""The pictures: what is drawn where, read back from matplotlib's own objects."""
+"""The plots, read back from matplotlib's own objects."""
 
 # Matplotlib's artists are typed as their base class.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportIndexIssue=false, reportOptionalMemberAccess=false

@@ -1,4 +1,4 @@
-"""sensitivity: planted faults are ranked first and are the whole proposal, which holds against float64."""
+"""sensitivity: planted faults rank first and make up the proposal, which meets its tolerance against float64."""
 
 import contextlib
 import dataclasses
@@ -41,7 +41,7 @@ def in_float64(loss, *args):
 
 
 def holds(report, loss, *args, policy="mixed_float16", loss_scale: jmp.LossScale | None = SCALE):
-    """The errors are those of value_and_grad against float64, and the proposal meets the tolerance."""
+    """Asserts that errors are those of value_and_grad against float64, and that the proposal meets the tolerance."""
     truth = in_float64(loss, *args)
     both = [jmp.value_and_grad(loss, policy, rules=rules) for rules in (report.base, report.proposal)]
     found = jax.jit(lambda *args, **scale: [fn(*args, **scale)[1] for fn in both])(*args, loss_scale=loss_scale)
@@ -317,7 +317,7 @@ def test_parts_are_scopes_where_half_of_the_operations_have_one(scoped, by, part
     assert how == parts and sum(each.operations for each in candidates) == 4
 
 
-# The search, on errors made up
+# The search, on made-up errors
 
 
 class MadeUp:
@@ -382,7 +382,7 @@ def test_to_remove_less_than_another_part_adds_is_chance():
 
 @pytest.mark.parametrize("limit, divided", [(3, "AB"), (4, "abB"), (24, "abB")])
 def test_the_worst_part_is_divided_and_no_small_one(limit, divided):
-    """Of the squared error a has 80 %, b 17 %, c 2 % and d 1 %; what is kept whole is said by its own name."""
+    """Of the squared error a has 80 %, b 17 %, c 2 % and d 1 %. A part that is kept whole is named by its own scope."""
     squares = {"a": 0.8, "b": 0.17, "c": 0.02, "d": 0.01}
     inside = {"a": "Aa", "b": "Ab", "c": "Bc", "d": "Bd"}
     error_of = lambda wide: np.sqrt(sum(x for name, x in squares.items() if not {*inside[name]} & {*wide}))  # noqa: E731

@@ -1,4 +1,4 @@
-"""`tensor_core_report`: reasons, paddings and the estimate are right, and the report is a value."""
+"""`tensor_core_report`: its reasons, paddings and estimate, and the report as a value."""
 
 import dataclasses
 import json
@@ -89,7 +89,7 @@ def test_channels_of_a_convolution():
         array(2, 32, 32, 3),
         array(3, 3, 3, 64),
     )
-    # Forward, then each gradient: the channels are those of the layer wherever they stand, and the batch is none.
+    # Forward, then each gradient: channels are the layer's channels on any axis, and the batch is never a channel.
     for each in found:
         assert [(p.size, p.padded) for p in each.padding] == [(3, 8)]
 
@@ -121,7 +121,7 @@ def test_reasons(fn, args, unit, reason):
     found = product(fn, *args)
     assert found.unit == unit and found.reason == reason
     assert not found.on_tensor_cores
-    # Padding a vector makes no matrix of it, nor does padding one channel.
+    # Padding does not make a matrix of a vector, or of one channel.
     assert bool(found.padding) == reason.startswith("no multiple")
 
 
@@ -132,7 +132,7 @@ def test_amdahl():
     assert Estimate(0.5, 4.0).speedup == 1 / (0.5 + 0.5 / 4)
     assert Estimate(0.0, 1.0).speedup == 1
     report = tensor_core_report(jnp.matmul)(array(8192, 8192), array(8192, 8192))
-    # Nothing but one product bound by arithmetic: all of the time, at the ratio of the peak rates.
+    # A single product limited by arithmetic: the speed-up is the ratio of the peak rates.
     assert report.estimate.f == 1 and report.estimate.s == pytest.approx(990 / 67)
     strict = tensor_core_report(lambda a, b: jnp.matmul(a, b, precision="highest"))
     wide = strict(*(array(8192, 8192, dtype=jnp.float32),) * 2)
@@ -215,7 +215,7 @@ def test_every_way_to_give_a_policy():
         PARAMS, X, loss_scale=StaticLossScale(8.0)
     )
     assert by_policy.tensor_core_share == by_hand.tensor_core_share == ours.tensor_core_share == 1
-    # The value of the loss, which only value_and_grad returns, takes one product more.
+    # value_and_grad returns the loss, too, which takes one more product.
     assert by_policy.flops == by_hand.flops == 4 * 2 * 8 * 64 * 64 and ours.flops == 5 * 2 * 8 * 64 * 64
     assert by_policy.policy == "params=float32,compute=float16,output=float32" and by_hand.policy is None
     assert tensor_core_report(jax.grad(loss))(PARAMS, X).tensor_core_share == 0

@@ -24,18 +24,18 @@ from jmp_train._diagnostics.formats._underflow import OUTCOMES, floor_log2, outc
 from jmp_train._dtypes import facts
 
 F32 = functools.partial(np.array, dtype=np.float32)
-VALUES = awkward(np.float32, seed=3)  # one size for many tests, and so one program for each format
+VALUES = awkward(np.float32, seed=3)  # one size for many tests, so that each format has one program
 SCALES = [1.0, 2.0**15, 2.0**-20, 3.0, 1000.7, 2.0**24, 2.0**126, 2.0**-126, float(np.float32(1 / 3))]
 
 
-# A program each, large ones. Other tests have every format.
+# Few formats, because each needs a large program. Other tests cover every format.
 each_target = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "float16")) for name in TARGETS]
 )
 
 
 def near_boundaries(name, scale, dtype):
-    """The numbers of `dtype` around those that S sends to a boundary between two outcomes."""
+    """The numbers of `dtype` next to those that scale `S` maps to a boundary between two outcomes."""
     target = facts(name)
     step = target.smallest_subnormal
     last = target.max * target.eps / 2 if math.log2(target.max) % 1 else 0
@@ -53,7 +53,7 @@ OUTCOME = jax.jit(lambda x, scale, wide, target: outcome(magnitudes(x), wide, sc
 
 
 def check_outcomes(name, scale, values, wide):
-    # One size for all, and so one program for each format.
+    # One size for all, so that each format has one program.
     got = OUTCOME(np.resize(values, 64), jnp.float32(scale), wide, target_format(name))
     oracle = rounding(name)
     for value, index in zip(values, np.asarray(got)[: len(values)], strict=True):
@@ -94,7 +94,7 @@ def test_any_number_times_any_scale(value, scale, name):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_shares_equal_a_cast_by_ml_dtypes(name):
-    """Without a scale, rounding is a cast, and ml_dtypes has one."""
+    """Without a scale, rounding is the cast of ml_dtypes."""
     values = VALUES
     target = np.dtype(getattr(jnp, name))
     ordinary = values[np.isfinite(values) & (values != 0)]

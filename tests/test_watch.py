@@ -1,4 +1,4 @@
-"""The watching interpreter: its results are the program's, and it tells every operation where it is."""
+"""The interpreter that watches every operation: its results equal the program's, and it locates each one."""
 
 import weakref
 
@@ -23,7 +23,7 @@ W = np.eye(4, dtype=np.float32) + 0.1
 
 
 class Recorder(Watcher):
-    """Keeps what it is told of each operation."""
+    """Records every operation that it is told of."""
 
     def __init__(self):
         self.sites, self.shown = [], []
@@ -142,7 +142,7 @@ def test_models_of_the_battery(name):
     params, batch = example(BY_NAME[name])
     grad_fn = jmp.value_and_grad(BY_NAME[name].loss(), "float32")
     results, references = run(grad_fn, params, batch), jax.tree.leaves(jax.jit(grad_fn)(params, batch))
-    # Attention's key bias has no gradient but rounding.
+    # The gradient of attention's key bias is rounding noise.
     whole = max(float(np.max(np.abs(reference))) for reference in references[1:])
     for result, reference in zip(results, references, strict=True):
         scale = 1e-4 * whole + float(np.max(np.abs(reference)))
