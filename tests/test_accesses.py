@@ -1,4 +1,4 @@
-"""Which sums over a batch read what is computed in their own kernel, in heads of a line or two."""
+"""Which sums over a batch have their operand computed in their own kernel, for heads of a line or two."""
 
 from collections.abc import Callable
 from typing import Any

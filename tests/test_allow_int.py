@@ -1,4 +1,4 @@
-"""`allow_int`: gradients by trees that hold integers, booleans and PRNG keys, as `jax.grad(allow_int=True)` gives."""
+"""`allow_int`: gradients by trees with integers, booleans and PRNG keys, as those of `jax.grad(allow_int=True)`."""
 
 # Optax types trees and states as one union, of which no attribute or index is known.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false

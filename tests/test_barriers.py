@@ -1,4 +1,4 @@
-"""A barrier of several values: what is known of each result is what is known of its operand, not of those beside it."""
+"""A barrier of several values: a result has the facts of its own operand, not those of the other operands."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The benchmarks: their small runs work and keep the bounds, and the results in the repository are what its tables say.
+"""The benchmarks: small runs work and meet the bounds, and the tables in the repository match its result files.
 
 No test asserts a time.
 """

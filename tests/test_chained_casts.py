@@ -1,4 +1,4 @@
-"""The gradient of a residual stream in float16: what XLA for CPUs makes of it does not grow faster than depth."""
+"""The gradient of a residual stream in float16: its program, compiled for CPUs, does not grow faster than the depth."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The numbers of values that no argument decides, and what a table of them is to a product, in programs of one line."""
+"""Values that depend on no argument: their numbers, and whether a product with a table of them is exact."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What becomes of a product: squares that are added to it, and functions that read it, in programs of a line."""
+"""What reads a product: sums with squares, and functions that make it delicate, in one-line programs."""
 
 import jax
 import jax.numpy as jnp

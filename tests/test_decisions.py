@@ -1,6 +1,6 @@
-"""Loops whose steps floats decide: which of them are planned, which run as recorded, and that none takes another step.
+"""Loops whose number of steps depends on floats: which are planned and which run as recorded; none takes other steps.
 
-Every program returns a state, of which products are made, and how many iterations it took.
+Every program returns a state that products compute, and the number of iterations.
 """
 
 from typing import Any
@@ -34,13 +34,13 @@ def field(w, y):
 
 
 def solve(step, unfinished, start, count=0):
-    """Iterates `step` on `start`; how many iterations that took comes second."""
+    """Iterates `step` on `start`; returns the result and the number of iterations."""
     state, taken = lax.while_loop(lambda c: unfinished(*c[0]), lambda c: (step(*c[0]), c[1] + 1), (start, count))
     return state[1], taken
 
 
 def timed(clock, t1: Any = 1.0):
-    """Euler's method with steps of 0.1 by the clock, which may be given what it should not be given."""
+    """Euler's method until `t1` with steps of 0.1; `clock(t, y, w)` gives the next time, which may read products."""
     return lambda w, x: solve(
         lambda t, y: (clock(t, y, w), y + 0.1 * field(w, y)), lambda t, y: t < t1, (jnp.float32(0), x)
     )
@@ -121,12 +121,12 @@ def solved_clock(t, y, w):
 
 
 def transposed(a, t):
-    """The time, multiplied by a number and divided by it again, as part of a backward pass."""
+    """The time, multiplied by a number and divided by it again, in a backward pass."""
     return jax.linear_transpose(lambda t: t * a, t)(t)[0] / a
 
 
 def computed_again(w, x):
-    """Across a product the time is computed again from what is stored exactly: a mask."""
+    """After a product, the time is rematerialized from a mask, which is stored exactly."""
 
     def step(t, y):
         t = jnp.where(t < 0.5, t + 0.1, t + 0.2)
@@ -137,7 +137,7 @@ def computed_again(w, x):
 
 
 def linked_scans(w, x):
-    """What one scan stacks another one rematerializes; the time passes through the second beside it."""
+    """A second scan rematerializes what the first one stacks, and carries the time."""
 
     def step(t, y):
         h = y @ w
@@ -176,7 +176,7 @@ def fixed_point(w, x):
 
 
 def norm_of_the_state(w, x):
-    """No product between the state and the condition: the products come through the carry."""
+    """The condition reads the state without a product in between; products reach it through the carry."""
     step = lambda t, y: (t, 0.9 * y + 0.01 * field(w, y))  # noqa: E731
     return solve(step, lambda t, y: jnp.sum(y * y) > 1.0, (jnp.float32(0), x))
 
@@ -212,7 +212,7 @@ def time_across_a_product(w, x):
 
 
 def written(t, y, w):
-    """What comes back from a callback may be what another one wrote."""
+    """The result of a callback may be a value that another callback wrote."""
     return io_callback(lambda t: np.float32(t + 0.1), jax.ShapeDtypeStruct((), jnp.float32), t)
 
 
@@ -262,7 +262,7 @@ def test_a_loop_whose_end_depends_on_a_narrowed_value_runs_as_recorded(name):
     assert inside and {op.dtype for op in inside if op.primitive == "dot_general"} == {"float32"}
 
 
-# A clock in bfloat16 is off by a step the soonest; one in float16 may follow that of float32 by chance.
+# Rounded to bfloat16 the time is soonest off by a step; in float16 it may equal that of float32 by chance.
 @pytest.mark.parametrize(
     ("fn", "policy"),
     [
@@ -287,7 +287,7 @@ def test_edits_of_the_table_count():
 
 
 def test_the_state_is_carried_in_float32():
-    """Also where it starts as the result of a product."""
+    """Also if the state starts as the result of a product."""
     fn = lambda w, x: PLANNED["constant step"](w, x @ w)  # noqa: E731
     eqns = jax.make_jaxpr(autocast(fn, "mixed_bfloat16"))(W, X).eqns
     (loop,) = (eqn for eqn in eqns if eqn.primitive.name == "while")
@@ -295,7 +295,7 @@ def test_the_state_is_carried_in_float32():
 
 
 def rejected_steps(w, x):
-    """A given number of iterations, of which an error estimate says how many were steps."""
+    """A fixed number of iterations; an error estimate decides which of them count as steps."""
 
     def step(t, y):
         return t + 0.1, y + jnp.where(jnp.max(jnp.abs(field(w, y))) < 0.9, 0.1, 0.05) * field(w, y)
@@ -313,7 +313,7 @@ def test_what_a_loop_counts_decides_too():
     assert jax.jit(autocast(rejected_steps, "mixed_bfloat16"))(W, X)[1] == jax.jit(rejected_steps)(W, X)[1]
 
 
-# Adjoints: the loops that derivatives are
+# Adjoints: derivatives that are loops
 
 
 @jax.custom_vjp
@@ -375,7 +375,7 @@ def bounded_euler(w, x):
 
 
 def adapted(t, y, w):
-    """A step as long as the field allows."""
+    """Steps whose size the vector field decides."""
     dt = 0.05 / jnp.max(jnp.abs(field(w, y)), -1)
     return t + dt, y + dt[..., None] * field(w, y)
 
@@ -389,7 +389,7 @@ def mapped_adaptive(w, x):
 
 
 def skipped_updates(w, x):
-    """A training loop that skips updates for what they are themselves: it does not stop."""
+    """A training loop that skips some updates, depending on their values; it does not stop early."""
 
     def update(w, row):
         new = w - 0.1 * jnp.outer(row, row @ w)
@@ -399,7 +399,7 @@ def skipped_updates(w, x):
 
 
 def other_carries_go_on(w, x):
-    """What goes on after the choice is no loop that has stopped."""
+    """A loop in which other carries still change when the condition is false."""
 
     def iteration(c, row):
         mean, v, n = c
@@ -411,7 +411,7 @@ def other_carries_go_on(w, x):
 
 
 def changed_roles(w, x):
-    """Either branch does something."""
+    """Both branches change the state."""
 
     def iteration(c, _):
         return lax.cond(jnp.sum(c[0]) > 0, lambda c: (c[0] @ w, c[1]), lambda c: (c[1], c[0]), c), None
@@ -436,7 +436,7 @@ def test_scans_that_a_product_stops_take_the_steps_of_float32(fn, policy):
 
 
 def test_the_gradient_of_a_stopped_scan_takes_its_steps():
-    """Also where rematerialization takes them once more."""
+    """Also where rematerialization takes the steps again."""
     loss = jax.checkpoint(lambda w, x: jnp.mean(bounded_adaptive(w, x)[0] ** 2))
     assert loops(jax.grad(loss), W, X, kind="scan")[0] == [STOP, STOP]
     ours, plain = (jax.jit(fn)(W, X) for fn in (autocast(jax.grad(loss), "mixed_bfloat16"), jax.grad(loss)))

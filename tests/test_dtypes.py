@@ -1,4 +1,4 @@
-"""Names and facts of formats, and which leaves a cast touches."""
+"""Names and properties of formats, and the leaves that a cast changes."""
 
 import dataclasses
 import importlib

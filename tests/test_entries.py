@@ -1,4 +1,4 @@
-"""The rule of each equation before any dtype is known: of small programs, that of one primitive, and why."""
+"""The rule of each equation before dtypes are assigned: for small programs, that of one primitive, and its reason."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The examples at a size that takes seconds: they run, and what they print and return is what they promise."""
+"""The examples at a size that takes seconds: they run, and print and return what their documentation says."""
 
 import importlib.util
 from pathlib import Path

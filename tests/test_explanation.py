@@ -1,4 +1,4 @@
-"""The value that `explain` returns: as JSON, as text, compared with another; and what `explain` refuses."""
+"""The value that `explain` returns: as JSON, as text, compared with another; and the errors of `explain`."""
 
 import dataclasses
 import json

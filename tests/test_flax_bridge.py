@@ -1,4 +1,4 @@
-"""Linen's training state: a skipped step leaves nothing behind, all of it is one pytree, bad input is a sentence."""
+"""Linen's training state: a skipped step leaves it unchanged, it is one pytree, bad arguments raise clear errors."""
 
 # Optax types trees and states as one union, of which no attribute or index is known.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
@@ -26,7 +26,7 @@ from jmp_train.flax_bridge import TrainState, module_dtypes
 
 ADAM = optax.adam(1e-2)
 DYNAMIC = jmp.DynamicLossScale(2.0**10)
-# A scale that is a power of two changes no bit of these; float16 gradients lose other bits at another scale.
+# With these, a loss scale that is a power of two changes no bit; float16 gradients lose other bits at another scale.
 ROWS = {
     "float32": ("float32", NO_SCALE),
     "bfloat16": ("mixed_bfloat16", DYNAMIC),
@@ -59,7 +59,7 @@ def test_flax_serialization_of_another_loss_scale():
 SLOW_ROWS = [pytest.param(row, marks=pytest.mark.slow) for row in ("float32", "float16")]
 
 
-@pytest.mark.parametrize("row", ["bfloat16", *SLOW_ROWS])  # of which the scale backs off
+@pytest.mark.parametrize("row", ["bfloat16", *SLOW_ROWS])  # the only row whose scale backs off
 def test_a_run_with_bad_batches_equals_one_that_never_saw_them(row):
     policy, scale = ROWS[row]
     batches = digits(3)
@@ -71,13 +71,13 @@ def test_a_run_with_bad_batches_equals_one_that_never_saw_them(row):
     assert (int(clean.step), int(seen.step), int(jmp.step_metrics(seen)["skipped_steps"])) == (3, 3, 4)
     assert step._cache_size() == 1
     assert losses[-1] < losses[0]
-    # The comparison is of runs that changed everything but the keys.
+    # The run has changed every leaf but the keys, so that the comparison covers all of them.
     before, after = trained(start), trained(clean)
     assert [path for path in after if same_bits(before[path], after[path])] == ["rngs/dropout"]
 
 
 def test_flax_train_state_works_with_the_wrapper_alone():
-    """Parameters and moments are skipped; what this library's state adds is what is lost here."""
+    """Parameters and moments are skipped; other state, which this library's training state would protect, is not."""
     model, (batch,) = CNN(), digits(1)
     init = jax.jit(model.init, static_argnames="train")
     variables = init(jax.random.key(0), np.zeros((1, 8, 8, 1), np.float32), train=False)
@@ -109,7 +109,7 @@ def test_flax_train_state_works_with_the_wrapper_alone():
 
 
 def simple(tx=None, params=None, **fields):
-    """A state over one vector, for which gradients are made by hand."""
+    """A state with one vector as parameters, for gradients made by hand."""
     params = {"w": jnp.arange(3.0)} if params is None else params
     tx = with_loss_scale(optax.sgd(1.0)) if tx is None else tx
     return TrainState.create(apply_fn=lambda variables: variables, params=params, tx=tx, **fields)
@@ -161,7 +161,7 @@ def test_it_is_a_carry(carry):
 
 
 def test_what_surrounds_the_wrapper_is_skipped_too():
-    """A schedule's counter outside of `with_loss_scale`, and weight decay after it."""
+    """For example a schedule's counter outside of `with_loss_scale`, and weight decay after it."""
     schedule = optax.exponential_decay(1.0, 1, 0.5)
     injected = optax.inject_hyperparams(lambda rate: with_loss_scale(optax.sgd(rate)))(rate=schedule)
     tx = optax.chain(injected, optax.add_decayed_weights(-0.1), optax.scale_by_schedule(schedule))
@@ -186,21 +186,21 @@ def test_a_field_of_a_subclass_is_skipped():
 
 
 def test_collections_keep_their_dtype():
-    """A layer in 16 bits returns 16-bit statistics; the state must not be traced anew for that."""
+    """A layer in 16 bits returns 16-bit statistics, which must not make the step be traced again."""
     state = simple(model_state={"batch_stats": jnp.zeros(2)})
     after = state.apply_gradients(grads=GOOD, model_state={"batch_stats": jnp.ones(2, jnp.float16)})
     assert after.model_state["batch_stats"].dtype == jnp.float32 and after.model_state["batch_stats"][0] == 1
 
 
 def test_collections_keep_their_weak_type():
-    """Or a step that is compiled would be traced anew."""
+    """Otherwise a compiled step would be traced again."""
     state = simple(model_state={"count": jnp.asarray(0.0)})
     after = state.apply_gradients(grads=GOOD, model_state={"count": state.model_state["count"] + 1})
     assert jax.typeof(after.model_state["count"]) == jax.typeof(state.model_state["count"])
 
 
 def test_containers_are_those_of_the_state():
-    """Or a step that is compiled would be traced anew."""
+    """Otherwise a compiled step would be traced again."""
     state = simple(model_state={"batch_stats": jnp.zeros(2)})
     after = state.apply_gradients(grads=GOOD, model_state=core.freeze({"batch_stats": jnp.ones(2)}))
     assert jax.tree.structure(after) == jax.tree.structure(state)
@@ -236,7 +236,7 @@ def test_extra_arguments_reach_the_optimizer():
 
 
 class TestFloat8:
-    """Flax's fp8 layers keep scales and histories of maxima in a collection that its gradient replaces."""
+    """Flax's fp8 layers have scales and histories of maxima in a collection whose gradient is its new value."""
 
     def training(self):
         model = nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp)
@@ -265,7 +265,7 @@ class TestFloat8:
         assert not same_bits(clean.params["params"]["kernel"], state.params["params"]["kernel"])
         (history,) = (v for k, v in statistics["Fp8DirectDotGeneralOp_0"].items() if k == "input_amax_history")
         assert np.isclose(np.max(history), np.max(np.abs(2 * x)), rtol=1e-2)
-        assert same_bits(clean.ema_params["_overwrite_with_gradient"], statistics)  # which are not averaged
+        assert same_bits(clean.ema_params["_overwrite_with_gradient"], statistics)  # not averaged
 
     @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
     def test_scales_that_a_scan_shares(self, policy):

@@ -1,4 +1,4 @@
-"""Flax on several devices: statistics agree, one device's infinity leaves them alone, no two states drift apart."""
+"""Flax on several devices: statistics are equal, an infinity on one device does not change them, states stay equal."""
 
 # Optax types trees and states as one union, of which no attribute or index is known.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false

@@ -23,7 +23,7 @@ from jmp_train import (
     with_loss_scale,
 )
 
-# These tests say what happens without autocast; `test_grad_autocast.py` says what it adds.
+# Tests without autocast; `test_grad_autocast.py` tests what autocast adds.
 grad = functools.partial(jmp_train.grad, autocast=False)
 value_and_grad = functools.partial(jmp_train.value_and_grad, autocast=False)
 

@@ -1,4 +1,4 @@
-"""What autocast adds to `value_and_grad`: unmodified loss functions, arguments of any kind, and the same contract."""
+"""`value_and_grad` under autocast: unmodified loss functions, arguments of any kind, the same contract as without."""
 
 import dataclasses
 from typing import Any
@@ -51,7 +51,7 @@ def test_every_dot_of_an_unmodified_function_is_narrow_with_autocast_alone(polic
     jaxpr = jax.make_jaxpr(lambda *args: jmp.grad(loss_fn, policy)(*args, loss_scale=SCALE))(*args)
     assert dots(jaxpr) == [low, low]
     plain = jax.make_jaxpr(lambda *args: jmp.grad(loss_fn, policy, autocast=False)(*args, loss_scale=SCALE))(*args)
-    assert dots(plain) == [np.float32] * 2  # the data are float32, and nobody told the model
+    assert dots(plain) == [np.float32] * 2  # the data are float32, and so is the model
 
 
 @pytest.mark.parametrize("argnums", [0, -2])
@@ -158,7 +158,7 @@ def test_rules_belong_to_autocast():
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class SquaredScale(jmp.StaticLossScale):
-    """A user's own: the loss times the square of S."""
+    """A loss scale of the user's: the loss times the square of S."""
 
     def scale(self, tree):
         return super().scale(super().scale(tree))
@@ -207,7 +207,7 @@ def test_zeros_of_both_signs_are_two_numbers():
 
 
 def test_aux_of_numpy_stays_in_numpy():
-    """A program would hold 2^40 + 1 in an int32, as 1."""
+    """A traced program would hold 2^40 + 1 as the int32 1."""
     steps = np.int64(2**40 + 1)
     (_, aux), _ = jmp.value_and_grad(lambda w: (w**2, {"steps": steps}), "mixed_bfloat16", has_aux=True)(jnp.float32(3))
     assert aux["steps"] is steps

@@ -1,4 +1,4 @@
-"""What `value_and_grad` makes of every kind of differentiated leaf, and what it says to wrong arguments."""
+"""`value_and_grad` for every kind of differentiated leaf, and its errors for wrong arguments."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ import pytest
 import jmp_train
 from jmp_train import DynamicLossScale, NoOpLossScale, StaticLossScale, get_loss_scale, get_policy, with_loss_scale
 
-# These tests say what happens without autocast; `test_grad_autocast.py` says what it adds.
+# Tests without autocast; `test_grad_autocast.py` tests what autocast adds.
 grad = functools.partial(jmp_train.grad, autocast=False)
 value_and_grad = functools.partial(jmp_train.value_and_grad, autocast=False)
 
@@ -81,7 +81,7 @@ def test_other_leaves_among_the_differentiated():
 
 
 def test_fp8_statistics_pass_unscaled_and_uncast():
-    """Flax's fp8 layers hand out new statistics as the gradient of the old ones."""
+    """Flax's fp8 layers return new statistics as the gradient of the old ones."""
 
     @jax.custom_vjp
     def layer(w, statistic):

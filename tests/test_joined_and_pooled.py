@@ -1,4 +1,4 @@
-"""What dense blocks are made of: means over windows are kept in 16 bits, joined values are not kept at all."""
+"""The parts of DenseNets' blocks: means over windows are saved in 16 bits, concatenations are not saved."""
 
 from typing import Any
 

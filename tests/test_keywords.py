@@ -1,4 +1,4 @@
-"""Whatever the keywords of a user's function are called, every wrapper hands them on."""
+"""Every wrapper passes on the keyword arguments of a user's function, whatever their names."""
 
 import functools
 

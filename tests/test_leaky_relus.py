@@ -1,4 +1,4 @@
-"""The gradient of a leaky relu as one selection: which sums of selections are."""
+"""Which sums of two selections are written as one: the gradients of leaky relus."""
 
 import jax
 import jax.numpy as jnp

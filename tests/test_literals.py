@@ -1,4 +1,4 @@
-"""Python numbers as results: a jaxpr has them as literals, which are no arrays; what leaves autocast must be arrays."""
+"""Python numbers as results: in a jaxpr they are literals, which are not arrays, but autocast must return arrays."""
 
 from typing import Any
 

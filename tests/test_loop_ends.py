@@ -1,4 +1,4 @@
-"""What values of a planned program are computed from, and which scans a product stops, in programs of a few lines."""
+"""What values of a planned program are computed from, and which scans a product ends, in short programs."""
 
 import jax
 import jax.numpy as jnp

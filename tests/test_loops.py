@@ -22,7 +22,7 @@ def scanned(c, d):
     return lax.scan(lambda c, row: (c + row, None), c, jnp.stack([d, d]))[0]
 
 
-# What a body makes of its carry `c`, and of `d`, which does not depend on it.
+# Functions of a body's carry `c`, and of `d`, which does not depend on it.
 BODIES = {
     "a solution, rounded": (lambda c, d: jnp.linalg.solve(c, d).astype(jnp.float16).astype(jnp.float32), {SOLVES}),
     "the carry": (lambda c, d: c, {STREAM}),
@@ -164,7 +164,7 @@ def test_what_the_gain_of_recursive_least_squares_moves_is_an_estimate():
     assert [is_estimate for _, is_estimate in kinds] == [True, True, False]
 
 
-# Of a carry and a row of parameters, whether the carry may be in 16 bits.
+# Each value: a body of a carry and a row of parameters, and whether the carry may be in 16 bits.
 LAYERS = {
     "handed on": (lambda c, row: c.T, True),
     "rounded for a dot": (lambda c, row: jnp.tanh(c @ row), True),
@@ -183,7 +183,7 @@ def test_which_carries_may_be_narrow(name):
     assert may_be_narrow(body, TOP, [row], start, body.outputs[0], ()) == expected
 
 
-# A condition, a body, and whether the end depends on no floating number that the body computes. The carry is a counter,
+# Each value: a condition, a body, and whether no float that the body computes decides the end. The carry is a counter,
 # a floating number and an array.
 LOOPS = {
     "a counter": (lambda i, t, x: i < 5, lambda i, t, x: (i + 1, t + 1, x @ x), True),

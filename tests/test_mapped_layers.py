@@ -1,4 +1,4 @@
-"""Layers of a network that are `shard_map`s: what they hand to the backward pass, and loops around them."""
+"""Layers of a network that are `shard_map`s: what they save for the backward pass, and loops around them."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""NNX modules that assign to what is differentiated: a step starts from there, or leaves everything as it was."""
+"""NNX modules that assign to differentiated variables: a step starts from the assigned values, or changes nothing."""
 
 # Optax types trees and states as one union, of which no attribute or index is known.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
@@ -54,7 +54,7 @@ def arrays(module):
 
 
 def in_place(model, policy, batches):
-    """The arrays of the module after a step for each batch, in place."""
+    """The arrays of the module after in-place steps, one for each batch."""
     optimizer = nnx.Optimizer(model, with_loss_scale(ADAM, jmp.StaticLossScale(8.0)), wrt=nnx.Param)
     grad_fn = flax_bridge.value_and_grad(loss_fn, policy)
 
@@ -72,7 +72,7 @@ def in_place(model, policy, batches):
 
 
 def as_state(model, policy, batches):
-    """The same with an immutable state."""
+    """The arrays of the module after the same steps with an immutable state."""
     state = NNXTrainState.create(model=model, tx=with_loss_scale(ADAM, jmp.StaticLossScale(8.0)))
     grad_fn = flax_bridge.value_and_grad(loss_fn, policy)
 

@@ -1,4 +1,4 @@
-"""NNX: gradients that leave the module alone, and steps that skip all of it, in place and as one pytree."""
+"""NNX: gradients do not change the module, and a skipped step leaves all of it unchanged, in place and as a pytree."""
 
 # Optax types trees and states as one union, of which no attribute or index is known.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
@@ -59,7 +59,7 @@ def make_in_place(policy="mixed_float16", scale=STATIC):
 
 
 def test_gradients_and_state_are_those_of_nnx():
-    """In float32, against nnx.value_and_grad; and the module itself stays as it was."""
+    """In float32, compared with nnx.value_and_grad; the module itself is not changed."""
     (batch,) = digits(1)
     model, theirs = NNXCNN(nnx.Rngs(0)), NNXCNN(nnx.Rngs(0))
     before = arrays(model)
@@ -127,7 +127,7 @@ def test_as_one_pytree_a_run_with_bad_batches_equals_one_without(training):
 
 
 def test_nnx_optimizer_works_with_the_wrapper_alone():
-    """nnx.Optimizer.update skips parameters and moments by itself; the module's own state is the caller's."""
+    """nnx.Optimizer.update skips parameters and moments; the caller must restore the module's other state."""
     (batch,) = digits(1)
     start, _ = make_in_place()
     model, optimizer = start()
@@ -141,7 +141,7 @@ def test_nnx_optimizer_works_with_the_wrapper_alone():
 
 
 class Scaled(nnx.Module):
-    """A module small enough to reckon with: a weight, a frozen one, and a count of calls."""
+    """A module for counts by hand: a weight, a frozen weight, and a count of calls."""
 
     def __init__(self):
         self.w = nnx.Param(jnp.float32(3))
@@ -303,7 +303,7 @@ class TestErrors:
         self.check(TypeError, message, grad_fn, Scaled(), Scaled())
 
     def test_a_closed_over_module_cannot_lose_updates(self):
-        """Flax itself refuses; a module that does not change is a constant."""
+        """Flax itself raises an error; a module that does not change is a constant."""
         teacher, linear = Scaled(), nnx.Linear(2, 2, rngs=nnx.Rngs(0))
         with pytest.raises(Exception, match="Cannot mutate BatchStat from a different trace level"):
             jmp.grad(lambda w: w * teacher(1.0), "float32")(jnp.float32(1))

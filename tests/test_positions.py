@@ -1,4 +1,4 @@
-"""Numbers that a network computes and of which only the fraction counts: positions, bins, phases."""
+"""Values of a network of which only the fractional part counts: positions, bins, phases."""
 
 import functools
 from collections.abc import Callable

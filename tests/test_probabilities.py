@@ -1,6 +1,6 @@
 """Losses of probabilities, and gates: nothing between the last product and the loss is rounded, forward or backward.
 
-A probability near one that is rounded to 16 bits is one, and the logarithm of what is left of it is lost.
+A probability near one is one in 16 bits, and the logarithm of its complement is lost.
 """
 
 import jax

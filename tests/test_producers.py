@@ -1,4 +1,4 @@
-"""Where a value comes from, what it is a part of and whether two are one, in programs of one line."""
+"""Where a value comes from, of what it is a part, and whether two values are equal, in one-line programs."""
 
 import jax
 import jax.numpy as jnp

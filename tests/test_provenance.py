@@ -1,4 +1,4 @@
-"""What values were computed from, as products ask it, in programs of a line or two."""
+"""What values were computed from, as the rules of products need it, in programs of a line or two."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""How large the numbers are that a program makes of its literals, and where numbers that do not fit stand."""
+"""The range of numbers that a program computes from its literals, and where numbers beyond float16 occur."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Regions and scopes: which of the four ways to set a precision wins, and that transformations keep it."""
+"""Regions and scopes: the order of the four ways to set a precision, and that transformations keep it."""
 
 import functools
 import importlib
@@ -229,7 +229,7 @@ def test_between_a_narrow_and_a_wide_dot_the_gradient_is_narrow():
 
 
 def test_a_weight_made_of_parameters_is_rounded_once_if_a_wide_part_makes_it():
-    """As Glow's convolutions are, of the factors of a matrix (Kingma and Dhariwal, 2018, section 3.2)."""
+    """For example Glow's convolutions, made of the factors of a matrix (Kingma and Dhariwal, 2018, section 3.2)."""
     rng = np.random.default_rng(0)
     factors = [np.eye(32, dtype=np.float32) + rng.normal(size=(32, 32)).astype(np.float32) / 8 for _ in range(3)]
     x = rng.normal(size=(64, 32)).astype(np.float32)
@@ -263,7 +263,7 @@ def test_what_stands_in_a_scope_itself():
     assert reads("tanh", fn, X, rules=DEFAULT_RULES.with_scopes({"Net": "float32"})) == ["float32", "float32"]
 
 
-# What is refused, as whole sentences
+# Errors, with their whole message
 
 
 def test_bad_scopes():

@@ -1,4 +1,4 @@
-"""The mask of a relu's derivative: read off the 16-bit result that a dot keeps, with the values of the recorded one."""
+"""The mask of a relu's derivative is computed from the 16-bit result that a dot reads, and equals the recorded one."""
 
 import jax
 import jax.numpy as jnp

@@ -3,7 +3,7 @@
 Each row's primitive reads the result of a dot, which is in the compute dtype, so that its dtype shows the rule.
 """
 
-# Arguments of the wrong type are half of what some tests are about.
+# Half of the cases of some tests are arguments of the wrong type.
 # pyright: reportArgumentType=false
 
 import re
@@ -29,7 +29,7 @@ def bound(name):
 
 
 def window(name):
-    """Windows of 25 places: too many to write their sum out as additions."""
+    """Windows of 25 places, too many for their sum to be written as additions."""
     padding = {"window_dimensions": (5, 5), "window_strides": (2, 2), "padding": ((0, 0), (0, 0))}
     dilation = {"base_dilation": (1, 1), "window_dilation": (1, 1)}
     return lambda x: getattr(primitives, f"{name}_p").bind(x, **padding, **dilation)
@@ -40,7 +40,7 @@ def solve(x):
 
 
 def select_and_scatter(x):
-    """Windows of 81 places: too many to write out as selections."""
+    """Windows of 81 places, too many to be written as selections."""
     tiled = jnp.tile(x, (2, 2))
     return jax.vjp(lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (9, 9), (1, 1), "VALID"), tiled)[1](x)[0]
 
@@ -136,10 +136,10 @@ UNARY = (
 ).split()
 BINARY = "sub div rem max min atan2 nextafter eq ne lt le gt ge add mul".split()
 SAMPLES |= {name: getattr(lax, name) for name in UNARY}
-# A square is a power: HIGH. So the operands differ.
+# The operands differ, because a square is a power: HIGH.
 SAMPLES |= {name: lambda x, name=name: getattr(lax, name)(x, x[::-1]) for name in BINARY}
 
-# Rows that cannot be shown by a small program on one device and in every release, each with its reason.
+# Rows without a small program that runs on one device and in every release, each with the reason.
 NOT_SHOWN = {
     "needs a mesh": "all_gather all_gather_invariant all_gather_reduced ppermute all_to_all "
     "ragged_all_to_all psum psum_invariant "
@@ -161,7 +161,7 @@ def operations(fn, *args, rules=DEFAULT_RULES, policy="mixed_float16"):
 
 
 def reads(name, fn, *args, **options):
-    """What the operations of one primitive read, in float32 programs."""
+    """The dtypes that the operations of one primitive read, in float32 programs."""
     found = [op.dtype for op in operations(fn, *args, **options) if op.primitive == name and op.recorded == "float32"]
     assert found, f"{name} is not in the program"
     return found
@@ -239,7 +239,7 @@ def test_an_edit_holds_where_a_rewrite_would_not_need_float32(primitive, fn):
 @pytest.mark.parametrize("name", ["add", "select_n", "concatenate", "atan2", "clamp", "pow"])
 @pytest.mark.parametrize("rule", ["follow", "shape", "low", "widest"])
 def test_an_edited_operation_still_has_one_dtype(name, rule):
-    """One operand is in the compute dtype, one is data: `lax` refuses to mix them."""
+    """One operand is in the compute dtype and one is data; `lax` does not accept two dtypes."""
     fns = {
         "add": lambda a, b: a + b,
         "select_n": lambda a, b: jnp.where(a > 0, a, b),

@@ -1,4 +1,4 @@
-"""Which values are saved in 16 bits for the sums that read them, and for what waits for those sums."""
+"""Which values are saved in 16 bits for sums that read them, and for what depends on those sums."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Which sums rematerialize in expressions of their own, in programs of a few lines."""
+"""Which sums rematerialize their operand in separate expressions, in programs of a few lines."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
-"""Gradients on many devices: every route gives the mean gradient of the whole batch, and one decision.
+"""Gradients on many devices: every route gives the mean gradient of the whole batch, and skips on all devices or none.
 
-Trained with SGD, since Adam does not see a gradient that is off by a factor. The reference is the whole batch on one
+Trains with SGD, because Adam would hide a gradient that is wrong by a factor. The reference is the whole batch on one
 device.
 """
 
@@ -55,7 +55,7 @@ def by_pmap(step, devices):
 
     def run(state, *batch):
         results = mapped(state, *(part.reshape(devices, -1, part.shape[-1]) for part in batch))
-        results = jax.tree.map(np.asarray, results)  # to index a sharded array is a program of eight devices of its own
+        results = jax.tree.map(np.asarray, results)  # indexing a sharded array compiles a program
         for leaf in jax.tree.leaves(results):
             np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[0], leaf.shape))
         return jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), results)
@@ -179,9 +179,9 @@ def spoiled(x):
 
 
 def all_policies(route, devices, triples):
-    """After three steps and a skipped one in between, for each (param, compute, reduce): parameters, state, losses.
+    """Parameters, state and losses for each (param, compute, reduce), after three steps and a skipped one in between.
 
-    One program that takes the steps of all policies, as compiling is what takes long.
+    One program takes the steps of all policies, because compiling takes most of the time.
     """
     axis = axis_of(route)
     tx = jmp.with_loss_scale(optax.sgd(0.5, momentum=0.5), jmp.DynamicLossScale(SCALE), axis_name=axis)
@@ -240,7 +240,7 @@ def test_every_policy_on_every_route(route, devices):
         tolerance = max(TOLERANCE[dtype].value for dtype in triple)
         assert error(params, jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), want)) < tolerance, triple
         np.testing.assert_allclose(losses, wanted_losses, rtol=tolerance, err_msg=str(triple))
-        assert error(params, plain()[0]) < 3 * tolerance, triple  # the policy's own rounding on both sides
+        assert error(params, plain()[0]) < 3 * tolerance, triple  # both results have the rounding of the policy
         np.testing.assert_allclose(losses, plain()[1], rtol=3 * tolerance, err_msg=str(triple))
         assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(triple[0])}
         assert jmp.get_loss_scale(opt_state).loss_scale == SCALE / 2 and opt_state.skipped_steps == 1, triple
@@ -268,7 +268,7 @@ def test_the_mean_over_three_devices_without_autocast(route):
 
 
 def test_a_float16_wire_carries_what_a_sum_would_overflow():
-    """Four devices with a gradient of 40,000: their sum is no float16, their mean is."""
+    """Four devices have gradients of 40,000: float16 holds their mean, but not their sum."""
 
     def step(w, x):
         return jmp.value_and_grad(lambda w, x: jnp.mean(w * x), reduces_in_16, axis_name="data")(
@@ -300,7 +300,7 @@ def test_gathered_shards_get_the_mean_gradient():
 
 
 def test_two_axes_and_one_of_them():
-    """Over both axes the mean is that of the whole batch; a parameter sharded over the other axis stays so."""
+    """The mean over both axes is that of the whole batch; a parameter sharded over the other axis stays sharded."""
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
     batch = PartitionSpec(("data", "model"))
 
@@ -349,7 +349,7 @@ SPLIT = {
 
 @pytest.mark.parametrize("split", SPLIT)
 def test_sharded_parameters_under_jit(split):
-    """Same steps as on one device; every moment stays where its parameter is; one compilation over the run."""
+    """The steps equal those on one device; each moment keeps its parameter's sharding; the run compiles once."""
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
     shardings = jax.tree.map(functools.partial(NamedSharding, mesh), SPLIT[split])
     tx = jmp.with_loss_scale(optax.sgd(0.5, momentum=0.5), jmp.DynamicLossScale(SCALE))
@@ -397,7 +397,7 @@ def test_aux_stays_local_and_fp8_statistics_are_the_largest():
 
 
 def test_aux_of_what_is_replicated_is_replicated():
-    """The gradient's arguments alone are declared to vary."""
+    """Only the differentiated arguments are declared varying."""
 
     def loss(w, step, x):
         return jnp.mean(w * x), step + 1
@@ -447,13 +447,13 @@ def test_a_loss_already_averaged_is_refused(averaged):
     )
 
 
-# What pmap does is what an unchecked shard_map does.
+# `pmap` behaves like a `shard_map` without checks.
 UNTOLD = [("shard_map_unchecked", "pmean"), ("shard_map_unchecked", "psum"), ("shard_map", "all_gather")]
 
 
 @pytest.mark.parametrize("route, averaged", [*UNTOLD, pytest.param("pmap", "pmean", marks=pytest.mark.slow)])
 def test_where_jax_cannot_tell_an_averaged_loss_gives_the_mean_all_the_same(route, averaged):
-    """A sum over devices is then its own transpose, and a gather's is a sum: the gradient is each device's own."""
+    """Without checks, the transposes of `psum` and of a gather are sums; the gradient is each device's own."""
 
     def step(params, x, y):
         return jmp.value_and_grad(AVERAGED[averaged], "float32", axis_name="data")(params, x, y)
@@ -492,7 +492,7 @@ def test_an_axis_name_that_is_none(axis_name):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradients_averaged_by_the_users_own_hand(check_vma):
-    """Without `axis_name`: parameters declared varying keep each device's gradient its own, in float32, until then."""
+    """Without `axis_name`, with parameters declared varying, each device has its own float32 gradient to average."""
 
     def step(params, x, y):
         spread = jax.lax.pcast(params, "data", to="varying")
@@ -520,7 +520,7 @@ def test_a_loss_averaged_by_the_users_own_hand():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_layer_of_sequences_trains_in_bfloat16(check_vma):
-    """Its gradient is transposed there, which in bfloat16 CPUs refuse to run; see `fold_transposes.py`."""
+    """Its gradient is a transposed bfloat16 dot, for which CPUs have no kernel; see `fold_transposes.py`."""
     rng = np.random.default_rng(0)
     w, x = (jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in ((8, 4), (16, 3, 8)))
     loss = lambda w, x: jnp.mean((x @ w) ** 2)  # noqa: E731
@@ -532,7 +532,7 @@ def test_a_layer_of_sequences_trains_in_bfloat16(check_vma):
     assert jnp.linalg.norm(jax.jit(mapped)(w, x) - want) <= TOLERANCE["bfloat16"].gradient * jnp.linalg.norm(want)
 
 
-@pytest.mark.parametrize("length", [3, 8])  # of which one is divided by the number of devices
+@pytest.mark.parametrize("length", [3, 8])  # one of them is a multiple of the number of devices
 def test_layers_in_a_scan_over_an_explicitly_sharded_batch(length):
     rng = np.random.default_rng(0)
     w, x = (jnp.asarray(rng.standard_normal(shape, np.float32)) / 8 for shape in ((16, 16), (32, 16)))
@@ -555,12 +555,12 @@ def max_pooled(w, x):
 
 
 def max_pooled_rows(w, x):
-    """Along the axis that the devices share."""
+    """Max-pools along the axis that is sharded over devices."""
     return jax.lax.reduce_window(x @ w, -jnp.inf, jax.lax.max, (2, 1), (2, 1), "VALID")
 
 
 def in_automatic_axes(w, x):
-    """Layers whose shardings the compiler chooses, with JAX's `reshard` before and after each."""
+    """Layers whose shardings the compiler chooses, each between two of JAX's `reshard`."""
 
     def layer(w, x):
         return jnp.tanh(x @ w)
@@ -615,7 +615,7 @@ def short_products(w, x):
 @pytest.mark.parametrize("layers", [short_products, max_pooled, in_a_scan, in_a_shard_map])
 @pytest.mark.parametrize("loss_scale", [jmp.StaticLossScale(SCALE), jmp.DynamicLossScale(SCALE)], ids=["static", ""])
 def test_gradients_whose_sum_over_devices_is_left_open(layers, loss_scale):
-    """Those of "reduced" parameters, with explicit mesh axes, are "unreduced"."""
+    """Gradients of "reduced" parameters, on a mesh with explicit axes, are "unreduced"."""
     rng = np.random.default_rng(0)
     w, x = (jnp.asarray(rng.standard_normal(shape, np.float32)) / 8 for shape in ((16, 16), (32, 16)))
     gradient = jmp.grad(lambda w, x: jnp.mean((layers(w, x) - 1) ** 2), "mixed_float16")
@@ -669,7 +669,7 @@ def test_several_axes_may_be_a_list():
 
 
 def test_the_mean_of_what_a_model_changes_in_itself():
-    """Over the axes that it differs along; not of integers, nor of what was a device's own from the start."""
+    """The mean over the axes along which it varies; not of integers, nor of state that varied from the start."""
     mesh, data = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model")), PartitionSpec("data")
 
     def step(own):
@@ -716,7 +716,7 @@ def test_an_argument_counted_from_the_end(argnums):
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_mean_of_16_bit_gradients_is_not_rounded_to_16_bits(sharded):
-    """1 and 1 + 2**-7, neighbours in bfloat16: of parameters on all devices, and of one that a device has a part of."""
+    """Gradients 1 and 1 + 2**-7, neighbours in bfloat16, of a replicated parameter and of a sharded one."""
     data, of_w = PartitionSpec("data"), PartitionSpec("data") if sharded else PartitionSpec()
 
     def step(w, x):

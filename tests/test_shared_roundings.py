@@ -1,4 +1,4 @@
-"""Which values are rounded for all that read them, in programs of a few lines."""
+"""Which values are rounded once for all equations that read them, in programs of a few lines."""
 
 import jax
 import jax.numpy as jnp

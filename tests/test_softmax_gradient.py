@@ -1,4 +1,4 @@
-"""Which gradients of softmaxes are written as one equation, and what that reads."""
+"""Which gradients of softmaxes are written as one equation, and the operands of that equation."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What is no array is hidden in the structure of a tree, where JAX tells one value from another."""
+"""Values that are not arrays become part of a tree's structure, in which JAX compares them."""
 
 import types
 

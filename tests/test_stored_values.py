@@ -1,7 +1,7 @@
-"""What crosses from the forward to the backward pass, beyond the values of dots, and what a loop reads again and again.
+"""Residuals other than operands of dots, and values that a loop reads in every iteration.
 
-Bytes are read from `explain`, dtypes from the emitted program, and numbers are compared with float64 or with JAX's own
-operation. `test_gpu_stored_values.py` counts what a compiler makes of it.
+Bytes are those of `explain`, dtypes are read from the emitted program, and numbers are compared with float64 or with
+JAX's own operation. `test_gpu_stored_values.py` tests the compiled modules.
 """
 
 import jax
@@ -22,12 +22,12 @@ def normal(*shape):
 
 
 def kept(loss, *args):
-    """Bytes kept for the backward pass, by dtype, under float16."""
+    """Bytes saved for the backward pass, by dtype, under float16."""
     return dict(explain(jax.grad(loss), "mixed_float16")(*args).kept_bytes)
 
 
 def test_the_derivative_of_a_variance_is_computed_again():
-    """Twice the difference from the mean, which would overflow where the value itself does not."""
+    """The derivative is twice the difference from the mean, which can overflow where the value itself does not."""
 
     def loss(params, x):
         for w in params:
@@ -38,7 +38,7 @@ def test_the_derivative_of_a_variance_is_computed_again():
     rows, width = 64, 32
     params, x = [normal(width, width) for _ in range(3)], normal(rows, width)
     found = kept(loss, params, x)
-    # Of each layer the product and what the next one multiplies, and the last product.
+    # Saved: of each layer the product and the operand of the next, and the last product.
     assert found["float16"] <= 7 * rows * width * 2
     large = autocast(jax.grad(lambda h: jnp.sqrt(jnp.mean((h @ jnp.eye(2)) ** 2))), "mixed_float16")(
         jnp.full((1, 2), 4e4)
@@ -55,7 +55,7 @@ def test_the_inside_of_an_exact_gelu_is_computed_again():
     rows, width = 64, 32
     params = [(normal(width, width) / 6, normal(width)) for _ in range(3)]
     found = kept(loss, params, normal(rows, width))
-    # Of each layer the product and the GELU, and the last product for the loss.
+    # Saved: of each layer the product and the GELU, and the last product for the loss.
     assert found == {"float16": 6 * rows * width * 2, "float32": rows * width * 4}
 
 
@@ -124,7 +124,7 @@ def scans(jaxpr):
 
 
 def casts_of_weights(jaxpr):
-    """Casts of arrays of the weight's shape to 16 bits in the bodies of a program's scans."""
+    """The casts of arrays with the weight's shape to 16 bits in the bodies of a program's scans."""
     bodies = [getattr(scan.params["jaxpr"], "jaxpr", scan.params["jaxpr"]) for scan in scans(jaxpr)]
     found = [eqn for body in bodies for eqn in all_equations(body) if eqn.primitive.name == "convert_element_type"]
     return [
@@ -166,7 +166,7 @@ ADDED = {
 
 @pytest.mark.parametrize("name", ADDED)
 def test_adding_one_number_a_row_at_an_index(name):
-    """JAX's own scatter loses numbers where the size of a row is beyond the index's type."""
+    """JAX's own scatter loses numbers where the size of a row exceeds the range of the index's dtype."""
     size, index, batching, mode, expected = ADDED[name]
     dims = lax.ScatterDimensionNumbers(
         (), (2,), (2,), operand_batching_dims=(0, 1), scatter_indices_batching_dims=batching

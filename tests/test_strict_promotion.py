@@ -1,6 +1,6 @@
-"""Under `jax_numpy_dtype_promotion="strict"`, where JAX raises for operands of two dtypes, nothing here raises.
+"""Under `jax_numpy_dtype_promotion="strict"`, where JAX raises for operands of two dtypes, the library does not raise.
 
-What optax itself does not do there is left out: `optax.adam` raises a float to an integer power.
+Optimizers that optax itself cannot run there are left out: `optax.adam` raises a float to an integer power.
 """
 
 import jax

@@ -1,6 +1,6 @@
 """Symbolic dimensions: `jax.export` of mixed-precision gradients for every batch size, and every length, at once.
 
-The exported function is called with sizes that it never saw, and must give what the same function gives under `jit`.
+The exported function is called with new sizes, and must return what the same function returns under `jit`.
 """
 
 import functools
@@ -40,7 +40,7 @@ def integer_labels(w, x):
 
 
 def label_of_any_number(w, x):
-    """The picked axis itself is symbolic."""
+    """The axis along which labels select is symbolic."""
     scores = jax.nn.log_softmax(jnp.swapaxes(x @ w, -1, -2))
     return -jnp.mean(jnp.take_along_axis(scores, jnp.argmax(scores, -1)[..., None], -1, mode="clip"))
 
@@ -54,7 +54,7 @@ def layers(w, x):
 
 
 def attention_layers(w, x):
-    """Which of what a layer computes is smallest depends on the length."""
+    """Which value of a layer is the smallest depends on the length."""
 
     def layer(x, w):
         normed = (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
@@ -164,7 +164,7 @@ def check(step, spec, params, examples):
     """Exports `step(params, batch)` for a batch of the shapes `spec`, and calls it with each of `examples`."""
     exported = export(jax.jit(step))(params, spec)
     for batch in examples:
-        # One program of both: calling either is a program of its own.
+        # One program of both, because each separate call would compile a program.
         both = jax.jit(lambda *args: (exported.call(*args), step(*args)))(params, batch)
         arrays = [np.abs(np.asarray(leaf)) for leaf in jax.tree.leaves(both[1]) if leaf.ndim]  # not the loss
         largest = max((array.max() for array in arrays), default=0.0)
@@ -176,7 +176,7 @@ def check(step, spec, params, examples):
             np.testing.assert_allclose(got, want, rtol=0.02, atol=atol)
 
 
-# Most fail where they are exported, if at all. The others are called, which compiles both programs.
+# Most programs would fail at export; only the others are called, because a call compiles both programs.
 CALLED = {
     "layer norm", "scan over the batch",
     "recurrent", "convolution, any image", "overlapping max-pool, any image", "max-pool over any length",
@@ -231,7 +231,7 @@ MODELS: dict[str, Any] = {
 
 
 def inputs_of(name):
-    """Examples, and the abstract value of symbolic shape that stands for them."""
+    """Examples, and the abstract value of symbolic shape for them."""
     _, spec, shapes = MODELS[name]
     rng, dtype = np.random.default_rng(0), jnp.int32 if name == "transformer" else jnp.float32
     examples = [np.asarray(3 * rng.standard_normal(shape) + 4, dtype) for shape in shapes]
@@ -259,7 +259,7 @@ def test_the_gradient_of_a_model(name):
 def test_a_training_step():
     model, tx, (examples, symbolic) = MLP(), jmp.with_loss_scale(optax.adam(0.1)), inputs_of("MLP")
     params, opt_state = jax.jit(lambda x: (params := model.init(jax.random.key(0), x), tx.init(params)))(examples[0])
-    # An optimizer's state is of no type that jax.export knows; its leaves are plain arrays.
+    # jax.export does not know the types of an optimizer's state; its leaves are plain arrays.
     leaves, tree = jax.tree.flatten((params, opt_state))
 
     @jax.jit

@@ -1,6 +1,6 @@
-"""The table of primitives is complete and has no name that JAX does not: a new JAX release fails here, by name.
+"""The table of primitives has exactly JAX's primitives: those that a new JAX release adds or drops fail here, by name.
 
-Only this file reads what `jax._src` holds, to enumerate what has a lowering; `conftest.py` replaces a function of it.
+Only this file reads `jax._src`, to enumerate what has a lowering; `conftest.py` replaces a function of it.
 """
 
 import warnings

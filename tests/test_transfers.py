@@ -1,4 +1,4 @@
-"""What goes to other devices or to the host's memory has 16 bits where a dot rounds it; nothing is cast on the host."""
+"""Values that a dot rounds go to other devices and to the host's memory in 16 bits; nothing is cast on the host."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -47,7 +47,7 @@ def scanned(block, weights, x):
 
 
 def network(layers, block, dtype=jnp.float32) -> Callable[..., Any]:
-    """A loss of layers whose input or product is offloaded; with another `dtype` written as Flax's layers would be."""
+    """A loss of layers whose input or product is offloaded; with another `dtype`, cast as Flax's layers cast."""
 
     @functools.partial(jax.checkpoint, policy=OFFLOAD)
     def layer(x, w):
@@ -61,7 +61,7 @@ def network(layers, block, dtype=jnp.float32) -> Callable[..., Any]:
 
 
 def parameters(layers, width) -> Any:
-    """Abstract ones of four layers."""
+    """Abstract parameters of four layers."""
     square, stack = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((width, width), (4, width, width)))
     return {"in": square, "layers": stack if layers is scanned else [square] * 4, "out": square}
 
@@ -77,7 +77,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def on_host(fn, *args) -> set[tuple[str, str]]:
-    """The primitives that read or make values in the host's memory, and the dtypes of these."""
+    """The primitives that read or make values in the host's memory, with the dtypes of these values."""
     return {
         (eqn.primitive.name, str(var.aval.dtype))
         for eqn in equations(jax.make_jaxpr(fn)(*args))
@@ -87,7 +87,7 @@ def on_host(fn, *args) -> set[tuple[str, str]]:
 
 
 def moved_values(fn, *args) -> list[tuple[str, bool]]:
-    """The dtype of each value that is put elsewhere, and whether that is the host's memory."""
+    """For each value that is moved, its dtype, and whether it is moved to the host's memory."""
     eqns = [eqn for eqn in equations(jax.make_jaxpr(fn)(*args)) if eqn.primitive.name == "device_put"]
     return [(str(eqn.outvars[0].aval.dtype), eqn.outvars[0].aval.memory_space == HOST) for eqn in eqns]
 
@@ -188,7 +188,7 @@ def test_layers_on_other_devices_read_16_bits():
 
 
 def test_weights_on_the_host_come_to_the_device_one_by_one():
-    """A cast before the loop would bring all of them, or what each iteration brings anew, for as long as it runs."""
+    """A cast before the loop would keep all weights, and `w`, on the device for as long as the loop runs."""
 
     def fn(weights, w, x):
         weights, w = jax.device_put((weights, w), HOST)
@@ -209,7 +209,7 @@ RING = [(i, (i + 1) % 8) for i in range(8)]
 
 
 def send_to_experts(h):
-    """An eighth of the rows to each device (Gale et al., "MegaBlocks", 2023)."""
+    """Sends an eighth of the rows to each device (Gale et al., "MegaBlocks", 2023)."""
     count, device = jnp.int32(h.shape[0] // 8), lax.axis_index("data").astype(jnp.int32)
     sizes, places = jnp.full(8, count), count * jnp.arange(8, dtype=jnp.int32)
     return lax.ragged_all_to_all(
@@ -226,7 +226,7 @@ SENT = {
 
 
 def sending(send, mesh, after=jnp.matmul):
-    """`send` between two layers, the first of which ends in float32, on eight devices."""
+    """`send` between two layers on eight devices; the first layer ends in float32."""
 
     def local(w, x):
         return after(send(jnp.exp(x @ w / 8)), w)
@@ -316,7 +316,7 @@ def test_weights_that_are_put_elsewhere_are_cast_before(place):
         return [str(aval.dtype) for aval in operands if aval.shape == W.shape]
 
     primitive = "sharding_constraint" if place is lax.with_sharding_constraint else "device_put"
-    # The weight, and its gradient, which the transpose of a `device_put` puts nowhere.
+    # The weight, and its gradient, which the transpose of a `device_put` does not move.
     assert read_by(primitive) == ["float16"] * 2 + ["float32"] * 2 * (primitive == "sharding_constraint")
     assert read_by("convert_element_type") == ["float32"]  # the second sends what the first one did
     assert_close(jax.jit(autocast(fn, "mixed_float16"))(W, X), jax.jit(fn)(W, X))
@@ -391,7 +391,7 @@ def test_eight_h200s_gather_weights_in_16_bits_and_sum_gradients_in_32(remateria
 @pytest.mark.slow
 @pytest.mark.parametrize("inside", [True, False])
 def test_bytes_of_sharded_layers_beside_those_by_hand(inside):
-    """Differentiated inside of the `shard_map` and outside; the README has the figure."""
+    """Differentiated inside and outside of the `shard_map`; the README cites the figure."""
     mesh = gpu_mesh(8)
 
     def gradient(dtype):

@@ -1,4 +1,4 @@
-"""Loops that a program writes out: which values are their states, and what becomes of these."""
+"""Loops that a program writes out as repeated code: which values are their states, and the dtypes of these."""
 
 import functools
 import itertools
@@ -169,7 +169,7 @@ def in_checkpointed_steps(net, w, x):
 
 
 def in_checkpointed_steps_of_two(net, w, x):
-    """Each returns what it added, in 16 bits, and then the state."""
+    """Each step returns what it added, in 16 bits, and then the state."""
 
     def step(w, x):
         change = net(w, x)
@@ -259,7 +259,7 @@ def test_a_gradient_is_as_accurate_as_by_hand(name):
 
 
 def found(fn, *args):
-    """The primitives that compute states of loops, and those that sums start with."""
+    """The primitives that compute states of loops, and those with which sums start."""
     jaxpr, parameters = jax.make_jaxpr(fn)(*args), len(jax.tree.leaves(args[0]))
     planner = Planner(jmp.get_policy("mixed_float16"), jmp.DEFAULT_RULES)
     precisions = [
@@ -324,7 +324,7 @@ def test_each_factor_of_a_loop_is_told_from_others():
 
 
 def tied(w, x, body):
-    """A stack of layers with the same weights, behind a first layer of its own."""
+    """A stack of layers with shared weights, after a first layer with its own."""
     x = x @ V[0][:, :N]
     for _ in range(3):
         x = body(w, x)
@@ -332,7 +332,7 @@ def tied(w, x, body):
 
 
 def rms_norm(x):
-    """As Flax has it: it subtracts zeros for a mean."""
+    """RMSNorm as Flax writes it: with zeros for the mean."""
     return (x - jnp.zeros((ROWS, 1))) * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
 
 

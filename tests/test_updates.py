@@ -1,4 +1,4 @@
-"""Parameters that a program updates itself, step by step, as in meta-learning: no step is lost to 16 bits."""
+"""Parameters that a program itself updates step by step, as in meta-learning: no update is lost to 16-bit rounding."""
 
 import functools
 
@@ -17,7 +17,7 @@ RNG = np.random.default_rng(0)
 PARAMS = {"in": (32, 48), "hidden": (48, 48), "bias": (48,), "out": (48, 4)}
 PARAMS = {name: RNG.normal(size=shape).astype(np.float32) / 6 for name, shape in PARAMS.items()}
 X, Y = (RNG.normal(size=shape).astype(np.float32) for shape in ((64, 32), (64, 4)))
-STEPS, RATE = 3, 1e-3  # as few steps as show what is lost to 16 bits
+STEPS, RATE = 3, 1e-3  # the fewest steps that show the loss in 16 bits
 
 
 def loss(p, x, y):
@@ -43,7 +43,7 @@ def with_optax(p, x, y, steps=STEPS, *, tx):
 
 
 def of_tasks(p, x, y, steps=STEPS, learn=descent):
-    """The mean of what is learned of each of two tasks."""
+    """The mean of the parameters that are learned for two tasks."""
     x, y = x.reshape(2, 32, 32), y.reshape(2, 32, 4)
     learned = jax.vmap(functools.partial(learn, steps=steps), (None, 0, 0))(p, x, y)
     return jax.tree.map(lambda leaf: jnp.mean(leaf, 0), learned)
@@ -88,7 +88,7 @@ LEARN = {
     "momentum": functools.partial(with_optax, tx=optax.sgd(RATE, momentum=0.9)),
     "clipped": functools.partial(with_optax, tx=optax.chain(optax.clip(0.1), optax.sgd(RATE))),
     "weight decay": functools.partial(with_optax, tx=optax.chain(optax.add_decayed_weights(0.1), optax.sgd(RATE))),
-    # With the default eps, the sign of a gradient that is smaller than its rounding decides as much as any other.
+    # With the default eps, a gradient smaller than its rounding error would move a parameter as much as any other.
     "Adam": functools.partial(with_optax, tx=optax.adam(1e-4, eps=1e-4)),
     "Muon": functools.partial(with_optax, tx=optax.contrib.muon(1e-3)),
     "preconditioned": preconditioned,
@@ -150,7 +150,7 @@ def test_what_the_user_says_of_a_sum_holds(rules, found):
 
 
 def generated(p, x):
-    """Weights that a network computes, of a layer from 16 to 4."""
+    """Weights `[16, 4]` of a layer, computed by a network."""
     return (jnp.tanh(x[:1] @ p["in"]) @ p["hidden"])[0, :32].reshape(8, 4), lambda w: jnp.tanh(x[:, :8] @ w)
 
 

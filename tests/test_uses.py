@@ -1,4 +1,4 @@
-"""What becomes of a value, in programs of one line: whether dots consume it, and what its rounding would do."""
+"""The uses of a value, in one-line programs: whether only dots read it, and whether its rounding would do harm."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Which equations run in float32 because all that read them do, in programs of a few lines."""
+"""Which equations run in float32 because all their readers do, in programs of a few lines."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def pad(value: Any, low: int, high: int) -> Any:
     return lax.pad(value, np.float32(0), [(low, high, 0), (0, 0, 0)])
 
 
-# Of two products, parameters and data, with which float32 reads what comes before it.
+# Functions of two products, parameters and data, whose float32 readers make the equations before them float32.
 CASES = {
     "computed again across a dot": (lambda a, b, p, x: (a + b) * jnp.exp(x @ p["w"] @ p["w"]), "add", ["full"]),
     "read across a dot, to be stored in float32": (
@@ -148,13 +148,13 @@ def regression(params, x, y, dot):
 
 
 def mesh(params, x, y, dot):
-    """A mean length of edges between corners that the network moves a little."""
+    """The mean length of edges between corners, which the network moves a little."""
     corners = params["corners"] + 0.1 * dot(jnp.tanh(x @ params["hidden"]), params["out"][:, :3])
     return jnp.mean(jnp.linalg.norm(jnp.diff(corners, axis=0), axis=-1))
 
 
 def differences(params, x, y, dot):
-    """Of one state's value to the next one's, as in temporal-difference learning."""
+    """Differences between the values of consecutive states, as in temporal-difference learning."""
     values = (dot(jnp.tanh(x @ params["hidden"]), params["out"][:, :1]) + params["offset"][:1])[:, 0]
     return jnp.mean((values[1:] - values[:-1] - y[1:, 0] / 1000) ** 2)
 
@@ -216,7 +216,7 @@ def test_a_bias_of_the_layers_of_heads_is_added_in_16_bits():
 
 
 def test_the_largest_is_found_beyond_float16():
-    """Of infinities it would be the first, and nothing would say so."""
+    """In float16 several numbers would be infinite, and `argmax` would silently return the first of them."""
 
     def largest(p, x):
         h = x @ p["w"]
@@ -244,7 +244,7 @@ def test_what_was_asked_for_in_the_compute_dtype_stays_so(wrap, rules):
 
 
 def product(w: Any, x: Any) -> Any:
-    """Two activations multiplied: a few hundred each, so that float16 cannot hold most of the result."""
+    """The product of two activations of a few hundred, most of which exceeds float16's range."""
     return (x @ w[0]) * (x @ w[1])
 
 

@@ -1,4 +1,4 @@
-"""Products that stay in float32 under a 16-bit policy say so: without a precision, GPUs would compute them in TF32."""
+"""Products that stay in float32 under a 16-bit policy have a precision; without it, GPUs would compute them in TF32."""
 
 import jax
 import jax.numpy as jnp
