@@ -11,7 +11,7 @@ from pass_tools import after
 
 from jmp_train import autocast
 
-LARGE, SMALL = 2**12, 2**11  # rows of 256 logits
+LARGE, SMALL = 2**12, 2**11  # numbers of rows of 256 logits
 
 
 def cross_entropy(logits):
@@ -22,7 +22,7 @@ def standardized(x):
     return (x - jnp.mean(x, -1, keepdims=True)) / (1 + jnp.std(x, -1, keepdims=True))
 
 
-# A loss of the parameters (w, b, g, v) and of the inputs, how many, and how the gradient of `b` reads its operand.
+# Each value: a loss of parameters (w, b, g, v) and rows of inputs, their number, the access of the gradient of `b`.
 HEADS: dict[str, tuple[Callable[..., Any], int, str]] = {
     "of a softmax": (lambda w, b, g, v, x: cross_entropy(x @ w + b), LARGE, "fused"),
     "of a softmax of fewer logits": (lambda w, b, g, v, x: cross_entropy(x @ w + b), SMALL, "stored"),
@@ -56,7 +56,7 @@ def test_how_the_gradient_of_a_bias_reads_the_cotangent_of_the_logits(name):
 
 
 def test_the_gradient_of_a_bias_of_averaged_logits_is_that_of_float32():
-    """What the mean hands back to each logit is stored once, in float32, though dots read it in 16 bits."""
+    """The cotangent that the mean gives each logit is stored once, in float32, although dots read it in 16 bits."""
     rng = np.random.default_rng(3)
     params = [rng.standard_normal(shape).astype(np.float32) / 6 for shape in ((32, 32), (32, 10), (10,))]
     x = rng.standard_normal((60, 6, 32)).astype(np.float32)
@@ -85,7 +85,7 @@ def layer_backward(residuals, g):
 layer.defvjp(lambda w, b, x: (layer(w, b, x), (w, x)), layer_backward)
 
 
-# The outputs of a layer of 256 inputs, the layer, and how the gradient of its bias reads the cotangent of its outputs.
+# Each value: the number of outputs of a layer of 256 inputs, the layer, and the access of its bias's gradient.
 FEW_OUTPUTS: dict[str, tuple[int, Callable[..., Any], str]] = {
     "four": (4, lambda w, b, x: x @ w + b, "fused"),
     "five": (5, lambda w, b, x: x @ w + b, "stored"),
@@ -117,7 +117,7 @@ def test_how_the_gradient_of_a_bias_reads_the_cotangent_of_few_outputs(name):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("returns", ["the gradient", "a step"])
 def test_the_gradient_of_a_values_bias_is_a_sum_of_float32_numbers(returns, dtype):
-    """The cotangents of a state and of the state before it cancel but for the discount."""
+    """The cotangents of a state's value and of its successor's cancel up to the discount."""
     rng = np.random.default_rng(3)
     params = {"w": rng.standard_normal((256, 1)).astype(np.float32) / 16, "b": np.ones(1, np.float32)}
     states, rewards = (rng.standard_normal((64, 16, n)).astype(np.float32) for n in (256, 1))
@@ -143,7 +143,7 @@ def normalized(x, axis):
     return (x - jnp.mean(x, axis, keepdims=True)) / jnp.sqrt(1 + jnp.var(x, axis, keepdims=True))
 
 
-# A loss of the parameters (w, b, g, v) and of the inputs, how many rows and columns, how the gradient of `b` is read.
+# Each value: a loss of parameters (w, b, g, v) and inputs, rows and columns, the access of the gradient of `b`.
 NORMS: dict[str, tuple[Callable[..., Any], tuple[int, int], str]] = {
     "without a norm, before sums of windows and another layer": (
         lambda w, b, g, v, x: window_sums(jnp.tanh(x @ w + b)) @ v + g,
@@ -212,7 +212,7 @@ def test_a_sum_that_the_program_returns_is_no_gradient():
 
 
 def test_a_gradient_that_is_summed_again_is_not_returned():
-    """Only a result of the program is written out and nothing else."""
+    """Only a gradient that is a result of the program counts as returned."""
 
     def fn(b, x):
         return jnp.tanh(jax.grad(lambda b: cross_entropy(x + b))(b))

@@ -97,7 +97,7 @@ def test_an_overflow_in_one_micro_batch_is_left_out(spoil):
 
 
 def test_accumulators_of_16_bit_parameters_are_float32():
-    """With masters, of which the steps are by hand, and without."""
+    """With masters, whose steps equal those by hand, and without."""
     params = HALVES
     tx = with_loss_scale(jmp.with_master_weights(optax.MultiSteps(SGD, MICRO)), jmp.DynamicLossScale(2.0**10))
     state, _ = accumulate(tx, "O2", params=params)

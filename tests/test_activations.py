@@ -12,7 +12,7 @@ from jmp_train._autocast.analysis.activations import activations
 W, X = np.ones((8, 8), np.float32), np.ones((2, 8), np.float32)
 
 
-# What is returned, given a 16-bit value.
+# name: (a function of a 16-bit value, whether its result is no larger than that value)
 FUNCTIONS = {
     "a gelu": (jax.nn.gelu, True),
     "an exact gelu": (lambda h: jax.nn.gelu(h, approximate=False), True),

@@ -20,7 +20,7 @@ from jmp_train import flax_bridge
 from jmp_train._sharding import mean_gradients
 
 SCALE = jmp.StaticLossScale(8.0)
-LARGE = 2**24 + 1  # no float32
+LARGE = 2**24 + 1  # float32 cannot hold it
 PARAMS = {
     "w": jnp.asarray(np.arange(1, 4, dtype=np.float32)),
     "ids": jnp.asarray(np.array([0, 1, LARGE], np.int32)),
@@ -105,7 +105,7 @@ class TestRefusals:
             jmp.grad(loss_fn, "mixed_bfloat16", allow_int=True)({"name": "w", **TRAINED})
 
 
-# What takes gradients
+# Functions that accept gradients
 
 
 def gradient(params=PARAMS):
@@ -135,7 +135,7 @@ def test_scaling_and_selection_leave_them_alone(loss_scale):
     ],
 )
 def test_a_step_leaves_integers_as_they_are(inner):
-    """Weight decay is a gradient's business, and 2^24 + 1 added to a zero in float32 would be 2^24."""
+    """Weight decay does not apply to integers; and 2^24 + 1 plus a float32 zero would be 2^24."""
     grads = {name: gradient()[name] for name in TRAINED}
     tx = jmp.with_loss_scale(inner)
     for step in (tx.update, jax.jit(tx.update)):
@@ -151,7 +151,7 @@ def test_a_step_leaves_integers_as_they_are(inner):
 
 @pytest.mark.parametrize("integer", [np.zeros((), jax.dtypes.float0), jnp.int32(0)], ids=["float0", "zero"])
 def test_moments_of_integers_stay_and_counts_become_fractions(integer):
-    count = optax.GradientTransformation(  # one of all parameters, and one of each
+    count = optax.GradientTransformation(  # one count for all parameters, and one for each
         lambda params: (jnp.zeros((), jnp.int32), jax.tree.map(lambda _: jnp.zeros((), jnp.int32), params)),
         lambda u, s, params=None: (u, jax.tree.map(lambda x: x + 0.25, s)),
     )

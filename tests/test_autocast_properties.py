@@ -44,7 +44,7 @@ def check_program(program: list[Step], dtype: str):
 
 
 def beside(run: Callable, dtype: str) -> Callable:
-    """What autocast computes, and what it is to be."""
+    """The results of autocast, and those expected."""
     return lambda *args: (autocast(run, get_policy(f"mixed_{dtype}"))(*args), run(*args))
 
 
@@ -62,7 +62,7 @@ def check_types_and_idempotence(run: Callable, dtype: str):
 
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_each_operation_is_within_tolerance(dtype):
-    """In one program: a hundred would take as long to compile as all the rest of this file."""
+    """All in one program, because compiling a hundred would take as long as the rest of this file."""
     steps = [*EVERY_STEP, *EVERY_WRAPPER]
     runs = [beside(as_function([Step("matmul", "plain", (0, 1)), step]), dtype) for step in steps]
     found = jax.device_get(jax.jit(lambda *args: [run(*args) for run in runs])(PARAMS, X))

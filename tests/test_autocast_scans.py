@@ -48,7 +48,7 @@ LAYER_KINDS = {"gelu": gelu_layer, "norm": norm_layer, "softmax": softmax_layer}
 
 
 def scanned(layer, reverse=False):
-    """The mean square of what the layers, scanned, make of a product."""
+    """The mean square of the result of scanned layers, whose input is a product."""
 
     def loss(params, x):
         h = x @ params["w"][0]
@@ -96,7 +96,7 @@ def has_equations(x):
 
 
 def stacked_forward(loss, policy="mixed_float16", args=(PARAMS, X), **kw):
-    """What the first scan of the gradient of `loss` stacks."""
+    """The types that the first scan of the gradient of `loss` stacks."""
     return scans(autocast(jax.grad(loss), policy, **kw), *args)[0][1]
 
 
@@ -114,7 +114,7 @@ def test_a_scan_over_layers_stacks_nothing_large_in_float32(kind, reverse):
     assert ("float16", FULL) in ours and bytes_of(ours) < 0.5 * bytes_of(plain)
 
 
-# Three programs each: where a row of what is stacked belongs does not depend on the layer.
+# Only some layers, because each needs three programs, and the index of a stacked row does not depend on the layer.
 FAST_KINDS = {("float16", False, kind) for kind in LAYER_KINDS} | {("float16", True, next(iter(LAYER_KINDS)))}
 
 
@@ -138,7 +138,7 @@ def test_gradients_of_a_scan_are_those_of_its_layers(kind, reverse, dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_scanned_softmax_and_its_gradient_see_the_same_logits(dtype):
-    """As in `test_autocast.py`: both sides must drop, or keep, the rounding that a compiler sees undone."""
+    """As in `test_autocast.py`: if XLA drops a rounding, it must do so in both passes."""
 
     def loss(params, xs, labels):
         def batch(total, each):
@@ -178,7 +178,7 @@ def test_nested_scans_and_scans_in_remat_stack_in_16_bits():
 
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_products_that_a_checkpoint_saves_are_stacked_in_16_bits(dtype):
-    """JAX records a rounding to float32's own digits behind each."""
+    """JAX marks each with a `reduce_precision` to float32's own digits."""
     layer = jax.checkpoint(gelu_layer, policy=jax.checkpoint_policies.dots_saveable)
     plain = scans(jax.grad(scanned(layer)), PARAMS, X)[0][1]
     ours = autocast(jax.grad(scanned(layer)), f"mixed_{dtype}")
@@ -205,7 +205,7 @@ def test_recurrent_cells_stack_less_and_keep_their_state_wide(cell):
 
 
 def test_what_others_read_is_stacked_as_it_was():
-    """A stacked value that is returned, or read outside of the backward scan, is the user's."""
+    """A stacked value keeps its dtype if it is returned or read outside of the backward scan."""
 
     def layer(h, p):
         h = h + jax.nn.gelu(h @ p["w"])
@@ -228,7 +228,7 @@ def test_what_others_read_is_stacked_as_it_was():
 
 
 def test_one_scan_may_serve_several():
-    """Two scans that read what a third one stacked: one reads a value that the other one needs as well."""
+    """Two scans read what a third one stacks; one of the values is read by both."""
 
     def stack(w, xs):
         def step(_, x):
@@ -251,7 +251,7 @@ def test_one_scan_may_serve_several():
 
 
 def test_what_one_scan_rematerializes_from_stays_stacked_though_another_could_do_without():
-    """The second reader is given the dots that `h` is the sum of, but the first one computes `exp(h)` from `h`."""
+    """The second reader could compute `h` from two dots, but the first one computes `exp(h)` from `h`."""
 
     def f(w, xs):
         def write(_, x):
@@ -304,7 +304,7 @@ def test_a_scan_computes_again_what_another_made_with_a_derivative_rule_or_joine
     ],
 )
 def test_a_gated_product_is_computed_again_from_the_results_of_two_dots(gate, joined):
-    """The product is as many bytes as either, and so is the float32 one before it as both: neither alone is cheaper."""
+    """The product has as many bytes as either dot, and its float32 operand as both: saving either is not cheaper."""
 
     def layer(h, p):
         a, b = jnp.split(h @ p["joined"], 2, -1) if joined else (h @ p["w"], h @ p["v"])
@@ -318,7 +318,7 @@ def test_a_gated_product_is_computed_again_from_the_results_of_two_dots(gate, jo
 
 
 def test_rows_of_an_argument_cost_nothing_to_read_again():
-    """The backward scan is given them as the forward scan is; stacked, a sum with them would be 8 bytes a number."""
+    """Both scans can read the rows of the argument; stacking a sum with them would cost 8 bytes a number."""
 
     def loss(params, rows):
         def step(h, layer):
@@ -488,7 +488,7 @@ def last_carry(fn, *args):
 
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_sums_recorded_in_16_bits_are_carried_in_float32(dtype):
-    """Weights stored in 16 bits: the backward scan of a recurrent network adds their gradients in that dtype."""
+    """With weights stored in 16 bits, JAX records the sum of their gradients in a backward scan in 16 bits."""
 
     def loss(weights, x):
         def cell(h, row):
@@ -602,7 +602,7 @@ def carried_by(fn, *args, argnums):
 
 
 def euler(w, x):
-    """1,000 small steps from a state that a dot made."""
+    """1,000 small steps from a state that is the result of a dot."""
     return lax.scan(lambda y, _: (y + 1e-3 * jnp.tanh(y @ w["f"]), None), x @ w["in"], None, length=1000)[0]
 
 
@@ -619,13 +619,13 @@ def moving_average(w, x):
 
 
 def inner_loop(w, x):
-    """Weights that another network made, trained by gradient descent inside."""
+    """Weights that a network computes, and that the program trains by gradient descent."""
     inner = jax.grad(lambda v: jnp.mean((x @ v - 1) ** 2))
     return lax.scan(lambda v, _: (v - 0.01 * inner(v), None), w["in"] @ w["f"], None, length=200)[0]
 
 
 def meta_learning(w, x):
-    """A network's weights, trained by gradient descent inside: the gradient comes back through every update."""
+    """A network's weights, which the program trains by gradient descent; the gradient passes through every update."""
 
     def inner_loss(v):
         return jnp.mean((jnp.tanh(x @ v["in"]) @ v["f"] - 1) ** 2)
@@ -636,7 +636,7 @@ def meta_learning(w, x):
 
 @pytest.mark.parametrize("fn", [euler, forward_algorithm, moving_average, inner_loop, meta_learning])
 def test_what_a_loop_builds_up_is_carried_in_float32(fn):
-    """Also where it starts as the result of a dot: a thousand roundings are not those of a stack of layers."""
+    """Also if the carry starts as the result of a dot: a loop of a thousand steps would round it a thousand times."""
     weights = {"in": normal(WIDTH, WIDTH) / 3, "f": normal(WIDTH, WIDTH) / 3}
 
     def loss(weights, x):
@@ -675,7 +675,7 @@ def test_low_rank_weights_have_float32_gradients_where_they_are_clipped_in_the_p
 
 
 def test_small_numbers_survive_beside_a_softmax():
-    """A float16 value of 1e-5 is subnormal, and so is no zero for a normalisation that reads it too."""
+    """A float16 value of 1e-5 is subnormal, not zero, also for a normalisation that reads it."""
 
     def loss(w, x):
         h = x @ w
@@ -689,7 +689,7 @@ def test_small_numbers_survive_beside_a_softmax():
 
 @pytest.mark.slow
 def test_the_paths_of_a_ctc_loss_keep_their_scores():
-    """Of the stacked scores a dot with zeros and ones picks the last ones, and exponentials read all of them."""
+    """A dot with zeros and ones selects the last of the stacked scores, and exponentials read all of them."""
 
     def loss_and_gradient(logits, labels):
         zeros = jnp.zeros(logits.shape[:2], logits.dtype), jnp.zeros(labels.shape, logits.dtype)

@@ -70,7 +70,7 @@ def test_values_on_another_mesh_than_the_callers():
 
 
 def looked_up(w, sharding):
-    """Whose gradient JAX scatters on a mesh of automatic axes."""
+    """A lookup whose gradient JAX scatters on a mesh of automatic axes."""
     rows = w.at[np.arange(4)].get(out_sharding=sharding)
     return jnp.sum(jnp.sin(rows @ w))
 
@@ -81,7 +81,7 @@ def multiplied(w, sharding):
 
 @pytest.mark.parametrize("fn, spec", [(looked_up, P()), (multiplied, P(reduced=frozenset({"a"})))])
 def test_an_explicit_mesh_counts_what_one_device_does(fn, spec):
-    """Of a "reduced" parameter the gradient is unreduced: what is counted is the sum that devices hold parts of."""
+    """The gradient of a "reduced" parameter is "unreduced": devices hold terms of a sum, and the sum is counted."""
     mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Explicit,))
     want = diagnostics.backward_histogram(jax.grad(fn))(W, None)
     with jax.set_mesh(mesh):

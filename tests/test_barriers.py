@@ -13,7 +13,7 @@ W, X = np.eye(64, dtype=np.float32), np.full((32, 64), 60, np.float32)
 
 
 def wide_products(fn, *args):
-    """How many products stay in float32, and how many there are."""
+    """The number of products in float32, and the number of all products."""
     products = explain(fn, "mixed_float16")(*args).products
     return sum(count for dtype, _, count in products if dtype != "float16"), sum(count for *_, count in products)
 

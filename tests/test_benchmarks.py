@@ -30,13 +30,13 @@ KEYS = {
 
 @pytest.fixture
 def load(monkeypatch):
-    """Imports a benchmark, which finds its neighbours beside it."""
+    """Imports a benchmark, with its folder on the path."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module
 
 
 def run(name, out, *options):
-    """The results of a run in a process of its own."""
+    """The results of a run in a separate process."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *options, "--out", str(out)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -69,7 +69,7 @@ def compilers(results):
 
 
 def figures(rows, model):
-    """All that is known of a model but how long it took to compile."""
+    """The figures of a model, without the compile time."""
     return [{**row, "compile_seconds": None} for row in rows if row["model"] == model]
 
 
@@ -78,7 +78,7 @@ def by(rows, *keys):
 
 
 def check_optimizer_steps(rows):
-    """DESIGN: what loss scaling may add to Adam."""
+    """The bounds on what loss scaling may add to a step of Adam."""
     for (_, gradients, how), row in by(rows, "model", "gradients", "how").items():
         if "ours" in how:
             assert row["bytes_per_parameter"] <= 1.01 * (32 if gradients == "float32" else 28)
@@ -102,14 +102,14 @@ def check_sums_and_products(rows):
 
 
 def check_figures(again, row, same):
-    """To the byte under the same versions; others may compile something else, but not much more."""
+    """Figures are equal to the byte under the same versions; under others they may be a little larger."""
     assert again == row if same else again["bytes"] <= 1.05 * row["bytes"], row
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["cnn", "mlp"])
 def test_traffic(tmp_path, model):
-    """Every way at full size: the figures in the repository."""
+    """Every way at full size gives the figures in the repository."""
     results = run("traffic", tmp_path, "--models", model)
     tables, before = results["tables"], checked(RESULTS / "traffic.json")
     check_sums_and_products(tables["training step"])
@@ -125,7 +125,7 @@ def test_traffic(tmp_path, model):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["transformer", "lstm"])
 def test_traffic_of_our_step(model, load):
-    """The other ways take minutes to compile, and change with their libraries only."""
+    """Only ours: the other ways take minutes to compile, and change only with their libraries."""
     traffic, case = load("traffic"), load("_cases").CASES[model]()
     made = traffic.measure(traffic.TRAINING_STEPS["ours"](case.loss), *case.shapes())
     before = checked(RESULTS / "traffic.json")
@@ -159,7 +159,7 @@ def test_the_readme_gives_the_traffic_that_was_measured(model, how, start, unit)
     row = by(checked(RESULTS / "traffic.json")["tables"]["training step"], "model", "how")[model, how]
     told = line.split("|")[2].strip()
     assert told.endswith(f" {unit}")
-    # The last digit is 0.1; a half may be rounded either way.
+    # The last digit is 0.1, and a half may be rounded either way.
     assert abs(float(told.split()[0]) - row["bytes"] / {"MB": 1e6, "GB": 1e9}[unit]) <= 0.0501
 
 
@@ -175,7 +175,7 @@ def test_overhead(tmp_path):
 def test_compile_time(tmp_path):
     rows = by(small_run("compile_time", tmp_path)["compile time"], "how")
     assert all(row["seconds"] > 0 for row in rows.values())
-    # What XLA is given, which is exact, is what its time depends on.
+    # XLA's time depends on the size of the program, which is exact.
     for dtype in ("float16", "bfloat16"):
         assert rows[f"ours, {dtype}",]["instructions"] <= 1.15 * rows[f"Flax {dtype}",]["instructions"]
 
@@ -191,7 +191,7 @@ def test_memory(tmp_path):
 
 
 def check_state_bytes(rows):
-    """DESIGN: what a step of Adam moves, alone and with the loss scale; random bits cost nothing."""
+    """The bounds on what a step of Adam moves, without and with a loss scale; random bits cost no bytes."""
     rows = by(rows, "parameters", "state")
     for key, moved, scaled, held in (
         (("float32", "stochastic"), 20, 24, 8),
@@ -211,7 +211,7 @@ def test_optimizer_state(tmp_path):
 
 
 def test_the_results_show_that_stochastic_rounding_trains_like_float32():
-    """Means over seeds: no further from float32's than its own seeds are from each other; to the nearest they are."""
+    """Its mean differs from float32's by no more than float32's seeds from each other; rounding to nearest by more."""
     tables = checked(RESULTS / "optimizer_state.json")["tables"]
     check_state_bytes(tables["optimizer step"])
     losses = {key: np.array(row["losses"]) for key, row in by(tables["digits"], "parameters", "state").items()}
@@ -273,7 +273,7 @@ def test_a_library_compared_with_itself_has_the_same_figures(tmp_path):
     assert ran.returncode == 0, ran.stderr[-3000:]
     (row,) = checked(tmp_path / "compare-small.json")["tables"]["models"]
     assert [row[f"{figure}_ratio"] for figure in ("bytes", "temporary", "error")] == [1.0] * 3
-    assert row["calls_ratio"] == pytest.approx(1, abs=2e-3)  # JAX remembers some of the first's trace
+    assert row["calls_ratio"] == pytest.approx(1, abs=2e-3)  # the second trace finds some of the first in JAX's caches
     assert "float16" not in ran.stdout  # nothing rose
 
 
@@ -307,7 +307,7 @@ def test_the_readme_says_why_figures_rose(load):
 
 @pytest.mark.slow
 def test_every_way_takes_the_same_step(load):
-    """And, but for the bare one, none on a batch that overflows."""
+    """And all but the bare one skip a batch that overflows."""
     overhead = load("overhead")
     loss, params, batch = overhead.dense_layers(2, 8, 16)
     reached = {}

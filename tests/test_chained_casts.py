@@ -35,7 +35,7 @@ def arguments(layers):
 
 
 def largest_fusion(loss, layers):
-    """How many instructions the largest computation of the compiled gradient has, the main one aside."""
+    """The number of instructions of the largest computation of the compiled gradient, without the entry computation."""
     gradient = jax.jit(
         autocast(jax.grad(loss), "mixed_float16"), compiler_options={"xla_backend_optimization_level": 0}
     )
@@ -86,7 +86,7 @@ def test_what_cannot_be_nan_between_is_no_chain(without_nan):
 
 
 def test_the_last_cast_of_a_chain_is_not_chained():
-    """Nothing is computed from it but dots; on a GPU, a `select` before a convolution would cost a kernel's fusion."""
+    """Only dots read it; on a GPU, a `select` before a convolution would prevent a fusion."""
     programs = {
         layers: after("rewrite_lowered", jax.grad(residual_network(True)), *arguments(layers)) for layers in (3, 4, 5)
     }

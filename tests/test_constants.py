@@ -39,7 +39,7 @@ def many_steps(count):
     return fn
 
 
-# Of a function of an argument that is not known.
+# name: (a function of an argument that is not known, the known numbers of its result)
 KNOWN = {
     "computed from a literal": (lambda x: jnp.arange(4.0) * 2 + 1, [1, 3, 5, 7]),
     "a literal": (lambda x: 3.0, 3),
@@ -133,7 +133,7 @@ def test_what_is_captured_from_another_trace_is_no_constant():
     ids=["a fixed filter", "a short contraction", "a matrix times a vector"],
 )
 def test_constants_are_computed_only_where_they_decide(fn, monkeypatch):
-    """Each takes XLA a tenth of a second to compile, while the program is planned."""
+    """XLA compiles the computation of each constant, which takes a tenth of a second of planning."""
     monkeypatch.setattr(Constants, "_run", None)
     report = explain(fn, "mixed_float16", argnums=())(np.ones(64, np.float32))
     assert [dtype for dtype, *_ in report.products] == ["float32"]
@@ -193,7 +193,7 @@ def test_the_ones_of_a_cumulative_sum_are_a_staircase(name):
 
 
 def test_differences_are_taken_in_all_rows():
-    """A Fourier matrix has one row that takes none, and is no derivative."""
+    """A Fourier matrix has one row that is not a difference, so that it does not count as a derivative."""
     rows = np.array([[1, 1, 1], [1, -2, 1]], np.float32)
     assert table_of(rows[1:], (1,), HALF).differences and not table_of(rows, (1,), HALF).differences
 

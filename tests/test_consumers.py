@@ -25,7 +25,7 @@ def squares(x):
 
 
 BOTH, LEFT, RIGHT, NEITHER = {0, 1}, {0}, {1}, set()
-# The operands of `x @ y.T` whose squares are added to it.
+# name: (a function, the operands of `x @ y.T` whose squares are added to it)
 CROSS_TERMS = {
     "squares, moved": (lambda x, y: jnp.sum((x**2).T, 0)[:, None] + jnp.sum((y**2).T, 0) - 2 * x @ y.T, BOTH),
     "squares of magnitudes": (lambda x, y: squares(jnp.abs(x))[:, None] + squares(jnp.abs(y)) - 2 * x @ y.T, BOTH),
@@ -276,7 +276,7 @@ def test_which_products_repeat_a_value(name):
     assert consumers.repeated.get(product.outs[0]) is expected
 
 
-# Of the last product of some powers of a square matrix.
+# name: (a function of square matrices, whether its last product is a power)
 POWERS = {
     "a square": (lambda a, b: a @ a, True),
     "a fifth power": (lambda a, b: (a @ a) @ (a @ a) @ a, True),

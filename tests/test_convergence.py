@@ -27,7 +27,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 @pytest.fixture
 def rows():
-    """The applications of the suite; what they import takes a second."""
+    """The applications of the suite, imported only when needed, because that takes a second."""
     from benchmarks.convergence._rows import applications
 
     return applications()
@@ -60,13 +60,13 @@ def test_the_margin_holds_the_mean_of_more_runs_95_times_in_100(m, n):
     "runs, verdict",
     [
         (FLOAT32, Verdict.MATCHES),
-        ([run(95.0), run(96.0), run(97.0)], Verdict.MATCHES),  # better is no fault
-        ([run(89.0), run(90.0), run(91.0)], Verdict.MATCHES),  # a point, where seeds differ by one
+        ([run(95.0), run(96.0), run(97.0)], Verdict.MATCHES),  # better than float32
+        ([run(89.0), run(90.0), run(91.0)], Verdict.MATCHES),  # one point worse, where seeds differ by one
         ([run(80.0), run(81.0), run(82.0)], Verdict.WORSE),
-        ([run(90.0), run(92.0), run(40.0)], Verdict.WORSE),  # one lost seed does not widen what is forgiven
+        ([run(90.0), run(92.0), run(40.0)], Verdict.WORSE),  # the spread of these seeds does not widen the margin
         ([run(90.0), run(91.0), run(None)], Verdict.FAILS),
         ([run(90.0, final=None)] * 3, Verdict.FAILS),
-        ([run(90.0, final=0.9)] * 3, Verdict.FAILS),  # a tenth of what float32 learned
+        ([run(90.0, final=0.9)] * 3, Verdict.FAILS),  # learned a tenth of what float32 learned
         ([run(90.0, skipped=100)] * 3, Verdict.FAILS),
     ],
 )

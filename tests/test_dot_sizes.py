@@ -51,7 +51,7 @@ def test_a_symbolic_size_is_taken_for_a_large_one():
     assert sizes is not None and sizes.result == 1024 * 5
 
 
-# A result is small from 128 times fewer numbers than the larger operand on; a weight times a vector is no such case.
+# A result is small if the larger operand has at least 128 times as many numbers, except for a weight times a vector.
 SMALL = {
     "a sum of rows": ("bi,bj->ij", [(1024, 8), (1024, 8)], [False, False], True),
     "one number more": ("bi,bj->ij", [(1023, 8), (1023, 8)], [False, False], False),

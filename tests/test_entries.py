@@ -51,7 +51,7 @@ def dot(x, y, dtype=None):
     return lax.dot_general(x, y, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
 
 
-# What holds in place of the table's row, by the case: the primitive, a program, its rule, and a part of the reason.
+# Cases with another rule than the table's row: (primitive, program, its rule, a part of the reason).
 REFINED = {
     "a square": ("mul", lambda x: x * x, Rule.HIGH, "square"),
     "a tree of sums": ("add", lambda x: x[:4] + x[4:], Rule.HIGH, "parts of one value"),
@@ -77,7 +77,7 @@ REFINED = {
     "a narrow scope": ("exp", scoped("narrow", jnp.exp), Rule.LOW, "with_scopes"),
     "a narrow region in a wide scope": ("exp", scoped("wide", low_precision(jnp.exp)), Rule.LOW, "low_precision"),
 }
-# Where the table's row stands.
+# Cases with the rule of the table's row: (primitive, program).
 AS_IN_TABLE = {
     "a factor of two": ("add", lambda x: (half := x[:4]) + half),
     "two values": ("add", lambda x: x + jnp.sin(x)),
@@ -93,7 +93,7 @@ AS_IN_TABLE = {
     "a call with shardings": ("jit", lambda x: jax.jit(jnp.sin, out_shardings=on_one_device())(x)),
     "a loop in a wide scope": ("scan", scoped("wide", lambda x: lax.scan(lambda c, r: (c + r, c), x[0], x)[0])),
 }
-# Of operands that are not float32, by the case; `None` for the table's row.
+# Operands that are not float32: (primitive, program, operand, a part of the reason, or `None` for the table's row).
 OF_DTYPES = {
     "a sum of integers": ("reduce_sum", jnp.sum, np.ones(8, np.int32), "not recorded in float32"),
     "a sum in 16 bits": ("reduce_sum", lambda x: lax.reduce_sum_p.bind(x, axes=(0,), out_sharding=None), HALF, None),

@@ -118,7 +118,7 @@ def test_devices_one_by_one_give_the_programs_results(name):
 
 
 def test_a_shift_without_wrap_around():
-    """Devices that nobody sends to get zeros."""
+    """A device to which none sends receives zeros."""
     shift = [(i, i + 1) for i in range(7)]
 
     def fn(x):
@@ -284,7 +284,7 @@ def test_shardings_that_are_part_of_types(axes):
 
 
 def open_sum(w, x):
-    """Of which each device holds a part at first."""
+    """A sum of which each device first holds one term."""
     h = jnp.einsum("bi,ij->bj", x, w, out_sharding=P(None, None, unreduced=OVER_DATA))
     return jax.reshard(h, P(None, None))
 
@@ -297,7 +297,7 @@ def open_sum_of_devices(w, x):
 
 @pytest.mark.parametrize("fn", [open_sum, open_sum_of_devices])
 def test_values_whose_sum_over_devices_is_left_open(fn):
-    """What is judged is the sum, which alone is infinite: of 1e38 on each device."""
+    """Each device holds 1e38; only the sum is infinite, and the sum is judged."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
         w = jax.device_put(jnp.full((8, 3), 1e19), P("data"))
@@ -324,7 +324,7 @@ def test_what_is_put_together_is_sharded_as_its_type_says(layer):
         assert not find_overflow(jax.grad(lambda w: jnp.sum(layer(w, x))))(w)
 
 
-# What cannot be entered
+# Programs that cannot be entered
 
 
 def mean_loss(w, x):
@@ -347,7 +347,7 @@ def test_bad_data_is_named_on_the_device_that_has_it(fn, shape):
 
 
 def test_a_shard_map_inside_of_another_that_the_user_jits():
-    """JAX runs it under `jit` only; `autocast` and `find_overflow` run what is inside of the `jit`, one by one."""
+    """JAX runs it under `jit` only; `autocast` and `find_overflow` evaluate the `jit`'s equations one by one."""
 
     def inner(x, w):
         return lax.psum(x @ w, "model")
@@ -398,7 +398,7 @@ def test_the_cure_for_what_cannot_be_entered():
 
 
 def test_devices_meet_in_equal_collectives_of_different_branches():
-    """JAX's transpose of a `cond` sums the gradient of what devices share in every branch."""
+    """JAX's transpose of a `cond` sums the gradient of replicated values in every branch."""
 
     @sharded(LINE, (P(), P("data")), P("data"))
     def layer(w, x):

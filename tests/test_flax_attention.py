@@ -27,7 +27,7 @@ PARAMS = jax.jit(linen().init)(jax.random.key(0), X)
 
 
 def assert_near(got: Any, want: Any, dtype: str = "float32") -> None:
-    """In the norm of all arrays together: the gradient of a bias that softmax takes away is zero but for rounding."""
+    """Compares in the norm of all arrays together: the gradient of a bias that softmax cancels is rounding noise."""
     got, want = jax.tree.leaves(got), jax.tree.leaves(want)
     errors = [np.linalg.norm(a - b) for a, b in zip(got, want, strict=True)]
     assert np.linalg.norm(errors) <= TOLERANCE[dtype].gradient * np.linalg.norm([np.linalg.norm(x) for x in want])
@@ -71,7 +71,7 @@ def test_nnxs_layer_computes_the_same_and_trains_under_autocast():
 
 
 def test_decoding_with_a_cache():
-    """One position at a time, the mask saying how far the cache is filled."""
+    """One position at a time; the mask says how far the cache is filled."""
     outs: list[Any] = []
     for attention_fn in (dot_product_attention, nn.dot_product_attention):
         layer = linen(attention_fn, decode=True)
@@ -169,7 +169,7 @@ def test_what_it_cannot_honour_is_refused(argument):
 
 
 def test_the_layers_pass_nothing_that_it_does_not_know():
-    """Linen leaves out what `attention_fn` has no name for: it would be ignored silently."""
+    """Linen silently drops arguments that `attention_fn` has no parameter for."""
     import inspect
 
     known = set(inspect.signature(dot_product_attention).parameters)

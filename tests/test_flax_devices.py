@@ -40,7 +40,7 @@ def parallel(step, route="shard_map") -> Any:
 
 
 def agreed(tree, route):
-    """The tree as one device has it, after a look at all the others."""
+    """The tree of one device, after asserting that all others are equal."""
     for leaf in jax.tree.leaves(tree):
         numbers = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
         parts = [np.asarray(shard.data) for shard in numbers.addressable_shards]
@@ -88,7 +88,7 @@ def test_what_a_module_changes_in_itself_agrees(route):
         assert_same_bits(*map(jax.tree.leaves, (getattr(skipped, name), getattr(after, name))))
     if route == "shard_map":
         crossing = re.findall(r"all_reduce[\s\S]*?-> tensor<(\S+)>", run.lower(start, X).as_text())
-        assert "7xf32" not in crossing  # what has not changed costs nothing
+        assert "7xf32" not in crossing  # unchanged values are not sent
         assert crossing.count("3xf16") == 1 and crossing.count("3xf32") == 1
 
 
@@ -147,7 +147,7 @@ def nnx_training():
     ],
 )
 def test_batch_norm_over_the_devices_has_the_statistics_of_the_whole_batch(training, route):
-    """Squares of them are beyond what float16 holds, and cross in float32 whatever gradients cross in."""
+    """Squares exceed float16's range; the statistics cross devices in float32, whatever the `reduce_dtype`."""
     start, step = training()
     run, large = parallel(step, route), 100 * X
     after = agreed(run(start, large), route)
@@ -161,7 +161,7 @@ def test_batch_norm_over_the_devices_has_the_statistics_of_the_whole_batch(train
 
 
 class TestStatesThatWouldPart:
-    """Where JAX knows what differs between devices."""
+    """States that would differ between devices, where JAX tracks what varies."""
 
     def check(self, message, step, state):
         with pytest.raises(ValueError) as raised:
@@ -194,7 +194,7 @@ class TestStatesThatWouldPart:
         self.check(message, lambda state, x: state.apply_gradients(grads={"w": x.mean(0)}), state)
 
     def test_one_decision_for_parameters_of_their_own(self):
-        """Whose updates may differ, where the loss scale may not."""
+        """Parameters that differ between devices have different updates, but one loss scale."""
         tx = jmp.with_loss_scale(optax.sgd(0.1))
 
         def step(w, x):
@@ -229,7 +229,7 @@ class Network(nnx.Module):
 
 @pytest.mark.parametrize("layout", ["sharded", pytest.param("replicated", marks=pytest.mark.slow)])
 def test_a_module_under_jit_over_a_mesh(layout):
-    """Same steps as on one device; every leaf of the state keeps its place, through a skip too; one compilation."""
+    """The steps equal those on one device; leaves keep their shardings, also in a skipped step; one compilation."""
     tx = jmp.with_loss_scale(optax.adam(0.1), jmp.DynamicLossScale(1024.0))
     grad_fn = flax_bridge.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2), "mixed_float16")
 

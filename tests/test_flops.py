@@ -60,7 +60,7 @@ def test_attention():
 
 
 def test_attention_of_cudnn_is_counted_where_it_is_traced():
-    """It cannot be traced here: that takes cuDNN."""
+    """A call of cuDNN cannot be traced here, because that needs cuDNN; its shapes are given."""
     shapes, transposed = [(2, 32, 4, 16), (2, 64, 4, 16)], [(2, 4, 32, 16), (2, 4, 64, 16)]
     one = 2 * 2 * 4 * 32 * 64 * 16
     for layout, given in ((0, shapes), (1, transposed)):

@@ -105,7 +105,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_which_kinds_are_fused(kind):
-    """With the gradient of the bias, where there is one; every operand is in 16 bits but lengths and log-sum-exp."""
+    """With the gradient of a bias if there is one; all operands but lengths and log-sum-exp are in 16 bits."""
     static, extras, keys, want = KINDS[kind]
 
     def total(query, key, value, extras):
@@ -168,7 +168,7 @@ SHARDED = {
 
 @pytest.mark.parametrize("kind", SHARDED)
 def test_whatever_is_sharded_is_fused(kind):
-    """Batch and heads stay divided; sequences and what is divided otherwise are gathered."""
+    """Batch and heads stay sharded; sequences and other sharded axes are gathered."""
     specs, keys, of_bias = SHARDED[kind]
     operands = [shape(4, 64, 4, 64), shape(*keys), shape(*keys)]
     if of_bias is not None:
@@ -183,7 +183,7 @@ def test_whatever_is_sharded_is_fused(kind):
 
 
 def test_by_hand_with_the_attention_of_jax(monkeypatch):
-    """`low_precision` marks `jax.nn`'s own call of cuDNN, which JAX traces where it finds cuDNN: here it is told so."""
+    """`low_precision` marks `jax.nn`'s own call of cuDNN. JAX traces it only with cuDNN: here it is told so."""
     attend = low_precision(functools.partial(jax.nn.dot_product_attention, implementation="cudnn"), dtype=jnp.bfloat16)
     with pytest.raises(RuntimeError, match="cuDNN"):
         jax.make_jaxpr(attend)(*[shape(*HEAD)] * 3)

@@ -61,7 +61,7 @@ def mlp_figures(step, state):
 
 
 def test_the_references_move_the_published_bytes():
-    """So that the program measured here is the one the bounds were stated for."""
+    """Shows that the programs measured here are those for which the bounds were stated."""
     assert mlp_figures(plain_step(mlp_loss()), plain_state).bytes / MEGABYTE == pytest.approx(572.8, abs=0.1)
     flax = mlp_figures(flax_step(mlp_loss(jnp.float16)), flax_state)
     assert flax.bytes / MEGABYTE == pytest.approx(504.6, abs=0.1)
@@ -119,7 +119,7 @@ def test_a_deep_transformer_needs_six_tenths_of_the_memory():
 
 
 def test_scanned_layers_stack_less_than_flax():
-    """What the iterations leave for the backward pass, in bytes moved and in memory held."""
+    """The residuals of the iterations, in bytes moved and in memory held."""
     ours, flax, wide = (
         row_figures(BY_NAME["transformer_scan"], how, LARGE) for how in ("mixed_float16", "flax_float16", "float32")
     )
@@ -182,7 +182,7 @@ def scanned_layers(h, weights):
 )
 @pytest.mark.parametrize("loop", [in_a_scan, in_a_while])
 def test_a_stack_of_layers_is_cast_once_for_all_the_tokens_that_it_generates(loop, step):
-    """As by hand, where it is cast before the loop; the hidden state is float32, since the loop starts with data."""
+    """As by hand, with a cast before the loop; the hidden state is float32, because the loop starts from data."""
     args = jax.ShapeDtypeStruct((4, 1024, 1024), np.float32), jax.ShapeDtypeStruct((8, 1024), np.float32)
     run = functools.partial(loop, step)
     by_hand = figures(lambda weights, h: run(weights.astype(np.float16), h.astype(np.float16)), *args)
@@ -223,7 +223,7 @@ def test_rematerialised_layers_move_the_bytes_of_flax(name):
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_no_model_moves_more_than_with_residuals_in_float32(name):
-    """But one: what its max-pool reads is saved, not computed for each reader, for 0.85 of the temporary memory."""
+    """Except one, which saves the operand of a max-pool instead of computing it for each reader: 0.85 of the memory."""
     ours, wide = (row_figures(BY_NAME[name], how, LARGE) for how in ("mixed_float16", "wide_residuals_float16"))
     assert ours.bytes <= (1.03 if name == "cnn_batchnorm" else 1.01) * wide.bytes
     assert name != "cnn_batchnorm" or ours.temporary <= 0.86 * wide.temporary

@@ -43,7 +43,7 @@ def test_models_have_the_published_number_of_parameters(name):
 
 @pytest.mark.parametrize("name", ["vgg19", "bert_base", "gpt2", "lstm"])
 def test_dimensions_are_multiples_of_8(name):
-    """All of every weight's, but for the three colours of an image."""
+    """All dimensions of every weight, except the three colours of an image."""
     params, _ = jax.eval_shape(models.make(name).init, jax.random.key(0))
     wide = [leaf.shape for leaf in jax.tree.leaves(params) if len(leaf.shape) > 1]
     odd = {dim for shape in wide for dim in shape[-2:] if dim % 8}
@@ -177,7 +177,7 @@ def test_matmul_runs(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["bare", "ours", "optax.apply_if_finite"])
 def test_many_steps_of_the_optimizer_in_one_program_do_all_of_each(case, monkeypatch):
-    """What a step checks or unscales of the gradients, which are the same in all, stays in the loop."""
+    """Checking and unscaling stay in the loop, although the gradients are the same in all steps."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     loss_scaling = importlib.import_module("loss_scaling")
     shapes, step = loss_scaling.parameters("resnet50", small=True), loss_scaling.CASES[case]()

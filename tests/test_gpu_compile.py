@@ -190,14 +190,14 @@ class TestCarries:
 
 
 def test_a_bfloat16_window_of_ones_stops_growing():
-    """Widened as it is, the sum of a window is one of 16 bits."""
+    """Although XLA widens the window, its sum counts as a 16-bit sum."""
     total = jax.lax.reduce_window(jnp.ones(512, jnp.bfloat16), jnp.bfloat16(0), jax.lax.add, (512,), (512,), "VALID")
     assert float(total[0]) == 256
 
 
 @pytest.mark.slow
 def test_no_assembler_of_cuda_is_called(tmp_path):
-    """Not even one that is installed: a machine without a GPU mostly has none."""
+    """Not even an installed one, because most machines without a GPU have none."""
     assembler, called = tmp_path / "ptxas", tmp_path / "called"
     assembler.write_text(f'#!/bin/sh\ntouch "{called}"\necho "Cuda compilation tools, release 13.0, V13.0.88"\n')
     assembler.chmod(0o755)

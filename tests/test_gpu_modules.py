@@ -103,7 +103,7 @@ def entry(*instructions, header=""):
 
 
 def test_only_the_workspace_of_a_library_is_left_out():
-    """It is the last of several results, in 8 bits."""
+    """The workspace is the last of several results, in 8 bits."""
     gemm = 'custom-call(%x), custom_call_target="__cublas$gemm"'
     for result, instruction, written in (
         ("(f16[8], s8[64])", gemm, 16),

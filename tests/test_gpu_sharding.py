@@ -40,7 +40,7 @@ def arguments(mesh, spec):
 
 
 def crossing(fn, mesh, spec, **options):
-    """How often each collective runs on arrays of each dtype. `fn` returns gradients only, so that no loss crosses."""
+    """The number of runs of each collective on each dtype. `fn` returns gradients only, so that no loss crosses."""
     compiled = jax.jit(fn, **options).lower(*arguments(mesh, spec)).compile()
     text = compiled.as_text()
     assert text is not None
@@ -144,7 +144,7 @@ def fully_sharded(shape, _):
 
 
 def adam_step(loss, shapes, batch, mesh, spec_of):
-    """What crosses in a step whose state is split as its parameters are, apart from the booleans of the check."""
+    """The collectives of a step whose state is sharded as its parameters are, without the booleans of the check."""
     is_leaf = lambda node: isinstance(node, tuple)  # noqa: E731
 
     def place(leaf, spec):
@@ -185,7 +185,7 @@ def operands(text):
 
 
 def test_a_fully_sharded_transformer_moves_each_matrix_once():
-    """In the compute dtype there, and its gradient in float32 back. An embedding is cast after its lookup."""
+    """In the compute dtype; its gradient moves in float32. An embedding is cast after its lookup."""
     crossing = adam_step(transformer_loss, TRANSFORMER, (TOKENS, TOKENS), gpu_mesh(8), fully_sharded)
     gathered = Counter()
     for name, operand in crossing:
@@ -216,7 +216,7 @@ def test_split_over_a_model_axis_each_gradient_crosses_the_data_axis_once(loss, 
 
 
 def test_convolutions():
-    """In a shard_map their gradients cross in `reduce_dtype`; under jit in what a convolution leaves in, see README."""
+    """In a shard_map their gradients cross in `reduce_dtype`; under jit in their own dtype (see README)."""
     mesh = gpu_mesh(8)
     crossing = adam_step(convolution_loss, CONVOLUTIONS, IMAGES, mesh, lambda *_: WHOLE)
     assert {each[:3] for name, each in crossing if name == "all-reduce"} == {"f16", "f32"}

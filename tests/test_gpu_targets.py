@@ -46,7 +46,7 @@ def square(dtype):
 
 
 def units(gpu):
-    """What a product of each dtype runs in, as compiled."""
+    """The units that run a compiled product of each dtype."""
     found = []
     for dtype in DTYPES:
         report = gpu_report(product(dtype), gpu=gpu)(*[square(dtype)] * 2)
@@ -57,7 +57,7 @@ def units(gpu):
 
 @pytest.mark.parametrize("name", gpus())
 def test_named_rates_are_the_published_ones_and_near_those_of_their_description(name):
-    """A description knows the clock that is advertised, not the one at which Tensor Cores are rated."""
+    """A described GPU has the advertised clock, not the clock at which Tensor Cores are rated."""
     gpu = get_gpu(name)
     rates = [rate / 1e12 for _, rate in gpu.rates]
     assert rates == pytest.approx(PUBLISHED[name], rel=0.03)

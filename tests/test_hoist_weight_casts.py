@@ -128,7 +128,7 @@ def in_float32(w, x):
     return lax.scan(lambda h, _: (jnp.dot(h, queries.T, precision="highest") @ queries, None), x, None, 3)[0]
 
 
-# With how many casts that there are copies for: those of weights beside it.
+# Programs with casts that are not hoisted, and their number of copies, which are of other weights.
 NOT_HOISTED = {
     "rows, where gradients are accumulated": (gradients_of_stack, LAYERS, 0),
     "rows that are moved first": (repeated(moved_rows), LAYERS, 0),

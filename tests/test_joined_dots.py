@@ -19,7 +19,7 @@ def gated(w, v, x):
     return jnp.sum((jnp.tanh(x @ w) * (x @ v)) @ w)
 
 
-# A function of (w, v, x), the gradient of which is planned, and how many of its results belong to joined dots.
+# Each value: a function of (w, v, x) whose gradient is planned, and the number of results of joined dots.
 PROGRAMS = {
     "a gate and what it multiplies": (gated, 2),
     "three of one operand": (lambda w, v, x: jnp.sum((jnp.tanh(x @ w) * (x @ v) * (x @ (w + v))) @ w), 3),
@@ -40,14 +40,14 @@ def test_which_dots_are_joined(name):
 
 @pytest.mark.parametrize("rows, joined", [(2**20 - 9, 2), (2**20 - 8, 0)])
 def test_dots_of_64_mib_are_not_joined(rows, joined):
-    """Each reads and writes 64 bytes a row in 16 bits, and 512 of the weight."""
+    """Each dot reads and writes 64 bytes a row in 16 bits, and 512 bytes of the weight."""
     x = jax.ShapeDtypeStruct((rows, 16), np.float32)
     residuals = after("save_or_remat", jax.grad(gated, (0, 1)), W, V, x).residuals
     assert len(residuals.joined) == joined and residuals.saved
 
 
 def test_what_is_saved_of_them_fuses_with_its_readers():
-    """Behind a barrier of its own a slice of the joined dots would be copied."""
+    """With a separate barrier, each slice of the joined dots would be copied."""
     gradient = jax.grad(gated, (0, 1))
     narrow = jax.make_jaxpr(autocast(gradient, "mixed_float16"))(W, V, X)
     barriers = [eqn for eqn in narrow.jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]

@@ -1,4 +1,4 @@
-"""A differentiated `shard_map` is one, forward and backward, wherever the backward pass starts from what is known."""
+"""A differentiated `shard_map` stays one for both passes, if the cotangent does not depend on its result."""
 
 import functools
 from typing import Any
@@ -125,7 +125,7 @@ def plain_logarithm_of_loss(w, x):
     return jnp.log(plain_loss(w, x))
 
 
-# How many `shard_map`s a gradient has, and how many are left.
+# Each value: the same without `shard_map`, and the number of `shard_map`s in the gradient before and after.
 CASES = {
     **dict.fromkeys([loss, loss_over_one_of_two_axes, named_loss, low_precision_loss], (plain_loss, 2, 1)),
     layers: (plain_layers, 2, 1),
@@ -186,7 +186,7 @@ def test_what_has_effects_stays_where_it_is(capfd):
 
 
 def test_other_devices_and_layouts_stay_apart():
-    """A value that the devices share in one way and are given in another is not the same inside."""
+    """A value that is returned with one sharding and passed with another differs inside of the `shard_map`."""
 
     def halves(x):
         return mapped(lambda w, x: x * jnp.sum(w), True, DATA)(jnp.ones(3), x)

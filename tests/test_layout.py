@@ -187,7 +187,7 @@ def test_folders_of_diagnostics_import_lower_ones():
 
 
 def test_diagnostics_have_no_import_circle():
-    """What is imported for type checkers only counts too: two files that need each other are one."""
+    """Imports for type checkers count, too: two files that need each other are one file."""
     files = (PACKAGE / "_diagnostics").rglob("*.py")
     graph = {dotted(path): {name for name, _ in diagnostics_imports(path)} for path in files}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle

@@ -30,7 +30,7 @@ def between_dots(activation):
 
 
 def rewritten(program):
-    """What computes the sums that are one selection."""
+    """The rewrites of the sums that are written as one selection."""
     names = [getattr(equation.rewrite, "__name__", None) for equation in program.equations]
     return [name for name in names if name in REWRITES]
 
@@ -39,7 +39,7 @@ def of_mask(activation):
     return lambda h: activation(h, h >= 0)
 
 
-# What stands behind the norm, and what computes its gradient.
+# Each value: the activation after the norm, and the rewrites in its gradient.
 ACTIVATIONS = {
     "jax.nn's": (jax.nn.leaky_relu, ["scale_where_false"]),
     "another slope": (lambda h: jax.nn.leaky_relu(h, 0.2), ["scale_where_false"]),

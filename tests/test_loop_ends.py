@@ -27,8 +27,8 @@ def repeated(body, start, n):
     return lax.fori_loop(0, n, lambda _, c: body(c), start)
 
 
-# Of a function of a parameter, data and an integer: the arguments that its first result is computed from, or `None` if
-# not all of that runs as recorded.
+# Each value: a function of a parameter, data and an integer, and the arguments from which its first result is computed,
+# or `None` if not all of that computation runs as recorded.
 CASES = {
     "a counter whose end an argument says": (
         lambda w, x, n: lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] @ w), (0, x))[0],
@@ -106,7 +106,7 @@ def unfinished(c):
     return jnp.sum(c) > 0
 
 
-# A scan's body, and whether the scan runs as recorded: where products decide from when on it hands on its carry.
+# Each value: a scan's body, and whether the scan runs as recorded, because products decide when its carry stops.
 STOPS = {
     "no condition": (lambda c: c @ W, False),
     "a branch": (lambda c: lax.cond(unfinished(c), lambda: c @ W, lambda: c), True),

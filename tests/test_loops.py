@@ -137,7 +137,7 @@ def test_what_a_body_makes_of_its_carry(name):
 
 
 def test_each_carry_is_linear_in_itself():
-    """What one carry becomes does not decide what another is, whatever it makes of that one."""
+    """The kind of one carry does not depend on how another carry reads it."""
 
     def body(a, b, c, d):
         return a @ d, b @ d + jnp.sin(a), c + b, a @ d
@@ -205,7 +205,7 @@ def test_which_loops_are_counted(name):
 
 
 def test_what_a_gain_moves_is_an_estimate_if_it_is_linear():
-    """Of a filter's covariance, its mean, and the state of a network that is given the gain."""
+    """The carries are a filter's covariance, its mean, and the state of a network that reads the gain."""
 
     def step(carry, row):
         p, mean, h = carry

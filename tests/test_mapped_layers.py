@@ -34,7 +34,7 @@ def mlp(w, x):
 
 
 def scaled_mlp(w, x):
-    """What each device scales by is one number, which a `shard_map` without replication checks cannot return."""
+    """Each device scales by one number of its own, which a `shard_map` without replication checks cannot return."""
     h = x @ w["in"]
     return jax.nn.gelu(h * jnp.exp(jnp.mean(h))) @ w["out"]
 
@@ -54,7 +54,7 @@ def split_over_model(w, x):
 
 
 def network(layer):
-    """Layers, each a `shard_map` with weights of its own, in a network that is none."""
+    """Layers, each a `shard_map` with its own weights, in a network that is not one."""
 
     def loss(weights, x):
         for w in weights:
@@ -107,12 +107,12 @@ def shard_maps(program: Any) -> list[Any]:
 
 
 def large_float32(variables: Any) -> int:
-    """How many of some variables are float32 and as large as a layer's."""
+    """The number of variables that are float32 and at least as large as a layer's input."""
     return sum(v.aval.dtype == jnp.float32 and v.aval.size >= X.size for v in variables)
 
 
-# How many large float32 values a backward pass reads at most: the loss's cotangent; and where JAX has no way to hand on
-# what others are computed from, those.
+# The most large float32 values that a backward pass may read: the loss's cotangent; and, where JAX cannot save the
+# values from which others are computed, these others.
 MOST = dict.fromkeys(LAYERS, 1) | {name: 4 for name in LAYERS if "a number a device" in name}
 
 
@@ -132,7 +132,7 @@ def equations_in(eqn: Any, name: str) -> list[Any]:
 
 
 def test_an_exponential_is_computed_twice_from_the_same_numbers():
-    """That of a product which is handed on in 16 bits, since it is returned so anyway."""
+    """The exponential of a product that is saved in 16 bits, because it is returned in 16 bits anyway."""
 
     def odds(w, both):
         product = both[0] * both[1]
@@ -152,7 +152,7 @@ def test_an_exponential_is_computed_twice_from_the_same_numbers():
 
 
 def test_barriers_are_before_what_is_computed_again_only():
-    """Not before literals, which XLA folds, nor before dots, for which it may have padded what they read."""
+    """Not before literals, which XLA folds, nor before operands of dots, which XLA may have padded."""
 
     def relu_mlp(w, x):
         return jax.nn.relu(x @ w["in"]) @ w["out"]
@@ -174,7 +174,7 @@ def test_what_is_computed_from_an_argument_is_not_handed_on():
 
 def test_what_float32_reads_beside_a_dot_is_handed_on_in_float32():
     def layer(w, x):
-        x = x + jnp.mean(x)  # what nobody can compute again
+        x = x + jnp.mean(x)  # cannot be rematerialized
         return x @ w["in"] + x * w["out"] + jnp.exp(x)
 
     gradient = jax.grad(lambda w: jnp.mean(mapped(layer)(w, X) ** 2))
@@ -264,7 +264,7 @@ def test_the_gradient_of_a_loop_over_a_mapped_layer():
 
 @functools.cache
 def decoded():
-    """What a decoder gives on one device, and the gradient of its squares."""
+    """The results of a decoder on one device, and the gradient of their squares."""
     fn = decoder(mlp)
     return jax.jit(lambda w: (fn(w, X), jax.grad(lambda w: jnp.sum(fn(w, X) ** 2))(w)))(W)
 
@@ -284,7 +284,7 @@ def gpus():
 
 
 def mapped_by_hand(dtype, gathered):
-    """An MLP over eight devices, whose weights are shared out and gathered, or are on each device."""
+    """An MLP over eight devices, whose weights are sharded and gathered, or replicated."""
 
     def layer(w, x):
         one, other = (lax.all_gather(x, "data", tiled=True) if gathered else x for x in (w.astype(dtype) for w in w))
@@ -323,7 +323,7 @@ def decoding(dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("program, rows, most, memory", [(training, 16384, 1.01, 0.83), (decoding, 16, 0.3, 6.0)])
 def test_mapped_layers_beside_those_by_hand(program, rows, most, memory):
-    """Bytes that are moved, and temporary memory: in a loop, that of the copies. The README has the figures."""
+    """Bytes moved and temporary memory; in a loop, that of the 16-bit copies. The README cites the figures."""
 
     def array(spec, *shape):
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(gpus(), spec))

@@ -30,7 +30,7 @@ X = normal(BATCH, WIDTH)
 
 
 def attend(w, h, cache, i, cached=lambda key: key):
-    """What attention to the cached keys of earlier tokens makes of a token, and the cache with its own key."""
+    """A token after attention to the cached keys of earlier tokens, and the cache with the token's key."""
     key = h @ w["key"]
     cache = lax.dynamic_update_slice(cache, cached(key)[:, None], (0, i, 0))
     scores = jax.nn.softmax(jnp.einsum("bd,bsd->bs", jnp.tanh(key), cache))
@@ -62,12 +62,12 @@ def until_a_number_that_stays(w, x, cache):
 
 
 def in_layers(w, h, caches, i):
-    """A cache for each layer, which a scan over the layers is given and returns row by row."""
+    """A cache for each layer, which a scan over the layers reads and returns row by row."""
     return lax.scan(lambda h, layer: attend(layer[0], h, layer[1], i), h, (w, caches))
 
 
 def in_carried_layers(w, h, caches, i):
-    """The same, where the scan carries the cache of all layers."""
+    """The same layers, but the scan carries the cache of all layers."""
 
     def layer(state, row):
         h, caches, number = state
@@ -140,7 +140,7 @@ def unread(w, h, cache, i):
 
 
 def recurrent(w, x):
-    """A state that only a dot reads, and that comes of one."""
+    """A state that only a dot reads, and that a dot computes."""
     return lax.scan(lambda h, _: (jnp.tanh(h @ w["key"]), None), jnp.zeros_like(x), None, STEPS)[0]
 
 
@@ -150,7 +150,7 @@ def stacked(w, x):
 
 
 def of_a_loop_inside(w, x):
-    """A cache of what layers hand on, which are the same in each step of a loop around."""
+    """A cache in a scan over layers, inside of a loop over steps with the same layers."""
 
     def layer(state, row):
         h, cache, i = state
@@ -175,7 +175,7 @@ def returning(fn, which=0):
 
 
 CAPTURED = np.zeros(CACHE, np.float32)
-# A program of parameters and data, which of what its loop carries is a cache, and the dtype that it is carried in.
+# Each value: a program of parameters and data, the parameters, the index of the cache among the carries, its dtype.
 CACHES = {
     "not returned": (returning(lambda w, x: generate(w, x, zeros())), W, 1, "float16"),
     "in a `while`": (returning(lambda w, x: generate_in_while(w, x, zeros())), W, 1, "float16"),

@@ -14,7 +14,7 @@ LINE = re.compile(r"loss ([\d.]+) -> ([\d.]+), scale (\d+), (\d+) skipped, sum o
 
 
 def run(processes):
-    """What each of several processes reports: first and last loss, scale, skipped steps and a sum of the parameters."""
+    """The report of each process: first and last loss, scale, skipped steps and a sum of the parameters."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -21,11 +21,11 @@ EXACT, TABLE, PARAMETER, NARROW, DATA, ACTIVATION, STATE, FACTOR, SOLUTION, KERN
 
 
 def states(step):
-    """What a loop carries from data on, in every iteration; few enough numbers that no Tensor Core multiplies them."""
+    """The states of a loop that starts from data; too few numbers for Tensor Cores."""
     return lambda w, x: lax.scan(lambda s, _: (step(s, w[:8, :8], x[:, :8]), s), x[:, :8], None, 3)[1]
 
 
-# Of a function of a parameter and data, the result.
+# name: (a function of a parameter and data, the provenance of its result)
 CASES = {
     "a parameter": (lambda w, x: w, PARAMETER),
     "data": (lambda w, x: x, DATA),

@@ -62,7 +62,7 @@ def test_the_range_of_a_tracer_is_not_known():
         (Range(2.0**-14, 1.0), FLOAT16, True),
         (Range(2.0**-15, 1.0), FLOAT16, False),
         (Range(2.0**-15, 65505.0), BFLOAT16, True),
-        # Beside one, and one in 16 bits: the guard of a logarithm or an arc cosine.
+        # Near one, and equal to one in 16 bits: a bound that guards a logarithm or an arc cosine.
         (Range(0.9999, 0.9999), FLOAT16, False),
         (Range(0.5, 1.0001), FLOAT16, False),
         (Range(1.0001, 2.0), FLOAT16, False),
@@ -75,7 +75,7 @@ def test_a_range_fits_if_all_are_normal_numbers_and_none_becomes_one(magnitudes,
     assert magnitudes.fits(dtype) == fits
 
 
-# What becomes of the ranges of a node's operands.
+# name: (a function, the ranges of its operands, the range of its result)
 THROUGH = {
     "a move": (lambda x: x.T, [LARGE], LARGE),
     "a sign": (lambda x: -x, [LARGE], LARGE),
@@ -125,7 +125,7 @@ def test_the_literal_that_a_gather_fills_with():
 
 TOO_LARGE, KNOWN, OVERFLOWS = Numbers(Range(1e9, 1e9)), Numbers(Range(1.0, 1.0)), Numbers(overflows=True)
 
-# Whether the results hold numbers beyond float16 beside others.
+# name: (a function, the numbers of its operands, whether its result has numbers beyond float16 beside others)
 MIXES = {
     "joined with what is too large": (lambda x: lax.select(x > 0, x, 2 * x), [UNKNOWN_NUMBERS, TOO_LARGE], True),
     "joined with what fits": (lambda x: lax.select(x > 0, x, 2 * x), [UNKNOWN_NUMBERS, KNOWN], False),

@@ -30,7 +30,7 @@ def written_out(w, x):
     return (r @ w) * (h > 0)
 
 
-KEPT = ("optimization_barrier", "scan")  # what reads a value that waits in memory
+KEPT = ("optimization_barrier", "scan")  # primitives that read a value from memory
 RELUS = {
     "of a dot": lambda w, x: jax.nn.relu(x @ w) @ w,
     "of what is computed again": normed,
@@ -101,7 +101,7 @@ def test_other_comparisons_are_those_recorded(name):
     cast = autocast(jax.grad(loss), "mixed_float16")
     got, exact = cast(W, X), jax.jit(jax.grad(loss))(W, X)
     assert np.linalg.norm(got - exact) < 2e-3 * np.linalg.norm(exact)
-    # What they compare is in memory anyway if the backward pass reads it as well.
+    # Their operand is in memory anyway if the backward pass also reads it for something else.
     barriers = [dtypes for name, dtypes, _ in equations(cast, W, X) if name == "optimization_barrier"]
     assert ([np.dtype(bool)] in barriers) == (name not in ("of the result", "another function"))
 

@@ -13,7 +13,7 @@ N = 1024
 
 
 def costs_of(dot_results: int = 1, numbers: Any = N, **sizes: Any) -> ResidualCosts:
-    """Costs of `DOT` and perhaps `OTHER`, in 16 bits and in memory, of `FLOAT32`, which is not, and of new values."""
+    """Costs of 16-bit `DOT` and `OTHER`, the first `dot_results` of them in memory, of `FLOAT32`, and of new values."""
     bytes = {DOT: 2 * numbers, OTHER: 2 * numbers, FLOAT32: 4 * numbers, BIAS: sizes.get("bias", 4)}
     bytes |= {VALUE: sizes.get("value", 4 * numbers), NEXT: sizes.get("next", 4 * numbers)}
     costs = ResidualCosts(bytes.__getitem__, in_memory=range(dot_results))
@@ -30,13 +30,13 @@ def again(costs: ResidualCosts, number: int, operands: Iterable[int]) -> bool:
     ("size", "in_memory", "operands", "is_again"),
     [
         (4 * N, False, [DOT], True),  # 2 bytes are read in place of 8
-        (2 * N, False, [DOT], True),  # in place of 4
-        (2 * N, True, [DOT], False),  # both only read 2: what is in memory is read
-        (2 * N, False, [DOT, OTHER], True),  # both move 4, and nothing is held for it
+        (2 * N, False, [DOT], True),  # 2 bytes are read in place of 4
+        (2 * N, True, [DOT], False),  # either reads 2 bytes: the value is in memory, so it is read
+        (2 * N, False, [DOT, OTHER], True),  # either moves 4 bytes, but rematerialization holds no memory
         (2 * N, False, [DOT, OTHER, BIAS], True),  # the few bytes of a bias do not decide
         (2 * N, False, [DOT, FLOAT32], False),
-        (4 * N, False, [FLOAT32], False),  # both move 8: the source is not in memory either
-        (4, False, [DOT], False),  # the statistics of many numbers
+        (4 * N, False, [FLOAT32], False),  # either moves 8 bytes: the source is not in memory
+        (4, False, [DOT], False),  # small, as the statistics of many numbers
         (4 * N, False, [], True),  # known numbers
     ],
 )

@@ -22,7 +22,7 @@ def rms_norm(h):
 
 
 def saved_for_sums(fn, *args, **options):
-    """The names of the equations of which those on the same side of a dot read a saved copy; all of them do."""
+    """The names of the equations whose saved copy is read on the same side of a dot; asserts that all readers do so."""
     programs = dict(stages(fn, *args, **options))
     before, program = programs["save_or_remat"], programs["save_for_sums"]
     pairs = zip(before.equations, program.equations, strict=True)
@@ -35,11 +35,11 @@ def saved_for_sums(fn, *args, **options):
 
 
 def behind_norm(activation, norm):
-    """The gradient of an activation behind a norm; of three factors, the norm's are rows of the weight."""
+    """The gradient of an activation after a norm, whose scale and bias are rows of the weight."""
     return jax.grad(lambda w, x: jnp.sum(activation(norm(x @ w, w)) @ w.T))
 
 
-# Whether the cotangent of an activation behind a norm is saved for the sums that read it.
+# name: (a gradient, whether the cotangent of the activation after the norm is saved for the sums that read it)
 CHAINS = {
     "a gelu behind a norm": (behind_norm(jax.nn.gelu, lambda h, w: centred(h) * w[0] + w[1]), True),
     "a root": (behind_norm(lambda h: jnp.sqrt(1 + h * h), lambda h, w: centred(h) * w[0] + w[1]), True),
@@ -106,7 +106,7 @@ def response_norm(h):
     return h * (norms / jnp.mean(norms)) + h
 
 
-# The activation functions of which a norm reads a saved copy.
+# name: (a function, the equations of whose results a norm reads a saved copy)
 ACTIVATIONS = {
     "its square is normalised": (gelu_before(lambda h: centred(h * h)), []),
     "gelu": (before_norm(jax.nn.gelu), ["mul"]),
@@ -160,7 +160,7 @@ def test_what_is_saved_is_computed_in_float32():
 
 
 def test_a_low_precision_region_stays_narrow():
-    """What is read there is rounded, and so is what it returns."""
+    """Operands and results of the region are rounded."""
     program = after("save_for_sums", before_norm(low_precision(jax.nn.silu)), W, A)
     products = [
         equation for equation in program.equations if equation.name == "mul" and equation.entry.rule.value == "low"

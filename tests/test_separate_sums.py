@@ -17,7 +17,7 @@ X = RNG.normal(size=(8, 16)).astype(np.float32)
 
 
 def reads(fn, name):
-    """As which residual each equation of a name reads its operands."""
+    """For each equation of this name, the kind of residual as which it reads its operands."""
     program = after("separate_sums", fn, W, X)
     return [max(use.residual for use in equation.uses) for equation in program.equations if equation.name == name]
 
@@ -93,7 +93,7 @@ def softmax_of(logits, axis=-1):
 
 
 def test_every_sum_of_a_softmax_of_capped_logits_is_separate():
-    """The maximum, both sums, and in the kernel of the second the product that it adds up; not the one that is read."""
+    """Separate: the maximum, both sums, and the product that the second sum adds up, but not the result's product."""
     gradient = jax.grad(softmax_of(capped))
     assert reads(gradient, "reduce_max") == [SEPARATE]
     found = [residual for residual in reads(gradient, "reduce_sum") if residual]
@@ -103,7 +103,7 @@ def test_every_sum_of_a_softmax_of_capped_logits_is_separate():
 
 
 def test_numbers_start_anew_for_each_softmax():
-    """They become bits of an exponent, and a network may have hundreds."""
+    """Numbers become bits of an exponent, which is too short to count the hundreds of softmaxes of a network."""
 
     def loss(w, x):
         for _ in range(3):
@@ -135,7 +135,7 @@ def test_what_others_read_is_in_no_kernel_alone(read_twice):
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_gradients_are_the_same_bits_with_shared_expressions(policy, monkeypatch):
-    """Every expression has the same numbers; run operation by operation, so that no fusion rounds otherwise."""
+    """Run operation by operation, where no fusion rounds differently, all expressions have the same numbers."""
     fn = jax.grad(lambda w, x: 256 * softmax_of(capped)(w, x))
     with jax.disable_jit():
         separate = autocast(fn, policy)(W, X)

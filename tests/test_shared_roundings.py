@@ -45,7 +45,7 @@ def in_a_branch(f):
     return lengths(f) - lax.cond(f[0, 0] > 0, lambda f: f @ f.T, lambda f: f @ X.T, f)
 
 
-# Of the rows of a product, in float16: how many roundings are written.
+# name: (a function of the rows of a product, the number of roundings in float16)
 CASES = {
     "distances": (lambda f: lengths(f) - f @ f.T, 1),
     "moved": (moved, 1),
@@ -74,7 +74,7 @@ def test_what_is_rounded_for_every_reader(name):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_no_two_readers_of_a_softmax_share_an_expression(dtype):
-    """What multiplies, what sums, and what is across a dot; in float16 what is saved is rounded by that."""
+    """The readers are a product, a sum, and an equation across a dot; in float16, saving rounds for the last."""
 
     def loss(w, x):
         return jnp.sum(jnp.square(jax.nn.softmax(x @ w, axis=0) @ w))  # that over rows is rewritten

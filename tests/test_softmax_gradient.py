@@ -45,7 +45,7 @@ def of(probabilities):
     return jax.grad(lambda w, x: jnp.sum(jnp.sin(probabilities(x @ w, w) @ w.T)))
 
 
-# The weights of an attention, given scores `[8, 16]` and a parameter; how many gradients are rewritten.
+# name: (the attention weights of scores `[8, 16]` and a parameter, the number of gradients that are rewritten)
 CASES = {
     "a softmax": (lambda s, w: jax.nn.softmax(s), 1),
     "scaled": (lambda s, w: jax.nn.softmax(s / 3), 1),
@@ -92,8 +92,8 @@ def of_sums(g, e, t):
     return add_any(g / t, jnp.broadcast_to(-summed(g * t**-2 * e), g.shape)) * e
 
 
-# The gradient as JAX writes it, and what is not it: of a cotangent `g`, exponentials `e`, their sums `t` of rows, and
-# other values `o` `[8, 16]`.
+# The gradient of a softmax as JAX writes it, and expressions that are not it, of a cotangent `g`, exponentials `e`,
+# their sums over rows `t`, and other values `o` `[8, 16]`; and the number of gradients that are rewritten.
 WRITTEN = {
     "as JAX does": (lambda g, e, t, o: add_any(g / t, rows(-summed(g * t**-2 * e))) * e, 1),
     "in other orders": (lambda g, e, t, o: e * add_any(rows(-summed(e * (t**-2 * g))), g / t), 1),
@@ -132,7 +132,7 @@ def test_of_one_row_columns_are_no_rows():
     assert not gradients(after("rewrite_planned", fn, W, X))
 
 
-# The same of square arrays, where columns could be taken for rows.
+# The same for square arrays, where columns could be mistaken for rows.
 SQUARE = {
     "rows": (lambda g, e, t: add_any(g / t, -jnp.broadcast_to(summed(g * t**-2 * e), g.shape)) * e, 1),
     "sums of rows at columns": (

@@ -105,7 +105,7 @@ def is_elementwise(name):
 
 
 def test_which_primitives_are_elementwise():
-    """But for functions that no optimizer makes of a gradient."""
+    """Except for functions that optimizers do not apply to gradients."""
     arithmetic = (Rule.HIGH, Rule.FOLLOW, Rule.WIDEST)
     names = [name for name, entry in TABLE.items() if entry.rule in arithmetic and hasattr(lax, name)]
     others = "bessel_i0e bessel_i1e igamma igamma_grad_a igammac polygamma zeta".split()

@@ -305,7 +305,7 @@ def test_the_text_and_the_table():
     ("layout", "shapes"), [(0, ((2, 32, 4, 16), (2, 64, 4, 16))), (1, ((2, 4, 32, 16), (2, 4, 64, 16)))]
 )
 def test_attention_of_cudnn_is_its_product_of_query_and_key(layout, shapes):
-    """It cannot be traced here: that takes cuDNN."""
+    """The primitive is made for the test, because tracing JAX's own needs cuDNN."""
     query, key = (array(*shape) for shape in shapes)
     found = product(lambda q, k, v: CUDNN.bind(q, k, v, layout=layout), query, key, key)
     assert (found.batch, found.m, found.n, found.k) == (2 * 4, 32, 64, 16)

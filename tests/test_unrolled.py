@@ -31,7 +31,7 @@ TOKENS = np.arange(ROWS) % 8
 
 
 def matmul(x, w, dtype=None):
-    """As the user writes it or, with a dtype, as hand-written mixed precision has it: float32 outside of products."""
+    """`a @ b` as the user writes it; with a dtype, mixed precision by hand: float32 outside of products."""
     return x @ w if dtype is None else jnp.matmul(x.astype(dtype), w.astype(dtype)).astype(jnp.float32)
 
 

@@ -56,7 +56,7 @@ def added_from_the_left(p, x, y, steps=STEPS):
 
 
 def preconditioned(p, x, y, steps=STEPS):
-    """With the gradient times a matrix, as natural gradients and learned preconditioners are."""
+    """Steps along a matrix times the gradient, as with natural gradients and learned preconditioners."""
     for _ in range(steps):
         p = jax.tree.map(lambda a, g: a - RATE * (MIXES[len(a)] @ g), p, jax.grad(loss)(p, x, y))
     return p
@@ -70,7 +70,7 @@ def solved(p, x, y, steps=STEPS):
 
 
 def in_subspaces(p, x, y, steps=STEPS):
-    """With gradients projected to the span of some rows, and back (Zhao et al., "GaLore", 2024)."""
+    """Steps with gradients projected to the span of some rows, and back (Zhao et al., "GaLore", 2024)."""
     for _ in range(steps):
         g = jax.grad(loss)(p, x, y)
         p = jax.tree.map(lambda a, g: a - RATE * (MIXES[len(a)][:8].T @ (MIXES[len(a)][:8] @ g)), p, g)

@@ -53,7 +53,7 @@ def repeated(fn, x, y):
     return lax.fori_loop(0, y[0, 0].astype(int), lambda _, c: fn(c), x)
 
 
-# Of `x`, the first argument: everything that is said of it.
+# name: (a function, all flags of its first argument `x`)
 CASES = {
     "nothing reads it": (lambda x, y, w: y, set()),
     "returned": (lambda x, y, w: x, set()),
@@ -139,7 +139,7 @@ CASES = {
 }
 
 
-# Of `x`: whether all that becomes of it is float32, of a program whose results are.
+# name: (a function whose results are float32, whether all readers of `x` are float32, too)
 RESULTS = {
     "nothing reads it": (lambda x, y, w: y, False),
     "returned": (lambda x, y, w: x, True),
@@ -173,7 +173,7 @@ RESULTS = {
 
 
 def found(fn, outside=NOTHING):
-    """What is said of the first argument, given what becomes of the results."""
+    """The flags of the first argument, given the flags of the results."""
     jaxpr = jax.make_jaxpr(fn)(X, Y, W)
     planner = Planner(jmp.get_policy("mixed_float16"), jmp.DEFAULT_RULES.with_scopes({"wide": "float32"}))
     planner.analyze(jaxpr, [Precision.FULL] * 3)
@@ -204,12 +204,12 @@ def test_what_a_periodic_function_reads_is_a_position(name):
 
 
 def sum_of_two(x, y, w):
-    """The gradient of what two products read."""
+    """The transpose of two products with one operand: a sum of two products."""
     return jax.linear_transpose(lambda x: (x @ w, x @ (2 * w)), x)((x[:, :4], y[:, :4]))[0]
 
 
-# Whether the products are the last on their way to a result, as the gradient of a weight is: of their own, and of one
-# that multiplies by a parameter, which otherwise is the gradient of an activation.
+# Whether each product is the last one before a result, as the gradient of a weight is: first in general, then if it
+# multiplies by a parameter, as the gradient of an activation does.
 ENDS = {
     "returned behind a barrier": (lambda x, y, w: lax.optimization_barrier((x @ w, x))[0], [True], [True]),
     "returned": (lambda x, y, w: x @ w, [True], [True]),
@@ -240,7 +240,7 @@ def test_axes_of_one_size_are_counted():
 
 
 def test_a_result_that_nothing_reads_outside_says_nothing_of_its_operands():
-    """As an unread output of a branch: what is computed for it is not for float32 alone."""
+    """For example an unread output of a branch: its operands do not count as read by float32 alone."""
     planner = Planner(jmp.get_policy("mixed_float16"), jmp.DEFAULT_RULES)
     unread = planner.uses(jax.make_jaxpr(lambda x, y: x)(X, X), TOP, [NOTHING]).flags[1]
     assert planner.in_flags(jax.make_jaxpr(jnp.transpose)(X), TOP, [unread]) == [Flags()]

@@ -179,7 +179,7 @@ def test_what_a_network_adds_to_is_not_rounded(loss, dtype):
 
 
 def attention(params, x, dot, scale):
-    """Of one head, with a bias of each pair of positions, as T5's and Swin Transformer's."""
+    """One attention head with a bias for each pair of positions, as in T5 and Swin Transformer."""
     q, k, v = (dot(x, params[name]) for name in "qkv")
     scores = dot(q, jnp.swapaxes(k, 1, 2))
     scores = (scores if scale is None else scores * scale) + params["bias"]
