@@ -479,6 +479,27 @@ def test_the_cost_of_stacking_less_is_linear():
     assert most - more <= 1.05 * (more - few)  # quadratic would be 1.67
 
 
+def test_the_cost_of_carries_is_linear():
+    """A loop that accumulates gradients carries one for each parameter."""
+
+    def calls(count):
+        def loss(weights, x):
+            for w in weights:
+                x = jnp.tanh(x @ w) / (1 + x**2)
+            return jnp.sum(x)
+
+        def accumulate(weights, xs):
+            def step(total, x):
+                return jax.tree.map(jnp.add, total, jax.grad(loss)(weights, x)), None
+
+            return lax.scan(step, jax.tree.map(jnp.zeros_like, weights), xs)[0]
+
+        return tracing_calls(lambda: autocast(accumulate, "mixed_float16"), [PARAMS["w"]] * count, normal(2, *FULL))
+
+    few, more, most = map(calls, (8, 16, 24))
+    assert most - more <= 1.02 * (more - few)  # a walk through the body for each carry made it 1.09
+
+
 def last_carry(fn, *args):
     """The dtypes that the last scan of the program of `fn` carries."""
     scan = [eqn for eqn in jax.make_jaxpr(fn)(*args).eqns if eqn.primitive.name == "scan"][-1]

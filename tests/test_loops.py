@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from jmp_train._autocast.analysis.loops import accumulates, is_counted, is_residual_stream, may_be_narrow
-from jmp_train._autocast.analysis.recurrences import are_linear, carry_kinds, solves
+from jmp_train._autocast.analysis.recurrences import are_linear, are_solved, carry_kinds
 from jmp_train._autocast.ir import TOP
 from jmp_train._jaxpr import flatten, loop_of
 
@@ -132,7 +132,7 @@ def test_what_a_body_makes_of_its_carry(name):
     start, result = program.inputs[0], program.outputs[0]
     found = {ACCUMULATES: accumulates(program, start, result), STREAM: is_residual_stream(program, start, result)}
     (linear,) = are_linear(program, [(start, result)])
-    found |= {LINEAR: linear, SOLVES: solves(program, start, result, linear)}
+    found |= {LINEAR: linear, SOLVES: are_solved(program, [(start, result)], [linear])[0]}
     assert {question for question, answer in found.items() if answer} == expected
 
 
@@ -145,6 +145,17 @@ def test_each_carry_is_linear_in_itself():
     program = flatten(jax.make_jaxpr(body)(C, C, C, D))
     ends = list(zip(program.inputs, program.outputs, strict=True))
     assert are_linear(program, ends) == [are_linear(program, [end])[0] for end in ends] == [True, True, False, True]
+
+
+def test_each_carry_is_solved_for_by_itself():
+    def body(a, b, c, e, d):
+        update = jnp.outer(b @ d[0] / (1 + d[0] @ b @ d[0]), d[0] @ b)
+        return jnp.linalg.solve(a, d), b - update, c + jnp.sin(a) + update, jnp.sin(jnp.linalg.solve(e, d))
+
+    program = flatten(jax.make_jaxpr(body)(C, C, C, C, D))
+    ends = list(zip(program.inputs, program.outputs, strict=False))
+    alone = [are_solved(program, [end], [False])[0] for end in ends]
+    assert are_solved(program, ends, [False] * len(ends)) == alone == [True, True, False, False]
 
 
 def test_what_the_gain_of_recursive_least_squares_moves_is_an_estimate():

@@ -100,7 +100,7 @@ def carried_provenance(provenance: Provenance, is_state: bool, is_estimate: bool
     """The provenance of a carry, given that of its first value or of its value in the last iteration.
 
     The roundings of the steps add up in the state of a linear recurrence (`recurrences.are_linear`), and in a value for
-    which linear systems are solved (`recurrences.solves`), whatever its first value and its factors are.
+    which linear systems are solved (`recurrences.are_solved`), whatever its first value and its factors are.
     """
     if is_estimate:
         return Provenance.ESTIMATE

@@ -21,7 +21,7 @@ from ..._jaxpr import BARRIER, FlatJaxpr, Loop, Node, flatten
 from ..._sizes import assumed_size
 from ..primitives import BOUNDS, COMBINES, SYSTEMS, Trait, having
 from .dot_sizes import DotSizes
-from .loops import dependents, sources
+from .loops import dependents
 from .producers import Producers
 
 # Primitives that combine operands are linear in all of them together.
@@ -48,7 +48,7 @@ def carry_kinds(program: FlatJaxpr, loop: Loop, are_solutions: Sequence[bool]) -
     names = {node.name for node in program.nodes}
     if SYSTEMS.isdisjoint(names) and not names.issuperset(_ONE_EQUATION):
         return [(each, False) for each in linear]
-    solved = [solves(program, *end, is_linear) for end, is_linear in zip(ends, linear, strict=True)]
+    solved = are_solved(program, ends, linear)
     estimates = [start for (start, _), is_estimate in zip(ends, solved, strict=True) if is_estimate]
     # A linear state that a system of an estimate moves, as the gain moves the mean, is an estimate too. A smoother
     # solves systems of the covariances that it reads row by row, which are solutions.
@@ -115,17 +115,77 @@ def _but_for_scale(node: Node, producers: Producers) -> tuple[int, ...]:
     return (right,) if node.name == "mul" and one < other else node.ins
 
 
-def solves(program: FlatJaxpr, start: int, result: int, is_linear: bool) -> bool:
-    """Whether a carry is returned through linear systems, products and bounds, and no other functions.
+def are_solved(program: FlatJaxpr, ends: Sequence[tuple[int, int]], linear: Sequence[bool]) -> list[bool]:
+    """For each carry, whether it is returned through linear systems, products and bounds, and no other functions.
 
     This is so for a Kalman filter's covariance, but not for a network, which has other functions. A system of one
-    equation is a division by a product of the carry; if the result `is_linear` in the carry, that only scales it.
+    equation is a division by a product of the carry; if the result is `linear` in the carry, that only scales it.
+
+    Args:
+      program: the loop's body.
+      ends: for each carry, its numbers as an argument of the body and as a result.
+      linear: what `are_linear` says of the carries.
     """
-    dependent, leading = dependents(program, [start]), sources(program, [result])
-    between = [n for n in program.nodes if not (dependent.isdisjoint(n.ins) or leading.isdisjoint(n.outs))]
-    solved = any(node.name in SYSTEMS for node in between)
-    solved = solved or (not is_linear and _is_rank_one_update(program, between, dependent))
-    return solved and _keep_estimates(program, between)
+    # As in `are_linear`, one walk for all carries: a node is between the ends of the carries in `between`.
+    depends, leads = _reached(program, ends)
+    systems = products = divided = other = 0
+    for node in program.nodes:
+        dependent = leading = 0
+        for number in node.ins:
+            dependent |= depends[number]
+        for number in node.outs:
+            leading |= leads[number]
+        between = dependent & leading
+        if not between:
+            continue
+        if node.name in SYSTEMS:
+            systems |= between
+        elif node.name == "dot_general":
+            products |= between
+        elif node.name == "div":
+            divided |= between
+        elif between & ~other and node.name not in KEEPS_ESTIMATES and not _keep_estimates(program, [node]):
+            other |= between
+
+    def is_solved(position: int) -> bool:
+        carry = 1 << position
+        if carry & (other | systems):
+            return not carry & other
+        if linear[position] or not carry & products & divided:
+            return False
+        dependent = {number for number, carries in enumerate(depends) if carry & carries}
+        leading = {number for number, carries in enumerate(leads) if carry & carries}
+        nodes = [n for n in program.nodes if not (dependent.isdisjoint(n.ins) or leading.isdisjoint(n.outs))]
+        return _is_rank_one_update(program, nodes, dependent)
+
+    return list(map(is_solved, range(len(ends))))
+
+
+def _reached(program: FlatJaxpr, ends: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """For each value, the carries (as bits) on which it depends, and those whose result depends on it."""
+    depends, leads = ([0] * len(program.avals) for _ in range(2))
+    for position, (start, result) in enumerate(ends):
+        depends[start] |= 1 << position
+        leads[result] |= 1 << position
+    for node in program.nodes:
+        found = 0
+        for number in node.ins:
+            found |= depends[number]
+        if found:
+            for number in node.outs:
+                depends[number] |= found
+    for node in reversed(program.nodes):
+        if node.name == BARRIER:
+            for number, result in zip(node.ins, node.outs, strict=True):
+                leads[number] |= leads[result]
+            continue
+        found = 0
+        for number in node.outs:
+            found |= leads[number]
+        if found:
+            for number in node.ins:
+                leads[number] |= found
+    return depends, leads
 
 
 def _is_rank_one_update(program: FlatJaxpr, nodes: Sequence[Node], dependent: set[int]) -> bool:
