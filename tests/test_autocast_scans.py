@@ -3,6 +3,7 @@
 The dtypes are read from the emitted program; the numbers are compared with those of the same layers, in float64.
 """
 
+import functools
 import itertools
 
 import jax
@@ -498,6 +499,23 @@ def test_the_cost_of_carries_is_linear():
 
     few, more, most = map(calls, (8, 16, 24))
     assert most - more <= 1.02 * (more - few)  # a walk through the body for each carry made it 1.09
+
+
+def test_a_loop_is_not_analyzed_twice_as_often_for_every_loop_around():
+    def sums(inner, h, xs, w):
+        return h + lax.scan(lambda h, x: (inner(h, x, w)[0], None), jnp.zeros(FULL), xs)[0], None
+
+    def calls(levels):
+        def step(h, x, w):
+            return jnp.tanh(h @ w + x), None
+
+        for _ in range(levels):
+            step = functools.partial(sums, step)
+        xs = normal(*[1] * levels, *FULL)
+        return tracing_calls(lambda: autocast(lambda w, x: step(x, xs, w)[0], "mixed_float16"), PARAMS["w"][0], X)
+
+    few, more, most = map(calls, (2, 4, 6))
+    assert most - more <= 1.5 * (more - few)
 
 
 def last_carry(fn, *args):

@@ -60,6 +60,8 @@ class Products:
         # By the site of a program; outer programs come first. A loop's body is visited until its carries are known, and
         # the last visit counts.
         self._visits: dict[tuple, _Visit] = {}
+        # By the site of a loop: the provenances of its carries with which its visits start, and with which they end.
+        self.carries = dict[tuple, tuple[list[Provenance], list[Provenance]]]()
         self.registry = Registry()
         self.is_rule = False  # whether it is a derivative rule, planned without the program to which it belongs
 
@@ -165,13 +167,19 @@ class _Visit:
             carried_provenance(fact.provenance, *kind) for fact, kind in zip(facts[consts:], kinds, strict=False)
         ]
         # A carry's provenance is joined with that of the body's result until nothing changes. A carry is no constant,
-        # and no value outside equals it: only its provenance is known.
+        # and no value outside equals it: only its provenance is known. The body of a loop around is visited several
+        # times, and this loop with it: from the same provenances it starts with those that it ended with the last time.
+        # Otherwise the visits would double with every level of nested loops.
+        key, starts = (*self._site, id(node)), carried
+        known, ends = self._products.carries.get(key, ([], []))
+        carried = ends if known == starts else starts
         while True:
             inside = [*facts[:consts], *map(Known, carried), *rows]
             results = self._inside(node, body, inside, 0)
             after = [joined_provenance((a, fact.provenance)) for a, fact in zip(carried, results, strict=False)]
             after = [carried_provenance(each, *kind) for each, kind in zip(after, kinds, strict=True)]
             if after == carried:
+                self._products.carries[key] = starts, carried
                 if node.name == "scan":
                     inner = self._products.values_of((*self._site, id(node), 0))
                     arrays = zip(inner.program.outputs[carry:], node.outs[carry:], strict=True)
