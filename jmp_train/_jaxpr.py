@@ -383,7 +383,8 @@ def bind_with_bodies(eqn: JaxprEqn, args: Sequence[Any], bodies: Sequence[Closed
     if eqn.primitive.name == "remat2":  # takes a jaxpr without constants: they become operands
         (body,) = bodies
         jaxpr = open_jaxpr(body)
-        jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+        if jaxpr.constvars:  # otherwise equations that share a body share it still
+            jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
         return bind(eqn, [*consts_of(body), *args], jaxpr=jaxpr)
     keys = [key for key, value in eqn.params.items() if isinstance(value, ClosedJaxpr)]
     if eqn.primitive.name == "while":

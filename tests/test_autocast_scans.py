@@ -518,6 +518,28 @@ def test_a_loop_is_not_analyzed_twice_as_often_for_every_loop_around():
     assert most - more <= 1.5 * (more - few)
 
 
+def test_layers_that_are_rematerialized_alike_share_a_program():
+    """JAX records the backward pass of such layers as one jaxpr, which several equations run: it is planned once."""
+
+    @jax.checkpoint
+    def layer(x, w):
+        return jnp.tanh(jnp.tanh(x @ w) @ w)
+
+    def loss(weights, x):
+        for w in weights:
+            x = layer(x, w)
+        return jnp.sum(x)
+
+    weights = [PARAMS["w"][0]] * 8
+
+    def programs(fn):
+        eqns = jax.make_jaxpr(fn)(weights, X).eqns
+        return len({id(eqn.params["jaxpr"]) for eqn in eqns if eqn.primitive.name == "remat2"})
+
+    # The first layer has no gradient of its input, and that of the last one's result is in float32.
+    assert (programs(jax.grad(loss)), programs(autocast(jax.grad(loss), "mixed_float16"))) == (2, 3)
+
+
 def last_carry(fn, *args):
     """The dtypes that the last scan of the program of `fn` carries."""
     scan = [eqn for eqn in jax.make_jaxpr(fn)(*args).eqns if eqn.primitive.name == "scan"][-1]

@@ -821,8 +821,8 @@ def test_every_value_of_the_last_program_has_the_dtype_that_it_says(name, policy
         pending.extend(body for equation in program.equations for body in equation.bodies)
     run_equation = emit_module._run
 
-    def run_and_check(equation, operands):
-        results = run_equation(equation, operands)
+    def run_and_check(equation, operands, traced):
+        results = run_equation(equation, operands, traced)
         values = zip((*equation.operands, *equation.results), (*operands, *results), strict=True)
         for number, value in values:
             dtype = avals[id(equation)][number].dtype

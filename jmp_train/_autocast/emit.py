@@ -44,13 +44,14 @@ def emit(program: Program, args: Sequence[Any]) -> list[Any]:
     values.update(zip(program.inputs, map(cast, args, _dtypes(program, program.inputs)), strict=True))
     reads = [(equation.operands, equation.results) for equation in program.equations]
     last = last_reads(reads, {*program.outputs, *program.constants})  # constants are kept by the program anyway
+    traced: dict[int, ClosedJaxpr] = {}
     steps = zip([equation.at or equation.node for equation in program.equations], program.equations, last, strict=True)
     # The casts that an equation needs stand in front of it: they share its contexts, which are Python calls to enter.
     for node, group in itertools.groupby(steps, key=operator.itemgetter(0)):
         source, settings = contexts(node) if node else _NO_CONTEXTS
         with source, settings:
             for _, equation, dying in group:
-                results = _run(equation, [values[number] for number, _, _ in equation.uses])
+                results = _run(equation, [values[number] for number, _, _ in equation.uses], traced)
                 values.update(zip(equation.results, results, strict=True))
                 for number in dying:
                     del values[number]
@@ -72,13 +73,15 @@ def to_jaxpr(program: Program) -> ClosedJaxpr:
     return trace(lambda *args: emit(program, args), *(program.avals[number] for number in program.inputs))[0]
 
 
-def _run(equation: Equation, operands: list[Any]) -> list[Any]:
+def _run(equation: Equation, operands: list[Any], traced: dict[int, ClosedJaxpr]) -> list[Any]:
+    """The results of `equation`. Bodies that several equations run, by their ids in `traced`, are traced once."""
     if equation.op is not Op.RECORDED:
         return [_ADDED[equation.op](*operands, **equation.params)]
     if equation.rewrite is not None:
         return equation.rewrite(equation.node, operands)
     if equation.bodies:
-        return _BODIES.get(equation.node.name, _with_bodies)(equation, operands)
+        run = _BODIES.get(equation.node.name)
+        return run(equation, operands) if run else _with_bodies(equation, operands, traced)
     return bind(equation.node.eqn, operands, **equation.params)
 
 
@@ -229,10 +232,14 @@ def _holds_shard_map(program: Program) -> bool:
     return any(each.name == "shard_map" or any(map(_holds_shard_map, each.bodies)) for each in program.equations)
 
 
-def _with_bodies(equation: Equation, operands: list[Any]) -> list[Any]:
+def _with_bodies(equation: Equation, operands: list[Any], traced: dict[int, ClosedJaxpr] | None = None) -> list[Any]:
     """Runs a primitive whose parameters stay as recorded, except its bodies and the number of a `while`'s constants."""
     counts = {} if equation.counts is None else {"body_nconsts": equation.counts[0]}
-    return bind_with_bodies(equation.node.eqn, operands, list(map(to_jaxpr, equation.bodies)), **counts)
+    traced = {} if traced is None else traced
+    for body in equation.bodies:
+        if id(body) not in traced:
+            traced[id(body)] = to_jaxpr(body)
+    return bind_with_bodies(equation.node.eqn, operands, [traced[id(body)] for body in equation.bodies], **counts)
 
 
 _BODIES: dict[str, Callable[[Equation, list[Any]], list[Any]]] = {

@@ -72,6 +72,7 @@ class Planner:
         self._recorded: dict[tuple[int, Place], tuple[Any, FlatJaxpr, list[Entry]]] = {}
         self._inlined: dict[int, FlatJaxpr] = {}  # where it stands decides rules, not equations
         self._uses: dict[tuple, Uses] = {}
+        self._planned: dict[tuple, Program] = {}
 
     def fresh(self) -> Planner:
         """Another planner of the same policy and rules, for a program of its own, such as a derivative rule."""
@@ -88,7 +89,7 @@ class Planner:
         self.analyze(jaxpr, precisions, place)
         program = self.plan(jaxpr, precisions, out_flags, place)
         # Lowering asks for none of these, and they would keep the jaxpr alive, which is the weak key of its plan.
-        for cache in (self._recorded, self._inlined, self._uses):
+        for cache in (self._recorded, self._inlined, self._uses, self._planned):
             cache.clear()
         return program.returning_recorded()
 
@@ -105,10 +106,22 @@ class Planner:
         # From the end: a backward pass, if there is one, is there, so that the first node that is asked decides.
         self.has_backward = any(map(place.is_backward, reversed(recorded.nodes)))
 
-    def plan(self, *args: Any, **kwargs: Any) -> Program:
-        """The program after the last of `stages`, which takes the same arguments."""
-        *_, (_, program) = self.stages(*args, **kwargs)
-        return program
+    def plan(
+        self,
+        jaxpr: ClosedJaxpr | Jaxpr,
+        precisions: Sequence[Precision],
+        out_flags: Sequence[Flags],
+        place: Place = TOP,
+        roundable: Sequence[int] = (),
+    ) -> Program:
+        """The program after the last of `stages`, which takes the same arguments.
+
+        JAX records a function that is called several times, such as a rematerialized layer, as one jaxpr.
+        """
+        key = (id(jaxpr), place, *[each.value for each in precisions], *out_flags, *roundable)
+        if key not in self._planned:
+            *_, (_, self._planned[key]) = self.stages(jaxpr, precisions, out_flags, place, roundable)
+        return self._planned[key]
 
     def stages(
         self,
@@ -145,10 +158,13 @@ class Planner:
 
         The bodies first, since `body_residuals` moves equations from one lowered body to another.
         """
-        equations = [*program.equations]
+        equations, lowered = [*program.equations], dict[int, Program]()
         for i, equation in enumerate(equations):
+            for body in equation.bodies:
+                if id(body) not in lowered:  # one that several equations run is lowered once
+                    lowered[id(body)] = self.lower(body)
             if equation.bodies:
-                equations[i] = equation.replace(bodies=tuple(map(self.lower, equation.bodies)))
+                equations[i] = equation.replace(bodies=tuple([lowered[id(body)] for body in equation.bodies]))
         program = program.replace(equations=equations)
         for run in LOWERING:
             program = run(program)

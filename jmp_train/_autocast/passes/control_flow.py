@@ -88,7 +88,8 @@ def _branches(call: _Entered) -> Decided:
     branches = [call.plan(branch, call.seen[skip:], call.outs) for branch in recorded]
     # JAX demands the same dtypes of all branches, so that each returns what the widest one does.
     made = [joined_precision(each) for each in zip(*(branch.result_precisions for branch in branches), strict=True)]
-    bodies = [branch.replace(result_precisions=made) for branch in branches]
+    # A body that several equations run stays one program.
+    bodies = [b if b.result_precisions == made else b.replace(result_precisions=made) for b in branches]
     return call.equation(bodies[0].dtypes_of(call.seen), *bodies), made
 
 
