@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -62,7 +61,9 @@ def multiply_and_add(node: Node, operands: Sequence[Any]) -> list[jax.Array]:
     if is_less(math.prod(left.x.shape[axis] for axis in left.contracted), _MOST_TERMS + 1):
         one, other = left.aligned(0, len(right.free)), right.aligned(len(left.free), 0)
         places = itertools.product(*(range(left.x.shape[axis]) for axis in left.contracted))
-        return [functools.reduce(operator.add, (_taken(one, start, at) * _taken(other, start, at) for at in places))]
+        # With `lax`, which records the same equations as the operators of `jax.numpy` with fewer calls.
+        terms = (lax.mul(_taken(one, start, at), _taken(other, start, at)) for at in places)
+        return [functools.reduce(lax.add, terms)]
     # As one reduction of a product that has its axes in the order of the larger operand: compilers keep the order, and
     # read that operand in its layout in memory. Its free axes are the result's last; those of a left one are moved.
     if left.x.size <= right.x.size:
