@@ -317,6 +317,28 @@ def test_a_part_of_a_state_that_starts_from_zeros_is_one():
     assert states.count("slice") >= 2
 
 
+def test_a_state_may_be_selected():
+    def frozen(w, x, mask):
+        for _ in range(3):
+            x = jnp.where(mask, x + network(w, x), x)
+        return x
+
+    states, _ = found(frozen, W, X, Y > 0)
+    assert states.count("add") == 3
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_state_may_be_any_result_of_a_step(order):
+    step = jax.checkpoint(lambda w, x: (x + (change := network(w, x)), change)[::order])
+
+    def steps(w, x):
+        for _ in range(3):
+            x = step(w, x)[::order][0]
+        return x
+
+    assert found(steps, W, X) == (["remat2"] * 3, [])
+
+
 def test_each_factor_of_a_loop_is_told_from_others():
     """The first layer that two networks have in common refines nothing."""
     both = lambda w, x: step([w[0], V[1]], x + jnp.sin(x)) - step([w[0], w[1]], x)  # noqa: E731
