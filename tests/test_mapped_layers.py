@@ -172,6 +172,14 @@ def test_what_is_computed_from_an_argument_is_not_handed_on():
     assert large_float32(forward.outvars) == 0 and equations_in(backward, "tanh")
 
 
+def test_what_is_computed_from_a_value_of_the_program_around_is_handed_on():
+    """XLA computes such a value in the kernel that reads it: it is not in memory, unlike an argument."""
+    inner, outer = mapped(lambda w, h: 2 * jnp.sin(h)), mapped(lambda w, h: h @ w["out"])
+    ours = autocast(lambda w, x: outer(w, inner(w, jnp.cos(x))), "mixed_float16")
+    _, last = shard_maps(jax.make_jaxpr(ours)(W, X))
+    assert not equations_in(last, "sin")
+
+
 def test_what_float32_reads_beside_a_dot_is_handed_on_in_float32():
     def layer(w, x):
         x = x + jnp.mean(x)  # cannot be rematerialized
