@@ -350,6 +350,28 @@ def test_a_scan_may_hand_on_its_own_rows_constants_and_zeros(length):
     np.testing.assert_allclose(*with_and_without(f, "mixed_float16", w, xs), rtol=2e-2)
 
 
+COPIES = {  # what the scans return in each iteration
+    "by both": (lambda w, x: ((h := jnp.sin(jnp.cumsum(x, 0))), h @ w), lambda c, w, h: (c, h @ w)),
+    "by the second alone": (lambda w, x: (w[:4], x @ w), lambda c, w, h: (c, h @ w)),
+    "by both, and carried": (lambda w, x: ((h := jnp.exp(x)), h @ w), lambda c, w, h: (h, h @ w)),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_what_a_scan_stacks_is_read_in_16_bits(name):
+    write, read = COPIES[name]
+
+    def f(w, xs):
+        h, products = lax.scan(lambda c, x: (c, write(w, x)), 0.0, xs)[1]
+        return products, lax.scan(lambda c, h: read(c, w, h), xs[0], h)
+
+    w, xs = normal(WIDTH, WIDTH) / 3, normal(LAYERS, *FULL)
+    got, want = with_and_without(f, "mixed_float16", w, xs)
+    assert relative_error(leaves(got), leaves(want)) < 2e-3
+    (_, stacked), *_ = scans(autocast(f, "mixed_float16"), w, xs)
+    assert ("float32", FULL) not in stacked
+
+
 @pytest.mark.parametrize("how", ["whole", "rows and whole", "rows twice", "rows and outside", "rows and returned"])
 def test_what_is_not_only_read_as_rows_is_stacked_as_it_was(how):
     def f(w, xs):
