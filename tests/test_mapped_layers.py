@@ -126,6 +126,25 @@ def test_the_backward_pass_of_a_layer_reads_16_bits(name):
     assert_close(ours((W, OTHER), X), plain_gradient(PLAIN[name]), rtol=5e-3)
 
 
+@pytest.mark.parametrize("check", [True, False])
+def test_what_is_handed_on_is_split_over_the_axes_of_its_shard_map(check):
+    """Devices along the other axes of the mesh have the same numbers."""
+    options = {"check": check, "axes": ("data", "model"), "axis_names": {"data"}}
+    one, other = mapped(lambda w, x: jnp.tanh(x @ w["in"]), **options), mapped(lambda w, h: h + 2, **options)
+    eqn, _ = shard_maps(jax.make_jaxpr(autocast(lambda w, x: other(w, one(w, x)), "mixed_float16"))(W, X))
+    assert [v.aval.dtype for v in eqn.outvars] == [jnp.float16] and eqn.params["out_specs"] == (DATA,)
+
+
+def test_a_number_is_handed_on_for_a_row_that_repeats_it():
+    repeat = lambda x: jnp.full(16, lax.psum(jnp.sum(x), "data"))  # noqa: E731
+    one, other = (
+        jax.shard_map(fn, mesh=mesh_of(), in_specs=spec, out_specs=WHOLE)
+        for fn, spec in ((repeat, DATA), (jnp.sin, WHOLE))
+    )
+    eqn, _ = shard_maps(jax.make_jaxpr(autocast(lambda x: other(one(x)), "mixed_float16"))(X))
+    assert [v.aval.shape for v in eqn.outvars] == [()]
+
+
 def equations_in(eqn: Any, name: str) -> list[Any]:
     """The equations of a primitive in the body of a `shard_map`."""
     return [inner for inner in eqn.params["jaxpr"].eqns if inner.primitive.name == name]
