@@ -135,6 +135,7 @@ NOT_HOISTED = {
     "what a loop inside carries": (repeated(carried), W, 1),
     "repeated, which would be larger than the weight": (repeated(repeated_weight), W, 0),
     "of a weight that no dot reads": (repeated(added), W, 1),
+    "of a weight that scales activations": (repeated(lambda h, w: jnp.tanh(h @ W) * w), X, 1),
     "a copy in float32": (in_float32, W, 0),
     "activations of a checkpointed function": (repeated(jax.checkpoint(lambda h, w: jnp.tanh(h @ w))), W, 1),
 }
