@@ -153,8 +153,7 @@ class _Link:
             results = tuple([reader.body.new(self.body.avals[number]) for number in equation.results])
             for number, result in zip(equation.results, results, strict=True):
                 names.setdefault(number, result)  # another part of a `split` may be passed on
-            at = equation.at or equation.node
-            equations.append(equation.replace(uses=uses, results=results, at=at, remat=True))
+            equations.append(equation.replace(uses=uses, results=results, remat=True))
         names.update(given)  # the reader's own equations read an input as it is, with no barrier before it
         new = {self.replaced[number]: names[inner] for number, inner in again.items()}
         for equation in reader.body.equations:
