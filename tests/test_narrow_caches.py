@@ -127,6 +127,15 @@ def in_layers_that_sum(w, h, caches, i):
     return lax.scan(lambda h, layer: summed(layer[0], h, layer[1], i), h, (w, caches))
 
 
+def in_layers_that_carry_the_last(w, h, caches, i):
+    def layer(state, row):
+        h, cache = attend(row[0], state[0], row[1], i)
+        return (h, cache), cache
+
+    (h, last), caches = lax.scan(layer, (h, zeros()), (w, caches))
+    return h + last[:, 0], caches
+
+
 def in_carried_layers_that_replace(w, h, caches, i):
     def layer(state, row):
         h, caches = state
@@ -211,6 +220,8 @@ CACHES = {
         lambda w, x: generate(w, x, zeros(LAYERS), in_layers_of_exponentials), STACK, 1, "float32"),
     "rows that a loop inside sums": (
         returning(lambda w, x: generate(w, x, zeros(LAYERS), in_layers_that_sum)), STACK, 1, "float32"),
+    "rows of a loop inside, of which it carries the last": (
+        returning(lambda w, x: generate(w, x, zeros(LAYERS), in_layers_that_carry_the_last)), STACK, 1, "float32"),
     "replaced by a loop inside": (
         returning(lambda w, x: generate(w, x, zeros(LAYERS), in_carried_layers_that_replace)), STACK, 1, "float32"),
     "that no dot reads": (lambda w, x: generate(w, x, zeros(), unread), W, 1, "float32"),
