@@ -454,6 +454,13 @@ def test_a_state_is_read_by_products_in_16_bits_and_by_sums_as_it_is():
     assert all({program.avals[number].dtype for number in e.operands} == {np.dtype(np.float16)} for e in dots)
 
 
+def test_activations_between_states_have_copies_in_16_bits():
+    layer = lambda w, x: x + jnp.exp(jnp.tanh(x @ w[0])) @ w[1]  # noqa: E731
+    program = after("assign_dtypes", lambda w, x: layer(w, layer(w, layer(w, x))), W, X)
+    results = [equation.results[0] for equation in program.equations if equation.node.name == "exp"]
+    assert [program.facts[number].has_low_copy for number in results] == [True] * 3
+
+
 def test_the_activations_of_a_network_are_no_states():
     """Its residual stream starts behind a layer, and is given to a rematerialized call."""
 
