@@ -34,6 +34,10 @@ def saved_for_sums(fn, *args, **options):
     return [equation.name for equation in program.equations if not found.isdisjoint(equation.results)]
 
 
+def batch_norm(h):
+    return (h - jnp.mean(h, 0)) * lax.rsqrt(jnp.mean(h * h, 0))
+
+
 def behind_norm(activation, norm):
     """The gradient of an activation after a norm, whose scale and bias are rows of the weight."""
     return jax.grad(lambda w, x: jnp.sum(activation(norm(x @ w, w)) @ w.T))
@@ -59,6 +63,14 @@ CHAINS = {
         jax.grad(lambda w, x: jnp.sum(jax.nn.gelu(centred(x) * w[0] + w[1]) @ W.T)), False),
     "a product that is kept in float32": (
         jax.grad(lambda w, x: jnp.sum(jnp.matmul(centred(x @ w) * w[0] + w[1], w.T, precision="highest"))), False),
+    "a norm over rows without parameters": (behind_norm(jax.nn.gelu, lambda h, w: batch_norm(h)), True),
+    "groups of rows without parameters": (
+        behind_norm(jax.nn.gelu, lambda h, w: batch_norm(h.reshape(4, 4, 16)).reshape(16, 16)), True),
+    "a norm of each row without parameters": (
+        behind_norm(jax.nn.gelu, lambda h, w: centred(h) * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True))), False),
+    "a norm over rows, and one of each row": (
+        behind_norm(jax.nn.gelu, lambda h, w: rms_norm(batch_norm(h))), False),
+    "rows weighted and summed": (behind_norm(jax.nn.gelu, lambda h, w: h * jnp.mean(h * w, 0)), False),
     "no sum but that of a weight": (behind_norm(jax.nn.gelu, lambda h, w: h * w[0] + w[1]), False),
     "one reader": (behind_norm(jax.nn.gelu, lambda h, w: centred(h) * w[0]), False),
     "no gradient": (lambda w, x: jnp.sum(jax.nn.gelu(centred(x @ w) * w[0] + w[1]) @ w.T), False),
@@ -179,3 +191,26 @@ def test_the_largest_number_stays_finite():
     w = np.eye(16, dtype=np.float32)
     narrow = jax.jit(autocast(lambda w, x: centred(jax.nn.gelu(x @ w)), "mixed_float16"))(w, x)
     np.testing.assert_array_equal(narrow, 0)
+
+
+def residual_stream(norm, add=lambda h, w: h + h @ w):
+    return jax.grad(lambda w, x: jnp.sum(norm(add(x @ w, w)) @ w.T))
+
+
+# Whether the sum of two values is stored for a norm, so that the backward pass reads it rather than both.
+STREAMS = {
+    "before a norm over rows": (residual_stream(batch_norm), True),
+    "in groups": (residual_stream(lambda h: batch_norm(h.reshape(4, 4, 16)).reshape(16, 16)), True),
+    "before a norm of each row": (residual_stream(rms_norm), False),
+    "before an activation": (residual_stream(jax.nn.gelu), False),
+    "with a bias": (residual_stream(batch_norm, lambda h, w: h + w[0]), False),
+    "a gate": (residual_stream(batch_norm, lambda h, w: h * (h @ w)), False),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_which_residual_streams_are_read_as_stored(name):
+    fn, expected = STREAMS[name]
+    programs = dict(stages(fn, W, A))
+    remat, saved = (programs[each].residuals for each in ("save_or_remat", "save_for_sums"))
+    assert bool(remat.remat & saved.saved) == expected

@@ -16,10 +16,18 @@ A value that a dot depends on is saved so if
   where they are;
 * or it is a cotangent that a sum reads directly, such as the gradient of a GELU behind a norm: sums over its rows are
   subtracted from it. If it overflows, the loss scale skips the step. XLA computes selections and sums of 16-bit
-  numbers, such as the gradients of a relu and a leaky relu, again in each kernel, so that these are left out.
+  numbers, such as the gradients of a relu and a leaky relu, again in each kernel, so that these are left out. A norm
+  whose parameters are frozen multiplies the cotangent by them and its own scale first. The sum may then read the
+  product, unless it is over the last axis alone: a softmax has such sums, too, and XLA computes these in the kernel
+  that reads the row.
 
-Up to that rounding it is computed in float32. Decides which values these are. `save_or_remat.py` has decided before
-which values are saved for readers across a dot.
+Up to that rounding it is computed in float32.
+
+A sum of two values in 16 bits, such as a residual stream before a GroupNorm, is stored for the norm as it is.
+`save_or_remat.py`, which decides what readers across a dot read, does not know this: it would have them read both
+values and add these again. They read the sum.
+
+Decides which values these are.
 """
 
 from __future__ import annotations
@@ -29,15 +37,21 @@ import dataclasses
 from ..._dtypes import FLOAT32
 from ..analysis.activations import activations
 from ..ir import SHARED, Equation, Precision, Program, is_sixteen_bit
-from ..primitives import EXPONENTIALS, FUSED, Rule
+from ..primitives import ADDS, EXPONENTIALS, FUSED, Rule
 
 _KEEPS_DTYPE = frozenset({Rule.WIDEST, Rule.FOLLOW, Rule.SHAPE})
+_REARRANGES = frozenset({"reshape", "transpose"})
+# Kinds of sums, as bits: over the last axis alone, which XLA computes in the kernel that reads the row, and others.
+_OF_ROWS, _ACROSS_ROWS = 1, 2
+_NEGATED, _SCALED, _DIRECTLY = 1, 2, 3  # how a sum reads a value
 
 
 def save_for_sums(program: Program) -> Program:
     """The program whose sums, and equations that need them, read saved copies of values that XLA would store."""
-    found = _shared_with_sums(program) if program.context.saves_low else None
-    if not found:
+    if not program.context.saves_low:
+        return program
+    found, stored = _shared_with_sums(program)
+    if not found and not stored:
         return program
     facts, equations = [*program.facts], []
     for equation in program.equations:
@@ -51,23 +65,26 @@ def save_for_sums(program: Program) -> Program:
                 uses = [use._replace(dtype=FLOAT32) for use in uses]
                 facts[number] = dataclasses.replace(facts[number], precision=Precision.FULL)
         equations.append(equation if uses is equation.uses else equation.replace(uses=uses))
-    residuals = program.residuals
-    residuals = dataclasses.replace(residuals, saved=residuals.saved | found, remat=residuals.remat - found)
+    residuals, saved = program.residuals, found | stored
+    residuals = dataclasses.replace(residuals, saved=residuals.saved | saved, remat=residuals.remat - saved)
     return program.replace(facts=facts, equations=equations, residuals=residuals)
 
 
-def _shared_with_sums(program: Program) -> set[int]:
-    """The values that are stored for sums and for equations that need these, and that may be rounded."""
+def _shared_with_sums(program: Program) -> tuple[set[int], set[int]]:
+    """The values that are stored for sums and equations that need these: those to round, and sums in 16 bits."""
     found = _read_around_sums(program)
-    forward, cotangents = set[int](), set[int]()
+    forward, cotangents, stored = set[int](), set[int](), set[int]()
     narrow = _narrow(program) if found else ()
-    for equation, number, is_read_by_sum in found:
+    for equation, number, sums, is_read_by_sum in found:
         fact, name, uses = program.facts[number], equation.node.name, program.context.uses.flags[number]
         is_operand = fact.has_low_copy or (fact.precision is Precision.LOW and uses.to_dot)  # in memory, in 16 bits
         if is_operand or fact.sensitive or uses.is_position or not uses.reaches_dot:
             continue
         if not program.place.is_backward(equation.node):
             forward.add(number)
+            shapes = {program.avals[each].shape for each in (number, *equation.operands)}
+            if sums == _ACROSS_ROWS and name in ADDS and len(shapes) == 1 and number in program.residuals.remat:
+                stored.add(number)
         elif name in EXPONENTIALS:
             continue  # belongs to a softmax that is rematerialized
         elif is_read_by_sum and (name == "mul" or not (narrow[number] or name == "select_n")):
@@ -76,15 +93,16 @@ def _shared_with_sums(program: Program) -> set[int]:
         inner = activations(program)
         forward &= inner.keys()
         forward.difference_update(*[inner[number] for number in forward])  # of `h * tanh(h)` the product is stored
-    return (forward | cotangents).difference(program.outputs)
+    return (forward | cotangents).difference(program.outputs), stored
 
 
-def _read_around_sums(program: Program) -> list[tuple[Equation, int, bool]]:
+def _read_around_sums(program: Program) -> list[tuple[Equation, int, int, bool]]:
     """The elementwise equations whose results XLA would store for a sum and for readers of it, and these results.
 
     Such a result has a reader from which a sum is computed, and another one from which an equation is computed that
-    also reads a value computed from a sum. The boolean says whether a sum reads the result itself, rather than a value
-    that is elementwise in it. Like `assign_dtypes`, this runs for every equation, and so avoids calls of functions.
+    also reads a value computed from a sum. With each result come the kinds of such sums, and whether a sum reads the
+    result itself, or scaled if all sums are across rows, rather than another value that is elementwise in it. Like
+    `assign_dtypes`, this runs for every equation, and so avoids calls of functions.
     """
     # Forwards: values computed from a sum on the same side of a dot, and values that an elementwise equation reads
     # beside these.
@@ -104,26 +122,49 @@ def _read_around_sums(program: Program) -> list[tuple[Equation, int, bool]]:
         return []
     # Backwards: all values from which the latter are computed, and those among them from which elementwise equations
     # also compute a sum.
-    readers, summed, read_by_sum = [0] * len(beside), [False] * len(beside), [False] * len(beside)
-    found: list[tuple[Equation, int, bool]] = []
+    readers, summed, read_by_sum = ([0] * len(beside) for _ in range(3))
+    found: list[tuple[Equation, int, int, bool]] = []
     for equation in reversed(program.equations):
-        elementwise, is_sum = equation.node.name in FUSED, equation.entry.has_own_kernel
-        is_before, is_summed, last = False, is_sum, -1
+        name = equation.node.name
+        elementwise, moves = name in FUSED, equation.entry.rule is Rule.SHAPE
+        sums, reads = (_kind_of_sum(program, equation), _DIRECTLY) if equation.entry.has_own_kernel else (0, 0)
+        is_before, kernels, last = False, 1, -1
         for number in equation.results:
-            if summed[number] and (elementwise or equation.entry.rule is Rule.SHAPE):
-                is_summed = True
-            if beside[number] and not after_sum[number]:
-                is_before = True
-                if elementwise and summed[number] and readers[number] > 1:
-                    found.append((equation, number, read_by_sum[number]))
+            if elementwise or moves:
+                sums |= summed[number]
+            is_before = is_before or (beside[number] and not after_sum[number])
+            reader = read_by_sum[number]
+            if name in _REARRANGES:  # in the kernels of its readers: its operand is stored for them
+                kernels, reads = readers[number], reader
+                continue
+            if name == "neg":
+                reads = _NEGATED if reader == _DIRECTLY else reader
+            elif reader and name == "mul" and _scales(program, equation):
+                reads = _SCALED
+            if is_before and elementwise and summed[number] and readers[number] > 1:
+                is_read = reader == _DIRECTLY or (reader == _SCALED and summed[number] == _ACROSS_ROWS)
+                found.append((equation, number, summed[number], is_read))
         for number, _, residual in equation.uses:
             beside[number] = beside[number] or is_before
             if not residual:
-                readers[number] += number != last  # `h * h` is one kernel, which reads `h` once
-                summed[number] = summed[number] or is_summed
-                read_by_sum[number] = read_by_sum[number] or is_sum
+                readers[number] += kernels if number != last else 0  # `h * h` is one kernel, which reads `h` once
+                summed[number] |= sums
+                if reads > read_by_sum[number]:
+                    read_by_sum[number] = reads
             last = number
     return found
+
+
+def _kind_of_sum(program: Program, equation: Equation) -> int:
+    last = len(program.avals[equation.node.ins[0]].shape) - 1
+    across = equation.node.name == "reduce_sum" and equation.node.params["axes"] != (last,)
+    return _ACROSS_ROWS if across else _OF_ROWS
+
+
+def _scales(program: Program, product: Equation) -> bool:
+    """Whether a product multiplies a value by one with fewer numbers, as a norm does."""
+    one, other = [program.avals[number].shape for number in product.node.ins]
+    return one != other
 
 
 def _narrow(program: Program) -> list[bool]:
