@@ -58,7 +58,10 @@ def value_and_grad(
 
     Args:
       loss_fn: a function that returns the loss, a real floating scalar `[]`, or `(loss, aux)`. It is traced, as under
-        `jax.jit`; arguments that are no arrays (flags, strings, Python numbers) reach it as they are.
+        `jax.jit`; arguments that are no arrays (flags, strings, Python numbers) reach it as they are. Under autocast
+        the trace is kept for arguments of equal shapes and dtypes, as `jax.checkpoint` keeps its own: a value that
+        `loss_fn` reads from elsewhere, such as a global or `self.beta`, is then the one of the first call. Pass it as
+        an argument.
       policy: a `Policy`, or a name for `get_policy`.
       argnums: which positional arguments to differentiate with respect to; under autocast, these are the parameters.
       has_aux: whether `loss_fn` returns `(loss, aux)`.

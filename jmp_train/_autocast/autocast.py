@@ -37,7 +37,9 @@ def autocast(
 
     `fn` is traced as it stands, in float32. Its program is then planned as a whole: dots and convolutions read operands
     of the policy's compute dtype, which is what Tensor Cores need; operations that need range or accumulate run in
-    float32; everything else follows its operands. The plan is made once for each set of argument shapes and dtypes.
+    float32; everything else follows its operands. The trace and the plan are made once for each set of argument shapes
+    and dtypes, so that a value that `fn` reads from elsewhere, such as a global, is the one of the first call, as in
+    `jax.jit`.
 
     Put it around the differentiated function, `autocast(jax.grad(loss))`, as `value_and_grad` does: then autocast sees
     the sums of the backward pass too. `jax.grad(autocast(loss))` works, calls user-written derivative rules, and
