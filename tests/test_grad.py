@@ -263,17 +263,6 @@ def test_per_example_gradients_by_vmap():
         assert error <= TOLERANCE["float16"].gradient * np.linalg.norm(exact), key
 
 
-@pytest.mark.parametrize("policy, second", [("float32", 4.0), ("mixed_bfloat16", 2.0)])
-def test_a_value_from_elsewhere_is_that_of_the_first_call_under_autocast(policy, second):
-    """As the docstring says. `jax.checkpoint` keeps its trace likewise."""
-    beta = [2.0]
-    grad_fn = value_and_grad(lambda w: jnp.sum(w) * beta[0], policy)
-    assert grad_fn(jnp.ones(1))[0] == 2.0
-    beta[0] = 4.0
-    assert grad_fn(jnp.ones(1))[0] == second
-    assert value_and_grad(lambda w, beta: jnp.sum(w) * beta, policy)(jnp.ones(1), beta[0])[0] == 4.0
-
-
 def test_a_training_loop_in_scan_equals_steps_under_jit_with_one_trace():
     params, batch = make_problem()
     tx = with_loss_scale(optax.sgd(0.1), DynamicLossScale(2.0**15, growth_interval=2))

@@ -223,3 +223,14 @@ def test_an_argument_counted_from_the_end_is_a_parameter_too():
         return str(jax.make_jaxpr(jmp.grad(loss, policy, argnums=argnums))(*args))
 
     assert program(-1) == program(1)
+
+
+@pytest.mark.parametrize("policy, second", [("float32", 4.0), ("mixed_bfloat16", 2.0)])
+def test_a_value_from_elsewhere_is_that_of_the_first_call_under_autocast(policy, second):
+    """As the docstring says. `jax.checkpoint` keeps its trace likewise."""
+    beta = [2.0]
+    grad_fn = jmp.value_and_grad(lambda w: jnp.sum(w) * beta[0], policy)
+    assert grad_fn(jnp.ones(1))[0] == 2.0
+    beta[0] = 4.0
+    assert grad_fn(jnp.ones(1))[0] == second
+    assert jmp.value_and_grad(lambda w, beta: jnp.sum(w) * beta, policy)(jnp.ones(1), beta[0])[0] == 4.0
