@@ -237,9 +237,9 @@ def with_stochastic_rounding(
         noise = noise_at(state.key, state.step)
         paths = iter(leaf_paths(params))  # not a tree of them: a tree may ask its leaves for dtypes
 
-        def rounded(p: jax.Array, w: jax.Array, u: jax.Array) -> jax.Array:
+        def rounded(p: Any, w: Any, u: Any) -> Any:
             name = f"parameter/{next(paths)}"
-            return round_stochastically(w + u, noise(name, w.shape, 0)) - w if p.dtype == jnp.bfloat16 else u
+            return round_stochastically(w + u, noise(name, w.shape, 0)) - w if _is_bfloat16(p) else u
 
         updates = jax.tree.map(rounded, params, full, updates)
         return updates, StochasticRoundingState(inner_state, state.key, state.step + np.uint32(1))
@@ -252,8 +252,12 @@ def _is_16_bit(leaf: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, np.floating) and jnp.finfo(dtype).bits == 16
 
 
+def _is_bfloat16(leaf: Any) -> bool:
+    return getattr(leaf, "dtype", None) == jnp.bfloat16
+
+
 def _widen_bfloat16(leaf: Any) -> Any:
-    return leaf.astype(np.float32) if getattr(leaf, "dtype", None) == jnp.bfloat16 else leaf
+    return leaf.astype(np.float32) if _is_bfloat16(leaf) else leaf
 
 
 def _is_no_master(node: Any) -> bool:

@@ -292,6 +292,12 @@ class TestStochasticRounding:
         updates, state = jax.jit(tx.update)(jax.tree.map(lambda x: jnp.ones(64), params), tx.init(params), params)
         assert jnp.all(updates["f32"] == updates["f32"][0]) and state.inner_state[0].nu["w"].dtype == jnp.float32
 
+    def test_a_python_float_as_a_parameter(self):
+        tx = with_stochastic_rounding(optax.sgd(0.5))
+        params = {"w": 1.5, "v": jnp.ones(2, jnp.bfloat16)}
+        updates, _ = tx.update({"w": jnp.float32(1), "v": jnp.ones(2)}, tx.init(params), params)
+        assert updates["w"] == -0.5 and updates["v"].tolist() == [-0.5, -0.5]
+
     def test_what_is_not_bfloat16_is_not_widened(self):
         tx = with_stochastic_rounding(optax.GradientTransformation(lambda params: params, optax.identity().update))
         state = tx.init({"w": jnp.ones(2, jnp.bfloat16), "ids": jnp.arange(3)})
