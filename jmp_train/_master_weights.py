@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from ._dtypes import to_dtype
 from ._finite import map_gradients
-from ._paths import leaf_paths
+from ._paths import leaf_paths, path_string
 from ._scale_state import find_states
 from ._scaling import widen
 from ._stochastic_rounding import check_key, noise_at, round_stochastically, start_key
@@ -165,7 +165,8 @@ def sync_master_weights(opt_state: T, params: Any) -> T:
         `nnx.as_pure(...)` of both arguments.
 
     Raises:
-      ValueError: `opt_state` has no master weights, or more than one set; `params` has another structure or shape.
+      ValueError: `opt_state` has no master weights, or more than one set; `params` has another structure or shape, or
+        a leaf of it has 16 bits now and had not before, or the other way round.
 
     Example:
       >>> tx = with_master_weights(optax.sgd(1.0))
@@ -278,19 +279,26 @@ def _masters_or(masters: Any, tree: Any) -> Any:
 def _check_same_leaves(masters: Any, params: Any, of_16_bits: bool = False) -> None:
     """Raises unless the parameters are those that the masters were made for, and those with a master have 16 bits."""
 
-    def fits(m: Any, p: Any) -> bool:
-        return not of_16_bits or isinstance(m, optax.MaskedNode) or (m is not None) == _is_16_bit(p)
+    def check(path: Any, m: Any, p: Any) -> Any:
+        if not isinstance(m, optax.MaskedNode) and (m is not None) != _is_16_bit(p):
+            saw = "another dtype, which has no" if m is None else f"a dtype of 16 bits, which has a {m.dtype}"
+            raise ValueError(
+                f"`params`: {path_string(path)!r} is {getattr(p, 'dtype', type(p).__name__)}, and `init` saw {saw} "
+                "master weight. Cast it to the dtype that it had, or make a new state with `init`."
+            )
+        return m
 
     try:
-        same = all(jax.tree.leaves(jax.tree.map(fits, masters, params, is_leaf=_is_no_master)))
-    except ValueError:  # another structure
-        same = False
-    if not same:
+        jax.tree.map(lambda m, p: m, masters, params, is_leaf=_is_no_master)
+    except ValueError:
+        expected = leaf_paths(jax.tree.map(lambda m: 0 if m is None else m, masters, is_leaf=_is_no_master))
         raise ValueError(
-            f"`params` must have the structure and the 16-bit leaves that the master weights were made for, "
-            f"{leaf_paths(masters)}; got leaves {leaf_paths(params)}. Make a new state with `init` if the parameters' "
-            "dtypes changed; of an nnx.Optimizer pass nnx.as_pure(...) of the state and of the parameters."
-        )
+            f"`params` must have the structure that the master weights were made for, with leaves {expected}; got "
+            f"leaves {leaf_paths(params)}. Make a new state with `init` if the parameters changed; of an nnx.Optimizer "
+            "pass nnx.as_pure(...) of the state and of the parameters."
+        ) from None
+    if of_16_bits:
+        jax.tree_util.tree_map_with_path(check, masters, params, is_leaf=_is_no_master)
 
 
 def _start(inner: optax.GradientTransformation, params: Any, wrapper: str) -> Any:

@@ -391,16 +391,24 @@ class TestErrors:
             self.check(ValueError, message, sync_master_weights, state, jnp.ones(2))
 
     def test_parameters_that_no_longer_fit(self):
-        state = with_master_weights(optax.sgd(0.1)).init({"w": jnp.ones(2, jnp.float16)})
+        half, full = jnp.ones(2, jnp.float16), jnp.ones(2)
+        state = with_master_weights(optax.sgd(0.1)).init({"w": half, "norm": full})
         message = (
-            "`params` must have the structure and the 16-bit leaves that the master weights were made for, ['w']; got "
-            "leaves [{}]. Make a new state with `init` if the parameters' dtypes changed; of an nnx.Optimizer pass "
+            "`params` must have the structure that the master weights were made for, with leaves ['norm', 'w']; got "
+            "leaves ['v', 'w']. Make a new state with `init` if the parameters changed; of an nnx.Optimizer pass "
             "nnx.as_pure(...) of the state and of the parameters."
         )
-        self.check(ValueError, message.format("'w'"), sync_master_weights, state, {"w": jnp.ones(2)})
-        assert master_params(state, {"w": jnp.ones(2)})["w"].dtype == np.float32  # whatever the parameters are now
         for fn in (sync_master_weights, master_params):
-            self.check(ValueError, message.format("'v', 'w'"), fn, state, {"v": jnp.ones(2), "w": jnp.ones(2)})
+            self.check(ValueError, message, fn, state, {"v": full, "w": half})
+        assert master_params(state, {"w": full, "norm": full})["w"].dtype == np.float32  # whatever they are now
+        for params, what in (
+            ({"w": full, "norm": full}, "'w' is float32, and `init` saw a dtype of 16 bits, which has a float32"),
+            ({"w": half, "norm": half}, "'norm' is float16, and `init` saw another dtype, which has no"),
+        ):
+            message = (
+                f"`params`: {what} master weight. Cast it to the dtype that it had, or make a new state with `init`."
+            )
+            self.check(ValueError, message, sync_master_weights, state, params)
 
     def test_float16_has_no_stochastic_rounding(self):
         message = (
