@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ._paths import OVERWRITE_WITH_GRADIENT, missing_and_extra, path_string
+from ._paths import OVERWRITE_WITH_GRADIENT, missing_and_extra, node_difference, path_string
 from ._sizes import is_less
+from ._text import short_repr
 from ._values import check_reduced
 
 T = TypeVar("T")
@@ -78,28 +79,32 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
       on_false: a tree of the same structure, shapes and dtypes.
 
     Raises:
-      ValueError: `pred` is not one boolean, one tree has leaves that the other has not, or a leaf has another shape or
-        dtype in one than in the other.
+      ValueError: `pred` is not one boolean, one tree has leaves or nodes that the other has not, or a leaf has another
+        shape or dtype in one than in the other.
+      TypeError: a leaf is no array or number.
 
     Example:
       >>> select_tree(False, {"w": jnp.array([1.0])}, {"w": jnp.array([2.0])})
       {'w': Array([2.], dtype=float32)}
     """
     flag = check_flag("pred", pred)
-    same = jax.tree.structure(on_true) == jax.tree.structure(on_false)
-    missing, extra = ([], []) if same else missing_and_extra(on_true, on_false)
-    if missing or extra:  # of other differences, such as a list for a tuple, `tree_map` complains
-        raise ValueError(
-            f"`on_true` and `on_false` must have the same structure: only in `on_true` are {extra}, only in `on_false` "
-            f"{missing}."
-        )
+    if difference := node_difference(on_true, on_false):
+        missing, extra = missing_and_extra(on_true, on_false)
+        found = f"only in `on_true` are {extra}, only in `on_false` {missing}" if missing or extra else difference
+        raise ValueError(f"`on_true` and `on_false` must have the same structure: {found}.")
 
     def select(path: Any, a: Any, b: Any) -> Any:
+        for argument, x in (("on_true", a), ("on_false", b)):
+            if not (hasattr(x, "dtype") and hasattr(x, "shape")) and not isinstance(x, int | float | complex):
+                raise TypeError(
+                    f"`{argument}` must be a tree of arrays, got {short_repr(x)} at {path_string(path)!r}. Select "
+                    "between the arrays, and put functions and names back afterwards."
+                )
         one, other = ((jnp.shape(x), jnp.result_type(x)) for x in (a, b))
         if one != other:
             raise ValueError(
                 f"`on_true` and `on_false` must have the same shapes and dtypes, got {one} and {other} at "
-                f"{jax.tree_util.keystr(path, simple=True, separator='/')!r}."
+                f"{path_string(path)!r}."
             )
         return jnp.where(flag, a, b)
 

@@ -90,6 +90,24 @@ def missing_and_extra(tree: Any, like: Any) -> tuple[list[str], list[str]]:
     return sorted(expected - found), sorted(found - expected)
 
 
+def node_difference(tree: Any, like: Any, path: tuple[Any, ...] = ()) -> str | None:
+    """Where the nodes of two trees whose leaves have the same paths first differ, as text; `None` if nowhere.
+
+    >>> node_difference({"a": [1.0]}, {"a": (1.0,)})
+    "a list and a tuple at 'a'"
+    """
+    if jax.tree.structure(tree) == jax.tree.structure(like):
+        return None
+    children, kind = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+    others, other_kind = jax.tree_util.tree_flatten_with_path(like, is_leaf=lambda node: node is not like)
+    if kind != other_kind:
+        one, other = type(tree).__name__, type(like).__name__
+        what = f"a {one} and a {other}" if one != other else f"two of type {one} with other keys or static fields"
+        return f"{what} at {path_string(path)!r}"
+    found = (node_difference(x, y, (*path, *key)) for (key, x), (_, y) in zip(children, others, strict=True))
+    return next(filter(None, found), None)
+
+
 def glob_matches(glob: str, path: str) -> bool:
     """Returns whether the segments of `glob` match as many consecutive whole segments of `path`, at any depth.
 

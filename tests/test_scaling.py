@@ -262,6 +262,31 @@ def test_select_tree_names_what_only_one_tree_has(one, other):
         select_tree(True, dict.fromkeys(one + "c", 1.0), dict.fromkeys(other + "c", 1.0))
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "found"),
+    [
+        ([1.0], (1.0,), "a list and a tuple at 'a'"),
+        ({"b": {}}, {"b": None}, "a dict and a NoneType at 'a/b'"),
+        ({"b": {}}, {"c": {}}, "two of type dict with other keys or static fields at 'a'"),
+    ],
+)
+def test_select_tree_names_nodes_that_differ(one, other, found):
+    message = f"`on_true` and `on_false` must have the same structure: {found}."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        select_tree(True, {"a": one, "w": 1.0}, {"a": other, "w": 1.0})
+
+
+@pytest.mark.parametrize("leaf", ["relu", "float32", len])
+def test_select_tree_takes_arrays(leaf):
+    for argument, trees in (("on_true", (leaf, 1.0)), ("on_false", (1.0, leaf))):
+        message = (
+            f"`{argument}` must be a tree of arrays, got {leaf!r} at 'act'. Select between the arrays, and put "
+            "functions and names back afterwards."
+        )
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+            select_tree(True, *({"act": x} for x in trees))
+
+
 def test_select_tree_takes_one_boolean():
     with pytest.raises(ValueError, match=r"^`pred` must be one boolean, got int32 of shape \(\)\. Pass the result of"):
         select_tree(1, 2, 3)
