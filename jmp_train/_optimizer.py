@@ -13,7 +13,7 @@ import optax
 
 from ._finite import all_finite, is_float0, leaves_finite, map_gradients
 from ._loss_scale import DynamicLossScale, LossScale
-from ._paths import leaf_paths, missing_and_extra
+from ._paths import leaf_paths, missing_and_extra, node_difference
 from ._scale_state import LossScaleState, find_states
 from ._scaling import widen
 from ._sharding import axes_of, check_axes
@@ -65,8 +65,9 @@ def with_loss_scale(
         one device overflows all skip, and all scales and counts stay equal. Not needed under `jit` over a sharded mesh.
 
     Returns:
-      A transformation with a `LossScaleState`. Its `update` raises a ValueError if the gradients' structure differs
-      from the parameters', if a gradient is unreduced over axes of a mesh, or if `axis_name` names no enclosing axis.
+      A transformation with a `LossScaleState`. Its `update` raises a ValueError if the gradients' structure or shapes
+      differ from the parameters', if a gradient is unreduced over axes of a mesh, or if `axis_name` names no enclosing
+      axis.
 
     Raises:
       TypeError: `inner` is no optax transformation, or `loss_scale` no loss scale.
@@ -117,6 +118,8 @@ def with_loss_scale(
             nonfinite_losses += (finite & ~loss_finite).astype(np.int32)
         grads = map_gradients(_finite_elements, jax.tree.map(_zero_for_float0, updates))
         updates, inner_state = inner_tx.update(grads, state.inner_state, params, **extra_args)
+        if params is not None and jax.tree.structure(updates) == jax.tree.structure(params):
+            _check_shapes("the updates of `inner`", updates, params)
         updates = jax.tree.map(lambda u: _update_or_zero(finite, u), updates)
         return _integers_stay(updates, given), LossScaleState(
             inner_state=_new_or_old_state(finite, inner_state, state.inner_state, _integer_paths(given)),
@@ -240,16 +243,36 @@ def _differentiated(params: Any) -> Any:
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
+def _are_of_examples(grads: Any, params: Any) -> bool:
+    """Whether each gradient has a dimension for the examples in front, as `optax.contrib.dpsgd` takes them."""
+    shapes = zip(map(np.shape, jax.tree.leaves(grads)), map(np.shape, jax.tree.leaves(params)), strict=True)
+    return all(len(shape) > len(expected) and shape[1:] == expected for shape, expected in shapes)
+
+
+def _check_shapes(what: str, tree: Any, params: Any) -> None:
+    for path, x, p in zip(leaf_paths(params), jax.tree.leaves(tree), jax.tree.leaves(params), strict=True):
+        if np.shape(x) != np.shape(p):
+            raise ValueError(
+                f"{what} must have the shapes of `params`: {path!r} has the shape {np.shape(x)}, and the parameter "
+                f"{np.shape(p)}. Differentiate the mean over the batch with respect to the parameters given."
+            )
+
+
 def _check_structure(grads: Any, state: Any, params: Any) -> None:
     check_state(state, LossScaleState)
     _check_loss_scale(state.loss_scale)
-    found, expected = leaf_paths(grads), None if params is None else leaf_paths(_differentiated(params))
-    if expected is not None and found != expected:
-        missing, extra = missing_and_extra(grads, _differentiated(params))
-        raise ValueError(
-            f"`grads` must have the structure of `params`: missing {missing}, not in `params` {extra}. "
-            "Differentiate with respect to the parameters that the optimizer holds."
-        )
+    found = leaf_paths(grads)
+    if params is not None:
+        like = _differentiated(params)
+        if difference := node_difference(grads, like):
+            missing, extra = missing_and_extra(grads, like)
+            what = f"missing {missing}, not in `params` {extra}" if missing or extra else difference
+            raise ValueError(
+                f"`grads` must have the structure of `params`: {what}. "
+                "Differentiate with respect to the parameters that the optimizer holds."
+            )
+        if not _are_of_examples(grads, like):
+            _check_shapes("`grads`", grads, like)
     if len(found) != state.last_overflow.shape[-1]:
         raise ValueError(
             f"`grads` has {len(found)} leaves, and `init` saw parameters with {state.last_overflow.shape[-1]}. "

@@ -360,6 +360,17 @@ class TestErrors:
         self.check(ValueError, message, update_module, model, optimizer, *state)
         assert model.w[...] == 3 and optimizer.step[...] == 0
 
+    def test_a_module_of_another_size(self):
+        model, other = (nnx.Linear(4, size, rngs=nnx.Rngs(0)) for size in (3, 5))
+        optimizer = nnx.Optimizer(model, with_loss_scale(ADAM), wrt=nnx.Param)
+        grad_fn = flax_bridge.value_and_grad(lambda model, x: jnp.mean(model(x)), "float32")
+        _, grads, model_state = grad_fn(model, jnp.ones((2, 4)))
+        message = (
+            "`grads` must have the shapes of `params`: 'bias' has the shape (3,), and the parameter (5,). "
+            "Differentiate the mean over the batch with respect to the parameters given."
+        )
+        self.check(ValueError, message, update_module, other, optimizer, grads, model_state)
+
     def test_no_average(self):
         state = NNXTrainState.create(model=Scaled(), tx=with_loss_scale(ADAM))
         message = "there is no average of the parameters; create the state with ema_decay=0.999."

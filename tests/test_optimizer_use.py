@@ -14,6 +14,7 @@ import optax
 import pytest
 from comparisons import assert_same_bits, assert_two_programs_agree, same_bits
 from flax import nnx
+from flax.core import freeze
 from jax.sharding import Mesh, PartitionSpec
 from optimizer_tools import GOOD, PARAMS, run
 
@@ -205,6 +206,39 @@ class TestErrors:
         )
         tx = scaled()
         self.check(ValueError, message, tx.update, grads, tx.init(PARAMS), PARAMS)
+
+    def test_gradients_of_another_type_of_node(self):
+        message = (
+            "`grads` must have the structure of `params`: a dict and a FrozenDict at ''. "
+            "Differentiate with respect to the parameters that the optimizer holds."
+        )
+        tx, params = scaled(), freeze(PARAMS)
+        self.check(ValueError, message, tx.update, GOOD, tx.init(params), params)
+
+    @pytest.mark.parametrize("bad, found", [(jnp.ones((4, 2)), (4, 2)), (jnp.ones((1, 4, 3)), (1, 4, 3))])
+    def test_gradients_of_another_shape(self, bad, found):
+        params = {"a": {"w": jnp.ones((4, 3))}, "b": jnp.ones(3)}
+        message = (
+            f"`grads` must have the shapes of `params`: 'a/w' has the shape {found}, and the parameter (4, 3). "
+            "Differentiate the mean over the batch with respect to the parameters given."
+        )
+        tx = scaled()
+        grads = {"a": {"w": bad}, "b": jnp.ones(3)}
+        self.check(ValueError, message, tx.update, grads, tx.init(params), params)
+
+    def test_gradients_of_each_example(self):
+        """`optax.contrib.dpsgd` takes the mean itself; for all others it is missing."""
+        private = optax.stateless(lambda updates, _: jax.tree.map(lambda x: -0.5 * jnp.mean(x, 0), updates))
+        params, grads = {"w": jnp.ones(3)}, {"w": jnp.stack([jnp.zeros(3), jnp.ones(3)])}
+        tx = with_loss_scale(private)
+        updates, _ = tx.update(grads, tx.init(params), params)
+        assert updates["w"].tolist() == [-0.25] * 3
+        tx = with_loss_scale(optax.sgd(0.5))
+        message = (
+            "the updates of `inner` must have the shapes of `params`: 'w' has the shape (2, 3), and the parameter "
+            "(3,). Differentiate the mean over the batch with respect to the parameters given."
+        )
+        self.check(ValueError, message, tx.update, grads, tx.init(params), params)
 
     def test_gradients_for_other_parameters(self):
         message = (
