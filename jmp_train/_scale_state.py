@@ -17,12 +17,13 @@ class ScaleStatus(enum.IntEnum):
     """The condition of the loss scale; the `status` of `step_metrics`."""
 
     OK = 0
-    """The last step was applied."""
+    """The last step was applied, and the scale has not fallen to its minimum."""
     BACKING_OFF = 1
     """The last step was skipped, and the scale can still become smaller."""
     AT_MINIMUM = 2
-    """A dynamic scale has fallen to its minimum, or one that cannot move met an overflow: the model overflows by
-    itself, and scaling cures no further one. `find_overflow(train_step)(*args)` names the line and the cure."""
+    """A dynamic scale has met an overflow and is at its minimum, until it grows again, or one that cannot move met an
+    overflow: the model overflows by itself, and scaling cures no further one. `find_overflow(train_step)(*args)` names
+    the line and the cure. A dynamic scale that starts at its minimum is `OK` until the first overflow."""
 
 
 class LossScaleState(NamedTuple):
@@ -103,7 +104,7 @@ def step_metrics(opt_state: Any) -> dict[str, jax.Array]:
     value = jnp.asarray(state.loss_scale.loss_scale, np.float32)
     stuck = ~state.grads_finite
     if isinstance(state.loss_scale, DynamicLossScale):
-        stuck = value <= state.loss_scale.min_loss_scale
+        stuck = (value <= state.loss_scale.min_loss_scale) & (state.skipped_steps > 0)
     moving = jnp.where(state.grads_finite, np.int32(ScaleStatus.OK), np.int32(ScaleStatus.BACKING_OFF))
     return {
         "loss_scale": value,
