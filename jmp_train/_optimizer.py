@@ -235,6 +235,12 @@ def _check_loss_scale(loss_scale: Any) -> LossScale:
             f"`loss_scale` must be a DynamicLossScale, StaticLossScale or NoOpLossScale, got {got}. "
             "Wrap a number, as in StaticLossScale(2.0**15); a policy goes to value_and_grad."
         )
+    if jax.tree_util.all_leaves([loss_scale]):
+        raise TypeError(
+            f"`loss_scale` is a {type(loss_scale).__name__}, a class that is not registered as a pytree. Call "
+            "jax.tree_util.register_pytree_node for it, with the numbers that change (such as loss_scale, counter and "
+            "hysteresis_left) as children; its constructor checks values, so rebuild it without calling that."
+        )
     return loss_scale
 
 

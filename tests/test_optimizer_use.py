@@ -16,7 +16,7 @@ from comparisons import assert_same_bits, assert_two_programs_agree, same_bits
 from flax import nnx
 from flax.core import freeze
 from jax.sharding import Mesh, PartitionSpec
-from optimizer_tools import GOOD, PARAMS, run
+from optimizer_tools import GOOD, PARAMS, broken, run
 
 import jmp_train as jmp
 from jmp_train import DynamicLossScale, get_loss_scale, step_metrics, with_loss_scale
@@ -31,6 +31,7 @@ def scaled(inner=None):
     return with_loss_scale(optax.adam(0.1) if inner is None else inner, DynamicLossScale(4.0))
 
 
+MOVING = ("loss_scale", "counter", "hysteresis_left")
 NESTED = {
     "alone": lambda: scaled().init(PARAMS),
     "chain": lambda: optax.chain(scaled(), optax.scale(0.5)).init(PARAMS),
@@ -197,6 +198,27 @@ class TestErrors:
             "Wrap a number, as in StaticLossScale(2.0**15); a policy goes to value_and_grad."
         )
         self.check(TypeError, message, with_loss_scale, optax.adam(1e-3), other)
+
+    def test_a_class_of_loss_scale_that_is_no_pytree(self):
+        class Capped(DynamicLossScale):
+            pass
+
+        message = (
+            "`loss_scale` is a Capped, a class that is not registered as a pytree. Call "
+            "jax.tree_util.register_pytree_node for it, with the numbers that change (such as loss_scale, counter and "
+            "hysteresis_left) as children; its constructor checks values, so rebuild it without calling that."
+        )
+        self.check(TypeError, message, with_loss_scale, optax.adam(0.1), Capped(4.0))
+
+        def rebuilt(names, values):
+            new = object.__new__(Capped)
+            vars(new).update(zip(names, values, strict=True), **static)
+            return new
+
+        static = {name: value for name, value in vars(Capped(4.0)).items() if name not in MOVING}
+        jax.tree_util.register_pytree_node(Capped, lambda x: ([getattr(x, name) for name in MOVING], MOVING), rebuilt)
+        _, state = run(with_loss_scale(optax.adam(0.1), Capped(4.0)), [broken("a")])
+        assert type(get_loss_scale(state)) is Capped and get_loss_scale(state).loss_scale == 2.0
 
     def test_gradients_of_another_structure(self):
         grads = {"a": GOOD["a"], "b": GOOD["b"], "z": GOOD["c"]}
