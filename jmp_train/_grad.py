@@ -77,7 +77,8 @@ def value_and_grad(
         `jax.jit` over a sharded mesh leave it out: the loss is over the whole batch.
       allow_int: whether differentiated arguments may hold integers, booleans and PRNG keys. As in `jax.grad`, their
         gradient has the dtype `jax.dtypes.float0`, which has no bits. Unscaling and averaging leave it as it is, and
-        `with_loss_scale` takes it for a gradient of zero.
+        `with_loss_scale` takes that of integers and booleans for a gradient of zero. An optimizer cannot add to keys:
+        give it trees without them.
 
     Returns:
       A function of `loss_fn`'s arguments and keywords, and of the keyword `loss_scale` (a `LossScale`; required where

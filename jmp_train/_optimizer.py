@@ -65,9 +65,9 @@ def with_loss_scale(
         one device overflows all skip, and all scales and counts stay equal. Not needed under `jit` over a sharded mesh.
 
     Returns:
-      A transformation with a `LossScaleState`. Its `update` raises a ValueError if the gradients' structure or shapes
-      differ from the parameters', if a gradient is unreduced over axes of a mesh, or if `axis_name` names no enclosing
-      axis.
+      A transformation with a `LossScaleState`. Its `init` raises a TypeError if a parameter is a PRNG key; its `update`
+      raises a ValueError if the gradients' structure or shapes differ from the parameters', if a gradient is unreduced
+      over axes of a mesh, or if `axis_name` names no enclosing axis.
 
     Raises:
       TypeError: `inner` is no optax transformation, or `loss_scale` no loss scale.
@@ -91,6 +91,7 @@ def with_loss_scale(
     axes = axes_of(axis_name)
 
     def init(params: Any) -> Any:
+        _check_no_keys(params)
         inner_state = jax.tree.map(_strongly_typed, inner_tx.init(params))
         if find_states(inner_state):
             raise ValueError("`inner` already has a loss scale. Apply with_loss_scale once, outermost.")
@@ -261,6 +262,15 @@ def _check_shapes(what: str, tree: Any, params: Any) -> None:
             raise ValueError(
                 f"{what} must have the shapes of `params`: {path!r} has the shape {np.shape(x)}, and the parameter "
                 f"{np.shape(p)}. Differentiate the mean over the batch with respect to the parameters given."
+            )
+
+
+def _check_no_keys(params: Any) -> None:
+    for path, leaf in zip(leaf_paths(params), jax.tree.leaves(params), strict=True):
+        if jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
+            raise TypeError(
+                f"`params`: {path!r} is a PRNG key ({leaf.dtype}), to which no update can be added. Give the optimizer "
+                "parameters and gradients without keys, and hand keys to the loss function in another argument."
             )
 
 

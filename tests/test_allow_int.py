@@ -149,6 +149,18 @@ def test_a_step_leaves_integers_as_they_are(inner):
     assert state.last_overflow.tolist() == [False, True]  # ids, w
 
 
+@pytest.mark.parametrize("name", ["key", "keys"])
+def test_an_optimizer_cannot_add_to_keys(name):
+    params = {**TRAINED, "drop": {name: PARAMS[name]}}
+    message = (
+        f"`params`: 'drop/{name}' is a PRNG key (key<fry>), to which no update can be added. Give the optimizer "
+        "parameters and gradients without keys, and hand keys to the loss function in another argument."
+    )
+    for inner in (optax.sgd(0.1), optax.adam(0.1)):
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+            jmp.with_loss_scale(inner).init(params)
+
+
 @pytest.mark.parametrize("integer", [np.zeros((), jax.dtypes.float0), jnp.int32(0)], ids=["float0", "zero"])
 def test_moments_of_integers_stay_and_counts_become_fractions(integer):
     count = optax.GradientTransformation(  # one count for all parameters, and one for each
