@@ -34,7 +34,8 @@ def all_finite(tree: Any) -> jax.Array:
 
     Args:
       tree: any pytree. Leaves that are not floating or complex count as finite, and so do Flax's
-        `_overwrite_with_gradient` statistics, which are no gradients.
+        `_overwrite_with_gradient` statistics, which are no gradients. While 64-bit types are disabled, a float64 array
+        of NumPy is what JAX computes with, float32: a number beyond that is infinite.
 
     Raises:
       ValueError: a leaf is unreduced over axes of a mesh, as the gradients of "reduced" parameters are.

@@ -178,6 +178,14 @@ def test_any_other_scale_is_off_by_at_most_an_ulp_and_a_half(scale, gradient):
     assert abs(got - exact) <= 1.5 * np.spacing(np.float32(abs(exact))) + np.finfo(np.float32).tiny
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # which JAX does not catch
+@pytest.mark.parametrize("enabled", [False, True])
+def test_numpy_float64_is_float32_while_64_bits_are_disabled(enabled):
+    """As for an optimizer, which would add an infinity to the parameter."""
+    with jax.enable_x64(enabled):
+        assert all_finite(np.array([1e300])) == enabled
+
+
 @pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan])
 @pytest.mark.parametrize("dtype", [*NARROW, jnp.float32, jnp.complex64])
 def test_each_kind_of_non_finite_number_is_seen(bad, dtype):
