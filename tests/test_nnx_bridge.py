@@ -360,6 +360,10 @@ class TestErrors:
         self.check(ValueError, message, update_module, model, optimizer, *state)
         assert model.w[...] == 3 and optimizer.step[...] == 0
 
+    def test_no_function(self):
+        message = "`loss_fn` must be callable, got None; pass the function to differentiate."
+        self.check(TypeError, message, flax_bridge.value_and_grad, None, "float32")
+
     def test_a_module_of_another_size(self):
         model, other = (nnx.Linear(4, size, rngs=nnx.Rngs(0)) for size in (3, 5))
         optimizer = nnx.Optimizer(model, with_loss_scale(ADAM), wrt=nnx.Param)

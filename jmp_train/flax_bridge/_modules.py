@@ -13,7 +13,7 @@ from flax import nnx, struct
 
 from .. import _grad
 from .._autocast import full_precision
-from .._grad_inputs import check_reaches, own_loss_scale, split_result
+from .._grad_inputs import check_loss_fn, check_reaches, own_loss_scale, split_result
 from .._paths import leaf_paths
 from .._policy import Policy, get_policy
 from .._scale_state import step_metrics
@@ -53,7 +53,8 @@ def value_and_grad(
         of the whole batch. Counters and keys are not averaged: with the same keys, devices drop the same units.
 
     Raises:
-      TypeError: the first argument is no module, or another one holds a module; and as `jmp_train.value_and_grad`.
+      TypeError: `loss_fn` is no function; the first argument is no module, or another one holds a module; and as
+        `jmp_train.value_and_grad`.
       ValueError: `loss_fn` adds variables and leaves them in the module, or assigns to a variable `wrt` of which it
         was given a rounded copy (`autocast=False`); `wrt` chooses no variable.
 
@@ -71,6 +72,7 @@ def value_and_grad(
             "`argnums` is not for modules: the first argument is differentiated, and `wrt` chooses among its variables."
         )
 
+    check_loss_fn(loss_fn)
     axes = axes_of(options.get("axis_name"))
     own_scale = own_loss_scale(loss_fn)
 
