@@ -4,7 +4,6 @@ Decides how trained parameters are cast for inference. Does not decide how the f
 that is `jax.export`.
 """
 
-import glob
 from typing import Any, TypeVar
 
 import jax
@@ -13,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ._dtypes import facts, is_floating
-from ._paths import leaf_paths
+from ._paths import glob_of, leaf_paths
 from ._policy import Policy, get_policy
 
 Tree = TypeVar("Tree")
@@ -62,8 +61,10 @@ def export_params(params: Tree, policy: Policy | str) -> Tree:
         with np.errstate(over="ignore"):
             is_finite = np.isfinite(magnitude.astype(after.dtype))
         if not is_finite:
+            wide = "float32" if magnitude <= facts("float32").max else "float64"
+            choice = ", or choose bfloat16" if magnitude <= facts("bfloat16").max else ""
             raise ValueError(
                 f"`params`: {path!r} holds {magnitude:.6g}, beyond the {facts(after.dtype).max:.6g} of {after.dtype}; "
-                f"keep it wide with overrides={{{glob.escape(path)!r}: 'float32'}}, or choose bfloat16."
+                f"keep it wide with overrides={{{glob_of(path)!r}: '{wide}'}}{choice}."
             )
     return cast

@@ -182,6 +182,16 @@ def _is_pair(entry: Any) -> bool:
     return isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], str)
 
 
+def glob_of(path: str) -> str:
+    """A glob for `overrides` that matches this path.
+
+    >>> glob_of("layers/w[0]"), glob_of("a=b"), glob_of("")
+    ('layers/w[[]0]', 'a?b', '.')
+    """
+    glob = escape(path).replace(",", "?").replace("=", "?")
+    return f"?{glob[1:]}" if glob.startswith("<") else glob or "."
+
+
 def check_glob(argument: str, glob: str) -> str:
     """The glob without spaces around it.
 

@@ -74,19 +74,28 @@ class TestOutOfRange:
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             export_params(LARGE, "mixed_float16")
 
-    @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-    def test_what_float32_cannot_hold_either(self, policy):
-        with pytest.raises(ValueError, match=r"'w' holds 1e\+39, beyond the "):
-            export_params({"w": np.array([1e39, 1])}, policy)
+    @pytest.mark.parametrize(
+        ("policy", "limit"), [("mixed_float16", "65504 of float16"), ("mixed_bfloat16", "3.38953e+38 of bfloat16")]
+    )
+    def test_what_float32_cannot_hold_either(self, policy, limit):
+        message = f"`params`: 'w' holds 1e+39, beyond the {limit}; keep it wide with overrides={{'w': 'float64'}}."
+        params = {"w": np.array([1e39, 1])}
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            export_params(params, policy)
+        wide = jmp.get_policy(policy).replace(overrides={"w": "float64"})
+        assert export_params(params, wide)["w"][0] == 1e39
 
-    def test_brackets_in_the_advice(self):
-        with pytest.raises(ValueError, match=re.escape("with overrides={'w[[]0]': 'float32'}")):
-            export_params({"w[0]": LARGE["a"]["w"]}, "mixed_float16")
-
-    def test_the_ways_out(self):
-        policy = jmp.get_policy("mixed_float16")
-        assert export_params(LARGE, policy.replace(overrides={"a/w": "float32"}))["a"]["w"][1] == -70000
-        assert jnp.isfinite(export_params(LARGE, "mixed_bfloat16")["a"]["w"][1])
+    @pytest.mark.parametrize(
+        ("path", "glob"), [("w[0]", "w[[]0]"), ("e,f", "e?f"), ("a=b", "a?b"), ("<w>", "?w>"), ("", "."), ("w", "w")]
+    )
+    def test_the_ways_out(self, path, glob):
+        policy, weight = jmp.get_policy("mixed_float16"), LARGE["a"]["w"]
+        params = {path: weight} if path else weight
+        with pytest.raises(ValueError, match=re.escape(f"wide with overrides={{{glob!r}: 'float32'}}, or choose")):
+            export_params(params, policy)
+        for cure in (policy.replace(overrides={glob: "float32"}), "mixed_bfloat16"):
+            (found,) = jax.tree.leaves(export_params(params, cure))
+            assert np.isclose(float(found[1]), -70000, rtol=2**-8)
 
     def test_what_is_infinite_already_stays_so(self):
         assert np.isinf(export_params({"w": np.array([np.inf, 1], np.float32)}, "float16")["w"][0])
