@@ -376,11 +376,13 @@ class TestErrors:
         new = {"batch_stats": {"mean": jnp.zeros(3)}}
         self.check(ValueError, message, state.apply_gradients, grads=GOOD, model_state=new)
 
-    @pytest.mark.parametrize("names", [["batch_stats"], ["batch_stats", "ema_params", "opt_state", "params", "step"]])
+    @pytest.mark.parametrize(
+        "names", [["batch_stats"], ["batch_stats", "ema_params", "opt_state", "params", "step"], ["apply_fn"]]
+    )
     def test_no_such_field(self, names):
         message = (
-            f"`apply_gradients` cannot change {names}; it changes ['model_state', 'rngs', 'apply_fn'], and the rest "
-            "by itself."
+            f"`apply_gradients` cannot change {names}; it changes ['model_state', 'rngs'], and the rest by itself. "
+            "Static fields are for `state.replace`, and keywords of the optimizer's update go into `extra_args`."
         )
         changes = dict.fromkeys(reversed(names), jnp.zeros(2))
         self.check(TypeError, message, simple().apply_gradients, grads=GOOD, **changes)

@@ -41,7 +41,7 @@ class BaseState(struct.PyTreeNode):
           value: the loss, so that `step_metrics(state)` counts losses that are not finite; see `with_loss_scale`. The
             optimizer gets it too, as `optax.contrib.reduce_on_plateau` wants it.
           extra_args: further keywords for the optimizer's `update`.
-          **changes: new values of other fields: `model_state`, or fields that a subclass adds.
+          **changes: new values of other fields: `model_state`, or fields that a subclass adds and that are not static.
 
         Returns:
           A state of the same structure, shapes and dtypes, and in the same order: donating this one copies nothing.
@@ -53,9 +53,13 @@ class BaseState(struct.PyTreeNode):
           TypeError: a change is no field, or one that only this method may change.
         """
         own = {"step", "params", "opt_state", "ema_params", "tx", "ema_decay"}
-        allowed = [field.name for field in dataclasses.fields(self) if field.name not in own]
+        fields = [field for field in dataclasses.fields(self) if field.name not in own]
+        allowed = [field.name for field in fields if field.metadata.get("pytree_node", True)]
         if unknown := sorted(set(changes) - set(allowed)):
-            raise TypeError(f"`apply_gradients` cannot change {unknown}; it changes {allowed}, and the rest by itself.")
+            raise TypeError(
+                f"`apply_gradients` cannot change {unknown}; it changes {allowed}, and the rest by itself. Static "
+                "fields are for `state.replace`, and keywords of the optimizer's update go into `extra_args`."
+            )
         extra = dict(extra_args or {}) | ({} if value is None else {"value": value})
         start, changes = self._start(changes)
         finite, params, opt_state = optimizer_step(self.tx, grads, self.opt_state, self.params, start, **extra)
