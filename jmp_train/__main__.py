@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from typing import Any
 import jax
 
 from ._diagnostics import gpu_report, tensor_core_report
+from ._text import count
 
 _EXAMPLE = "such as train:step for the function `step` of train.py"
 
@@ -34,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         fn = _load("function", options.function)
         args, kwargs = _arguments(_load("--args", options.args))
+        _check_fit(fn, args, kwargs, options)
         look, compile_for = _reports(fn, options)
     except _CommandLineError as error:
         parser.error(str(error))
@@ -124,6 +127,28 @@ def _arguments(make: Callable[..., Any]) -> tuple[tuple, dict[str, Any]]:
     if len(made) == 2 and type(made[0]) is tuple and type(made[1]) is dict and all(isinstance(k, str) for k in made[1]):
         return made[0], made[1]
     return made, {}
+
+
+def _check_fit(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], options: argparse.Namespace) -> None:
+    """Raises unless the function takes these arguments, and has those to donate."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a callable without a signature
+        signature = None
+    try:
+        if signature is not None:
+            signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise _CommandLineError(
+            f"`--args`: {options.function} does not take what {options.args} returns, "
+            f"{count(len(args), 'argument')} and the keywords {[*kwargs]}: {error}."
+        ) from None
+    for number in options.donate_argnums or ():
+        if not -len(args) <= number < len(args):
+            raise _CommandLineError(
+                f"`--donate-argnums`: there is no argument {number}; {options.args} returns "
+                f"{count(len(args), 'argument')}, counted from 0."
+            )
 
 
 if __name__ == "__main__":

@@ -131,6 +131,14 @@ def test_a_mesh_is_there_for_both_reports(project, without_plugin, capsys):
         (("report", "training:loss", "--args", "training:wrong"),
          "`--args`: the function must return a tuple of arguments, as in `return state, batch`, or of such a tuple and "
          "a dictionary of keywords; got ArrayImpl."),
+        (("report", "training:loss", "--args", "training:rows"),
+         "`--args`: training:loss does not take what training:rows returns, 1 argument and the keywords []: missing a "
+         "required argument: 'x'."),
+        (("report", "training:jitted", "--args", "training:tree_and_dictionary"),
+         "`--args`: training:jitted does not take what training:tree_and_dictionary returns, 2 arguments and the "
+         "keywords ['x']: multiple values for argument 'x'."),
+        ((*COMMAND, "--donate-argnums", "0", "7"),
+         "`--donate-argnums`: there is no argument 7; training:example returns 2 arguments, counted from 0."),
         ((*COMMAND, "--gpu", "H20"),
          "`gpu`: unknown GPU 'H20' (did you mean 'H200'?); the names are T4, A10, A100, A6000, L4, L40S, "
          "RTX 4090, H100, H200, B200, GB200, RTX PRO 6000, and any other GPU can be "
