@@ -101,6 +101,11 @@ def to_dtype(dtype: DTypeLike, argument: str = "dtype") -> np.dtype:
             f"`{argument}` must be a floating dtype such as 'float16' or jnp.float32, "
             f"got {'None' if dtype is None else 'float'}; name the width you want."
         )
+    if isinstance(dtype, jax.Array | np.ndarray | np.generic):
+        raise TypeError(
+            f"`{argument}` must be a floating dtype such as 'float16' or jnp.float32, got an array; pass its dtype, "
+            f"'{dtype.dtype}'."
+        )
     try:
         name = np.dtype(dtype).name
     except (TypeError, ValueError, SyntaxError):  # a dict, a list or "f4,f4" is read as the fields of a structure

@@ -67,6 +67,15 @@ def test_short_names_are_those_of_jmp():
             "`dtype` must be a floating dtype such as 'float16' or jnp.float32, got None; name the width you want.",
         ),
         (float, TypeError, "got float; name the width you want."),
+        *(
+            (
+                array,
+                TypeError,
+                "`dtype` must be a floating dtype such as 'float16' or jnp.float32, got an array; pass its dtype, "
+                "'float32'.",
+            )
+            for array in (jnp.ones(2), np.ones(2, np.float32), np.float32(1))
+        ),
         (
             {"w": 1},
             TypeError,
