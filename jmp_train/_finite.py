@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from ._paths import OVERWRITE_WITH_GRADIENT, missing_and_extra, node_difference, path_string
 from ._sizes import is_less
 from ._text import short_repr
-from ._values import check_reduced
+from ._values import check_reduced, is_array
 
 T = TypeVar("T")
 
@@ -96,7 +96,7 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
 
     def select(path: Any, a: Any, b: Any) -> Any:
         for argument, x in (("on_true", a), ("on_false", b)):
-            if not (hasattr(x, "dtype") and hasattr(x, "shape")) and not isinstance(x, int | float | complex):
+            if not is_array(x):
                 raise TypeError(
                     f"`{argument}` must be a tree of arrays, got {short_repr(x)} at {path_string(path)!r}. Select "
                     "between the arrays, and put functions and names back afterwards."
@@ -131,8 +131,7 @@ def map_gradients(fn: Callable[[Any], Any], tree: T) -> T:
 
 def check_flag(argument: str, flag: ArrayLike) -> jax.Array:
     """The flag as a bool `[]`, or a `ValueError` that names the argument."""
-    is_array = hasattr(flag, "dtype") and hasattr(flag, "shape")
-    array = jnp.asarray(flag) if is_array or isinstance(flag, bool | int | float) else None
+    array = jnp.asarray(flag) if is_array(flag) else None
     if array is None or array.shape or array.dtype != np.bool_:
         found = type(flag).__name__ if array is None else f"{array.dtype} of shape {array.shape}"
         raise ValueError(f"`{argument}` must be one boolean, got {found}. Pass the result of all_finite(grads).")

@@ -16,7 +16,7 @@ from ._dtypes import FLOAT16, is_floating
 from ._loss_scale import LossScale, NoOpLossScale
 from ._paths import leaf_paths
 from ._policy import Policy, get_policy, uses_float16
-from ._values import as_argnums, check_callable
+from ._values import as_argnums, check_callable, is_array
 
 
 def split_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
@@ -110,8 +110,7 @@ def check_differentiated(arguments: Sequence[Any], allow_int: bool) -> None:
     """Raises for leaves that have no gradient; with `allow_int`, integers, booleans and keys have one of float0."""
     for argument in arguments:
         for path, leaf in zip(leaf_paths(argument), jax.tree.leaves(argument), strict=True):
-            # A Linen module has a `dtype` too.
-            number = (hasattr(leaf, "dtype") and hasattr(leaf, "shape")) or isinstance(leaf, int | float | complex)
+            number = is_array(leaf)
             if number and (allow_int or jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)):
                 continue
             where = f"the leaf '{path}'" if path else "the argument"

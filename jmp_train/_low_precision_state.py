@@ -24,9 +24,9 @@ from ._dtypes import to_dtype
 from ._finite import map_gradients
 from ._master_weights import MasterWeightsState, StochasticRoundingState
 from ._scaling import widen
-from ._state_leaves import StateLeaf, Where, check_where, chosen, is_array, traced_state
+from ._state_leaves import StateLeaf, Where, check_where, chosen, traced_state
 from ._stochastic_rounding import check_key, noise_at, round_stochastically, start_key
-from ._values import check_state, check_transformation
+from ._values import check_state, check_transformation, is_array
 
 
 class LowPrecisionState(NamedTuple):

@@ -18,7 +18,7 @@ from ._scale_state import LossScaleState, find_states
 from ._scaling import widen
 from ._sharding import axes_of, check_axes
 from ._text import short_repr
-from ._values import check_state, check_transformation
+from ._values import check_state, check_transformation, is_array
 
 
 def with_loss_scale(
@@ -110,6 +110,7 @@ def with_loss_scale(
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         _check_structure(updates, state, params)
         check_axes(axes)
+        _check_loss(extra_args.get("value"))
         given = updates
         flags, loss_finite = _finite_on_all_devices(updates, extra_args.get("value"), axes)
         finite = jnp.all(flags)
@@ -263,6 +264,14 @@ def _check_shapes(what: str, tree: Any, params: Any) -> None:
                 f"{what} must have the shapes of `params`: {path!r} has the shape {np.shape(x)}, and the parameter "
                 f"{np.shape(p)}. Differentiate the mean over the batch with respect to the parameters given."
             )
+
+
+def _check_loss(value: Any) -> None:
+    if not all(map(is_array, jax.tree.leaves(value))):
+        raise TypeError(
+            f"`value` must be the loss of this step, got {short_repr(value)}. Call update(grads, opt_state, params, "
+            "value=loss)."
+        )
 
 
 def _check_no_keys(params: Any) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from ._jaxpr import flatten, trace
 from ._master_weights import MasterWeightsState
 from ._paths import check_glob, glob_matches, leaf_paths, nothing_matches
+from ._values import is_array
 
 Where: TypeAlias = str | Sequence[str] | Callable[[str, Any], bool]
 
@@ -46,15 +47,10 @@ class StateLeaf(NamedTuple):
         return self.dtype == np.float32 and len(self.shape) > 0 and not self.is_master
 
 
-def is_array(leaf: Any) -> bool:
-    """Whether a leaf has a dtype; models may have functions as leaves."""
-    return hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)
-
-
 def traced_state(init: Callable[[Any], Any], params: Any) -> tuple[Any, tuple[StateLeaf, ...]]:
     """The state of `init(params)`, with shapes for arrays, and what its leaves are; nothing is computed."""
     leaves, structure = jax.tree.flatten(params)
-    known = [None if is_array(x) else x for x in leaves]
+    known = [None if is_array(x) else x for x in leaves]  # models may have functions as leaves
 
     def of_arrays(*arrays: Any) -> Any:
         rest = iter(arrays)

@@ -27,6 +27,16 @@ def set_fields(value: Any, **fields: Any) -> None:
         object.__setattr__(value, name, field)
 
 
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array, its shape or a number; a Linen module, which has a `dtype` too, is not.
+
+    >>> is_array(np.ones(2)), is_array(2.0), is_array("float32"), is_array(np.float32)
+    (True, True, False, False)
+    """
+    has_both = hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not isinstance(leaf, type)
+    return has_both or isinstance(leaf, int | float | complex)
+
+
 def check_callable(argument: str, value: Any, instead: str) -> None:
     """Raises a TypeError for what is no function, and says what to pass `instead`.
 

@@ -5,6 +5,7 @@
 # pyright: reportCallIssue=false, reportOperatorIssue=false
 
 import pickle
+import re
 
 import chex
 import jax
@@ -53,6 +54,15 @@ def test_a_sum_that_overflows_in_float16():
     metrics = step_metrics(opt_state)
     assert metrics["nonfinite_losses"] == 1 and metrics["grads_finite"] and metrics["skipped_steps"] == 0
     assert jnp.all(after < weights)
+
+
+@pytest.mark.parametrize("value", ["x", len, {"loss": "x"}])
+def test_what_is_no_loss(value):
+    message = (
+        f"`value` must be the loss of this step, got {value!r}. Call update(grads, opt_state, params, value=loss)."
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        ADAM.update(GOOD, ADAM.init(PARAMS), PARAMS, value=value)
 
 
 @pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan])
