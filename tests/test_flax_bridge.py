@@ -352,11 +352,11 @@ class TestErrors:
         )
         self.check(TypeError, message, jmp.grad(lambda model, x: jnp.mean(x), "float32"), nn.Dense(2), jnp.ones(2))
 
-    @pytest.mark.parametrize("decay", [1.0, -0.1, 2])
+    @pytest.mark.parametrize("decay", [1.0, -0.1, 2, "0.9", [0.9], np.ones(())])
     def test_decay(self, decay):
         message = (
-            f"`ema_decay` must lie in [0, 1), got {decay}: it is the share that an average keeps at each step. "
-            "Pass a number such as 0.999, or None for no average."
+            f"`ema_decay` must be a number in [0, 1), got {decay!r}: it is the share that an average keeps at each "
+            "step. Pass a number such as 0.999, or None for no average."
         )
         self.check(ValueError, message, simple, ema_decay=decay)
 

@@ -5,6 +5,7 @@ Decides what belongs to a training state and that all of it is skipped together.
 """
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -179,10 +180,11 @@ class TrainState(BaseState):
 
 def initial_fields(params: Any, tx: Any, model_state: Any, ema_decay: float | None) -> dict[str, Any]:
     """The fields of `BaseState` before the first step."""
-    if ema_decay is not None and not 0 <= ema_decay < 1:
+    # No array either: the field is static, which has to be hashable.
+    if ema_decay is not None and not (isinstance(ema_decay, numbers.Real) and 0 <= ema_decay < 1):
         raise ValueError(
-            f"`ema_decay` must lie in [0, 1), got {ema_decay}: it is the share that an average keeps at each step. "
-            "Pass a number such as 0.999, or None for no average."
+            f"`ema_decay` must be a number in [0, 1), got {ema_decay!r}: it is the share that an average keeps at each "
+            "step. Pass a number such as 0.999, or None for no average."
         )
     return {
         "step": jnp.zeros((), np.int32),
