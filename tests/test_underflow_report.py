@@ -368,9 +368,18 @@ def test_in_a_training_step_with_an_injected_infinity():
             "`dtype` must be a format of 16 or 8 bits that holds gradients, such as 'float16', 'bfloat16' or "
             "'float8_e5m2', got float8_e8m0fnu.",
         ),
+        *(
+            (
+                lambda read=read: read({"w": print}),
+                "`tree_or_histogram` has leaves, and none is floating; pass gradients.",
+            )
+            for read in (diagnostics.suggest_loss_scale, diagnostics.underflow_report)
+        ),
         (
-            lambda: diagnostics.suggest_loss_scale({"w": print}),
-            "`tree_or_histogram` has leaves, and none is floating; pass gradients.",
+            lambda: diagnostics.underflow_report(
+                jnp.ones(2), loss_scale=[jmp.with_loss_scale(optax.sgd(0.1)).init(jnp.ones(2))]
+            ),
+            "`loss_scale` must be a number or a loss scale, got an optimizer's state; pass get_loss_scale(opt_state).",
         ),
         (
             lambda: diagnostics.suggest_loss_scale(jnp.ones(2), margin=0.5),

@@ -34,6 +34,7 @@ from jax.typing import DTypeLike
 
 from ..._dtypes import FLOAT64, Format, facts
 from ..._loss_scale import DynamicLossScale, LossScale, StaticLossScale
+from ..._scale_state import find_states
 from ..._text import columns
 from ..._values import as_number, register
 from ._bits import (
@@ -184,7 +185,8 @@ def underflow_report(tree_or_histogram: Any, dtype: DTypeLike = "float16", loss_
       An `UnderflowReport`.
 
     Raises:
-      ValueError: `dtype` is no such format, or `loss_scale` no positive number in [2^-126, 2^126].
+      ValueError: `dtype` is no such format, `loss_scale` no positive number in [2^-126, 2^126], or no leaf of the tree
+        is floating.
 
     Reference: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
 
@@ -238,8 +240,6 @@ def suggest_loss_scale(tree_or_histogram: Any, dtype: DTypeLike = "float16", mar
     if room < 1:
         raise ValueError(f"`margin` must be at least 1, got {margin!r}. Pass how many times larger gradients may get.")
     report = _report(tree_or_histogram, dtype, 1.0, "suggest_loss_scale")
-    if not report.paths and not isinstance(tree_or_histogram, ExponentHistogram) and jax.tree.leaves(tree_or_histogram):
-        raise ValueError("`tree_or_histogram` has leaves, and none is floating; pass gradients.")
     return _largest_scale(report, Fraction(facts(report.dtype).max) / Fraction(room))
 
 
@@ -265,6 +265,8 @@ def _report(tree_or_histogram: Any, dtype: DTypeLike, loss_scale: Any, caller: s
     if isinstance(tree_or_histogram, ExponentHistogram):
         return _from_histogram(tree_or_histogram, target, scale)
     leaves = floating_leaves(tree_or_histogram, caller)
+    if not leaves and jax.tree.leaves(tree_or_histogram):
+        raise ValueError("`tree_or_histogram` has leaves, and none is floating; pass gradients.")
     found = [_count(leaf.array, scale, leaf.wide, target) for leaf in leaves]
     counts = jnp.stack([counts for counts, _ in found]) if found else jnp.zeros((0, _KINDS, 2), np.uint32)
     paths = tuple(leaf.path for leaf in leaves)
@@ -316,6 +318,10 @@ def as_scale(loss_scale: Any) -> jax.Array:
         return jnp.asarray(loss_scale.loss_scale, np.float32)
     if isinstance(loss_scale, Tracer):
         return loss_scale.astype(np.float32)
+    if find_states(loss_scale):
+        raise ValueError(
+            "`loss_scale` must be a number or a loss scale, got an optimizer's state; pass get_loss_scale(opt_state)."
+        )
     return jnp.asarray(StaticLossScale(loss_scale).loss_scale, np.float32)
 
 
