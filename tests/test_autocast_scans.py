@@ -5,6 +5,7 @@ The dtypes are read from the emitted program; the numbers are compared with thos
 
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -528,9 +529,10 @@ def test_a_loop_is_not_analyzed_twice_as_often_for_every_loop_around():
         return h + lax.scan(lambda h, x: (inner(h, x, w)[0], None), jnp.zeros(FULL), xs)[0], None
 
     def calls(levels):
-        def step(h, x, w):
+        def cell(h, x, w):
             return jnp.tanh(h @ w + x), None
 
+        step: Any = cell
         for _ in range(levels):
             step = functools.partial(sums, step)
         xs = normal(*[1] * levels, *FULL)
