@@ -127,8 +127,12 @@ def _read_around_sums(program: Program) -> list[tuple[Equation, int, int, bool]]
     for equation in reversed(program.equations):
         name = equation.node.name
         elementwise, moves = name in FUSED, equation.entry.rule is Rule.SHAPE
-        sums, reads = (_kind_of_sum(program, equation), _DIRECTLY) if equation.entry.has_own_kernel else (0, 0)
-        is_before, kernels, last = False, 1, -1
+        sums, reads, kernels, is_before, last = 0, 0, 1, False, -1
+        if equation.entry.has_own_kernel:
+            sums, reads = _OF_ROWS, _DIRECTLY
+            shape = program.avals[equation.node.ins[0]].shape
+            if name == "reduce_sum" and equation.node.params["axes"] != (len(shape) - 1,):
+                sums = _ACROSS_ROWS
         for number in equation.results:
             if elementwise or moves:
                 sums |= summed[number]
@@ -153,12 +157,6 @@ def _read_around_sums(program: Program) -> list[tuple[Equation, int, int, bool]]
                     read_by_sum[number] = reads
             last = number
     return found
-
-
-def _kind_of_sum(program: Program, equation: Equation) -> int:
-    last = len(program.avals[equation.node.ins[0]].shape) - 1
-    across = equation.node.name == "reduce_sum" and equation.node.params["axes"] != (last,)
-    return _ACROSS_ROWS if across else _OF_ROWS
 
 
 def _scales(program: Program, product: Equation) -> bool:
