@@ -212,7 +212,7 @@ def _is_outer(node: Node, producers: Producers) -> bool:
     avals = producers.program.avals
     if node.name == "dot_general":
         sizes = DotSizes.of(producers.program, node)
-        return sizes is not None and sizes.contracted == 1 < min(sizes.left, sizes.right)
+        return sizes is not None and sizes.contracted == 1
     sizes = [assumed_size(avals[producers.source(number)]) for number in node.ins] if node.name == "mul" else []
     return bool(sizes) and max(sizes) < assumed_size(avals[node.outs[0]])
 

@@ -40,7 +40,6 @@ from ..ir import SHARED, Equation, Precision, Program, is_sixteen_bit
 from ..primitives import ADDS, EXPONENTIALS, FUSED, Rule
 
 _KEEPS_DTYPE = frozenset({Rule.WIDEST, Rule.FOLLOW, Rule.SHAPE})
-_REARRANGES = frozenset({"reshape", "transpose"})
 # Kinds of sums, as bits: over the last axis alone, which XLA computes in the kernel that reads the row, and others.
 _OF_ROWS, _ACROSS_ROWS = 1, 2
 _NEGATED, _SCALED, _DIRECTLY = 1, 2, 3  # how a sum reads a value
@@ -138,7 +137,7 @@ def _read_around_sums(program: Program) -> list[tuple[Equation, int, int, bool]]
                 sums |= summed[number]
             is_before = is_before or (beside[number] and not after_sum[number])
             reader = read_by_sum[number]
-            if name in _REARRANGES:  # in the kernels of its readers: its operand is stored for them
+            if name == "reshape":  # in the kernels of its readers: its operand is stored for them
                 kernels, reads = readers[number], reader
                 continue
             if name == "neg":
