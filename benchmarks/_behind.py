@@ -4,8 +4,6 @@ Decides which rows of `traffic.py` are compared with which peers, and holds the 
 were found by reading the compiled modules. Which rows need more than a peer is computed from the results.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

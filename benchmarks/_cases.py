@@ -3,8 +3,6 @@
 Decides the models' sizes. Does not decide how a step is written; see `_peers.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import pathlib

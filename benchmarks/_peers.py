@@ -8,8 +8,6 @@ with its state donated; every `loss` is `(params, model_state, batch) -> (loss, 
 as they were.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import warnings

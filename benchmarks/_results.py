@@ -9,8 +9,6 @@ run was not interrupted. A run of some models alone takes over the rows of the o
 command, date and commit that measured those.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import importlib.metadata

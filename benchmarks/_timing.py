@@ -4,8 +4,6 @@ Decides when the clock runs: after a warm-up, over several repetitions of many s
 device is done, and the median of the repetitions is reported. Does not decide what a step is.
 """
 
-from __future__ import annotations
-
 import functools
 import statistics
 import time

@@ -4,8 +4,6 @@ Decides their layers, which are those of `models/`. Does not decide the precisio
 where torch is installed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

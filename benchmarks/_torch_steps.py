@@ -4,8 +4,6 @@ Decides how a torch user trains in mixed precision: `torch.autocast`, `torch.amp
 optimizers. Does not decide the models. Imported only where torch is installed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

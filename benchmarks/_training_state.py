@@ -4,8 +4,6 @@ Decides these choices and the models: GPT-2, and decoders of the width of GPT-2 
 `memory.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

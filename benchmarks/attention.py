@@ -11,8 +11,6 @@ with operands cast by hand. Two more are timed only: `float32` is `jax.nn`'s in 
 `scaled_dot_product_attention` under torch.amp.
 """
 
-from __future__ import annotations
-
 import os
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # leaves half to torch, which runs in the same process

@@ -9,8 +9,6 @@ model of the battery and of `traffic.py`: bytes and temporary memory, read from 
 seeds, at the tests' size. Bytes and memory are exact, and both errors are of the same seeds.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import pathlib

@@ -6,8 +6,6 @@ Gradients of a Llama-like network with a width of 128, over two rows of 64 token
 the lowered program to the executable, the best of three. XLA's passes for GPUs are others; `throughput.py` times these.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -10,8 +10,6 @@ program runs many steps, so that the host's cost of a call is not counted; in tr
 torch's gradients have a scale of 1, because torch unscales them in place.
 """
 
-from __future__ import annotations
-
 import os
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # leaves half to torch, which runs in the same process

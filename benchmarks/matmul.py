@@ -10,8 +10,6 @@ the time of the GPU's own roofline (the rate of an 8192x8192 product, the bandwi
 `programs`: the bytes that `gpu_report` counts and the least time that it derives from them, beside the measured time.
 """
 
-from __future__ import annotations
-
 import os
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # leaves half to torch, which runs in the same process

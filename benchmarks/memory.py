@@ -7,8 +7,6 @@ Adam, as the compiler for an H200 plans them (`.[gpu-report]`). Deterministic; n
 runtime itself and the cost of fragmentation are not included.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

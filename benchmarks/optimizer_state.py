@@ -12,8 +12,6 @@ The ways: *nearest* rounds both moments to the nearest bfloat16 number, as libra
 of every parameter in a second bfloat16 number; *masters* are `with_master_weights`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable

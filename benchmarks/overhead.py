@@ -8,8 +8,6 @@ medians over rounds, of wall time and of processor time, which a busy machine di
 processor seconds, the best of several, each of a new function, which is not in JAX's caches.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import pathlib

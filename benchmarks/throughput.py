@@ -10,8 +10,6 @@ of all dots and convolutions divided by the time, relative to the rate of an 819
 Cases for which no time is left, and torch's where torch is not installed, are left out with a message.
 """
 
-from __future__ import annotations
-
 import os
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # leaves half to torch, which runs in the same process

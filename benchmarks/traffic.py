@@ -6,8 +6,6 @@ Reads bytes moved, kernels, sums in 16 bits, copies and temporary memory of an o
 steps from modules compiled for an H200 (`.[gpu-report]`). Deterministic; nothing runs on a GPU, no figure is a time.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Collection

@@ -8,8 +8,6 @@ Decides how a function and its arguments are named on the command line. Does not
 a bad command line.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import inspect

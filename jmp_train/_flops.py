@@ -4,8 +4,6 @@ Decides the count for one run of one operation. Does not decide how often a loop
 see `_explain/_operations.py`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

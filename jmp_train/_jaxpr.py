@@ -8,8 +8,6 @@ part of JAX's interpreter machinery that has survived releases (eval loops do, `
 of JAX's random numbers is imported here too, for `_stochastic_rounding.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import operator

@@ -1,7 +1,5 @@
 """Small pieces of text that reports are made of."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ is part of a user-written derivative rule that differentiation has already expan
 JAX's own frames may change, so that only reports to people use it, and no pass does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ._jaxpr import JAX_FOLDER, Node, open_jaxpr

@@ -4,8 +4,6 @@ A loss is written once and calls `net` for the products of its layers. `net` dec
 bits by hand, or in float64. By hand, everything that does not go through `net` is float32.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable

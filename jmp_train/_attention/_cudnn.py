@@ -7,8 +7,6 @@ log-sum-exp in 16 bits, and has no call for the backward pass alone. The primiti
 Decides which attentions the kernels take. Does not decide dtypes: operands are in 16 bits, or the reference runs.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any

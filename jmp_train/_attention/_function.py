@@ -3,8 +3,6 @@
 Decides what arguments are accepted. Does not decide how they are computed; see `_primitives.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

@@ -7,8 +7,6 @@ of the batch and of the heads, and whole sequences. Arrays sharded along other a
 Decides the sharding of operands and results. Does not decide whether the kernels run; see `_cudnn.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

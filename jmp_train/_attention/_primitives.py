@@ -9,8 +9,6 @@ value, output and log-sum-exp are the only residuals. Second derivatives are JAX
 Decides the rules. Does not decide the arithmetic (`_reference.py`), nor where a fused kernel runs (`_cudnn.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

@@ -10,8 +10,6 @@ backward pass rematerializes the weights, so that no array of T x S is saved for
 Decides the arithmetic. Does not decide where a fused kernel runs in its place; see `_cudnn.py`.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 
@@ -125,7 +123,9 @@ class _Attention(NamedTuple):
     query_lengths: Array | None
 
     @classmethod
-    def of(cls, query: Array, key: Array, extras: list[Array], settings: Settings, exact_products: bool) -> _Attention:
+    def of(
+        cls, query: Array, key: Array, extras: list[Array], settings: Settings, exact_products: bool
+    ) -> "_Attention":
         dtype = at_least_float32(query.dtype)
         named = settings.named(extras)
         rows, columns = query.shape[1], key.shape[1]

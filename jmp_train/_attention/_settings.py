@@ -1,7 +1,5 @@
 """What describes an attention beside its arrays."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Decides when a program is traced and planned, and that arguments and results kee
 not decide dtypes inside (`passes`) nor rules (`rules.py`, `primitives.py`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import weakref
@@ -115,7 +113,7 @@ class Plan:
 class _Plans(weakref.WeakKeyDictionary[Any, dict[tuple[Precision, ...], Plan]]):
     """Plans by program and precisions of its arguments. A pickled function leaves them behind: they are made again."""
 
-    def __reduce__(self) -> tuple[type[_Plans], tuple[()]]:
+    def __reduce__(self) -> "tuple[type[_Plans], tuple[()]]":
         return _Plans, ()
 
 

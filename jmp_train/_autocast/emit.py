@@ -5,8 +5,6 @@ itself would. A body is traced anew, never bound as recorded: a jaxpr has the dt
 with others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

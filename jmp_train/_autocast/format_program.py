@@ -3,8 +3,6 @@
 Decides nothing about the program.
 """
 
-from __future__ import annotations
-
 import textwrap
 
 import numpy as np

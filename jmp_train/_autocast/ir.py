@@ -6,8 +6,6 @@ equations, so that the last program has an equation for everything that will run
 Decides nothing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools
@@ -93,7 +91,7 @@ class Place(NamedTuple):
         # The body of a rematerialized call holds the forward pass, which runs again, beside the backward pass.
         return node.scope.is_backward or (self.backward and not node.scope.is_recomputed)
 
-    def inside(self, node: Node) -> Place:
+    def inside(self, node: Node) -> "Place":
         """The place of the bodies of a node of this program."""
         low_region = self.low_region or node.low_region
         return Place(self.scope_of(node), low_region, self.is_backward(node), node.name)
@@ -240,9 +238,9 @@ class Equation(_Copied):
     params: dict[str, Any] = dataclasses.field(default_factory=dict)
     computes: list[np.dtype | None] = dataclasses.field(default_factory=list)
     rewrite: Callable[[Node, Sequence[Any]], list[Any]] | None = None
-    bodies: tuple[Program, ...] = ()
+    bodies: "tuple[Program, ...]" = ()
     counts: tuple[int, int] | None = None
-    wide: Equation | None = None
+    wide: "Equation | None" = None
     derive: Any = None
     depth: int = 0
     accesses: list[Access] = dataclasses.field(default_factory=list)
@@ -334,11 +332,11 @@ class Context:
         where a dot outside reads them, though no equation of the body computed them.
     """
 
-    planner: Planner
+    planner: "Planner"
     entries: list[Entry]
-    uses: Uses
+    uses: "Uses"
     precisions: Sequence[Precision]
-    out_flags: Sequence[Flags]
+    out_flags: "Sequence[Flags]"
     roundable: Sequence[int]
 
     @property
@@ -386,7 +384,7 @@ class Program(_Copied):
     def dtypes_of(self, precisions: Iterable[Precision]) -> list[np.dtype | None]:
         return [dtype_of(precision, self.low) for precision in precisions]
 
-    def returning_recorded(self) -> Program:
+    def returning_recorded(self) -> "Program":
         """The program with results that are returned as they were recorded."""
         return self.replace(result_precisions=[precision_of(self.avals[number]) for number in self.outputs])
 

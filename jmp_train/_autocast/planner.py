@@ -3,8 +3,6 @@
 Decides the order of the passes. Each pass is one file of `passes`; the facts that they ask for are in `analysis`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -74,7 +72,7 @@ class Planner:
         self._uses: dict[tuple, Uses] = {}
         self._planned: dict[tuple, Program] = {}
 
-    def fresh(self) -> Planner:
+    def fresh(self) -> "Planner":
         """Another planner of the same policy and rules, for a program of its own, such as a derivative rule."""
         return Planner(self.policy, self.rules, self.rewrites)
 

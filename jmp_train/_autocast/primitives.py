@@ -6,8 +6,6 @@ Micikevicius et al., "Mixed precision training" (ICLR 2018), section 3.3: dot pr
 large reductions in float32.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools

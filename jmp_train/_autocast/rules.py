@@ -4,8 +4,6 @@ Decides which rule holds for an operation: the region it is in, over its named s
 decide dtypes, which depend on the operation's neighbours; see `passes`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -63,7 +61,7 @@ class Rules:
             scopes=tuple((check_glob("scopes", glob), _to_scope_dtype(glob, dtype)) for glob, dtype in scopes),
         )
 
-    def replace(self, edits: Mapping[str, Rule | str]) -> Rules:
+    def replace(self, edits: Mapping[str, Rule | str]) -> "Rules":
         """Returns rules in which the named primitives follow another rule.
 
         Args:
@@ -80,7 +78,7 @@ class Rules:
         new = dict(_pairs("edits", edits, "{'exp': 'follow'}"))
         return dataclasses.replace(self, edits=tuple({**dict(self.edits), **new}.items()))
 
-    def with_scopes(self, scopes: Mapping[str, DTypeLike]) -> Rules:
+    def with_scopes(self, scopes: Mapping[str, DTypeLike]) -> "Rules":
         """Returns rules that set the precision of parts of a model by their `jax.named_scope` path.
 
         Linen puts every module on this path; forward and backward operations of a module have the same path. A glob
@@ -101,7 +99,7 @@ class Rules:
         added = _pairs("scopes", scopes, "{'LayerNorm*': 'float32'}")
         return dataclasses.replace(self, scopes=(*self.scopes, *added))
 
-    def with_residuals(self, dtype: DTypeLike | None) -> Rules:
+    def with_residuals(self, dtype: DTypeLike | None) -> "Rules":
         """Returns rules that store values for the backward pass in `"float32"`, or (`None`) in the compute dtype.
 
         >>> DEFAULT_RULES.with_residuals("float32").low_residuals

@@ -3,8 +3,6 @@
 Decides which checks run and how their findings are raised. Does not decide what they find; see `_checks.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ Decides which operations fail a check and how that is said. Does not decide whic
 finds. Any function of an `Explanation` that does so is a check.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

@@ -4,8 +4,6 @@ Decides which operations of two lists are the same one: those of one primitive, 
 backward), in order. These suffice, because autocast changes how a program runs, but not its recorded equations.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Decides which operations of it multiply, sum or cast. Does not decide whether that is right; see `_checks.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 Decides what is reported about a plan. Does not decide the plan (`_autocast`) nor how it is printed (`_report.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import glob
 import warnings

@@ -3,8 +3,6 @@
 Decides how a planned equation is described. Does not decide anything about it; see `_autocast`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 Decides how a plan is summed up and compared with another. Does not decide what is in it; see `_explain.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from typing import Any
@@ -174,7 +172,7 @@ class Explanation:
         ]
         return columns(header, rows)
 
-    def diff(self, other: Explanation) -> Difference:
+    def diff(self, other: "Explanation") -> Difference:
         """Returns what changes from this plan to `other`: of the same program under other rules or another policy.
 
         Raises:

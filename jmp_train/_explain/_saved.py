@@ -4,8 +4,6 @@ Decides which values of a lowered program forward equations compute and backward
 the compiler saves: it may rematerialize more of them than autocast does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

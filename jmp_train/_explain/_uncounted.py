@@ -4,8 +4,6 @@ Decides which operations are listed as not counted. Does not decide what is coun
 `_flops.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 from typing import Any

@@ -4,8 +4,6 @@ Decides for each of those arguments whether it is supported or raises an error. 
 computed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -26,8 +26,6 @@ do: a carry that a loop builds up over many iterations (the state of a recurrent
 updates) keeps its dtype; see `passes.control_flow`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Container, Sequence
 

@@ -12,8 +12,6 @@ Decides which values these are. Does not decide which of them are saved in the c
 `passes.save_for_sums`.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -7,8 +7,6 @@ Decides both by running the equations that compute such a value, while the progr
 follows from them; see `product_causes.py`.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -19,8 +19,6 @@ Decides which products are such terms, and which are read by a function or a lin
 Does not decide in which dtype they run; see `product_causes.py`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any

@@ -11,8 +11,6 @@ Decides this for products whose derivatives matter: those that run in float32, a
 not decide why a product runs in float32; see `products.py`.
 """
 
-from __future__ import annotations
-
 import collections
 import itertools
 import math

@@ -3,8 +3,6 @@
 Decides these from its parameters and shapes. Does not decide what they mean for its dtype; see `products.py`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -36,7 +34,7 @@ class DotSizes(NamedTuple):
     result: int
 
     @staticmethod
-    def of(program: FlatJaxpr, node: Node) -> DotSizes | None:
+    def of(program: FlatJaxpr, node: Node) -> "DotSizes | None":
         """The sizes of a node, a symbolic dimension taken for a large one.
 
         `None` where one is zero, and of any other primitive.

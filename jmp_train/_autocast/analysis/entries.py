@@ -7,8 +7,6 @@
 Decides the rule of an equation before any dtype is known. Does not decide dtypes; see `passes.assign_dtypes`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
     from ..passes.rewrites import Rewrite
 
 
-def entries_of(program: FlatJaxpr, rules: Rules, place: Place, rewrites: Sequence[Rewrite]) -> list[Entry]:
+def entries_of(program: FlatJaxpr, rules: Rules, place: Place, rewrites: "Sequence[Rewrite]") -> list[Entry]:
     """The rule of every node, with its reason."""
     producers = Producers(program)
     return [_entry(node, rules, place, producers, rewrites) for node in program.nodes]
@@ -44,7 +42,7 @@ def _of_tree(producers: Producers, node: Node, entry: Entry) -> Entry:
     return Entry(Rule.HIGH, "adds parts of one value, as a sum written as a tree does") if of_one else entry
 
 
-def _entry(node: Node, rules: Rules, place: Place, producers: Producers, rewrites: Sequence[Rewrite]) -> Entry:
+def _entry(node: Node, rules: Rules, place: Place, producers: Producers, rewrites: "Sequence[Rewrite]") -> Entry:
     entry, program = rules.entry(node.name), producers.program
     # A region takes precedence over everything below. Of the two marks only this one is an equation: a call marked
     # `low_precision` is inlined, and its nodes say so.
@@ -76,7 +74,7 @@ def _entry(node: Node, rules: Rules, place: Place, producers: Producers, rewrite
     return _refine(node, entry, producers, rewrites)
 
 
-def _refine(node: Node, entry: Entry, producers: Producers, rewrites: Sequence[Rewrite]) -> Entry:
+def _refine(node: Node, entry: Entry, producers: Producers, rewrites: "Sequence[Rewrite]") -> Entry:
     # `jax.lax.mul(x, y, out_dtype=...)`.
     if node.name == "mul" and node.params.get("out_dtype") is not None:
         return Entry(Rule.RECORDED, "the user asked for this dtype")

@@ -10,8 +10,6 @@ these results in turn, as in attention, the slices are rearranged for that, and 
 Decides which results these are. Does not decide which of them are saved.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..._sizes import is_less, size_in_bytes

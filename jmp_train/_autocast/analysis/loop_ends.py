@@ -12,8 +12,6 @@ planned programs, so that the answer holds for every rule, edit and region. Does
 `passes.control_flow`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 
 import jax.numpy as jnp

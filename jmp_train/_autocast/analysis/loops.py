@@ -7,8 +7,6 @@
 Decides them by following dependencies through the body. Does not decide dtypes; see `passes.control_flow`.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable, Container, Iterable
 from typing import Any

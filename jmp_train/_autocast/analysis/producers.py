@@ -9,8 +9,6 @@ Decides these by following producers back through a program. Does not decide wha
 `product_causes.py` and `entries.py`.
 """
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Sequence
 from typing import Any

@@ -14,8 +14,6 @@ systems) and by its readers. Does not decide about derivatives, nor about produc
 `products.py`.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Sequence

@@ -13,8 +13,6 @@ Since only here the whole program is in view, it also decides which sums update 
 values are states of unrolled loops (`unrolled.py`). Does not decide anything about other equations; see `passes`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +52,7 @@ _PROVENANCE_OF = {Precision.LOW: Provenance.NARROW, Precision.WEAK: Provenance.P
 class Products:
     """Finds the products of a whole program that are no layers, those inside loops, branches and calls included."""
 
-    def __init__(self, planner: Planner):
+    def __init__(self, planner: "Planner"):
         self.planner = planner
         self._updates = Updates()
         # By the site of a program; outer programs come first. A loop's body is visited until its carries are known, and

@@ -11,8 +11,6 @@ Decides this for the values of one program, equation by equation. Does not decid
 `product_causes.py`. `products.py` passes provenances into and out of the programs inside.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -155,7 +153,7 @@ class Values:
         if fact.numbers is not None:
             self.constants.give(number, fact.numbers)
 
-    def stack(self, results: Sequence[tuple[int, int]], inner: Values, length: int) -> None:
+    def stack(self, results: Sequence[tuple[int, int]], inner: "Values", length: int) -> None:
         """Notes what is known of the arrays that a scan stacks: sums of squares of arrays that it stacks as well.
 
         Args:

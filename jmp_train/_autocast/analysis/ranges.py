@@ -14,8 +14,6 @@ Decides the range of such values, and whether the compute dtype holds it. Does n
 `passes.assign_dtypes`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -10,8 +10,6 @@ Decides this by the equations between a carry and the body's result for it: prod
 systems. Does not decide what follows from it; see `provenance.py` and `product_causes.py`.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 

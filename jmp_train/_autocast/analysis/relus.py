@@ -6,8 +6,6 @@
 A rewrite asks for this in recorded programs, `save_or_remat` in planned ones.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..._jaxpr import FlatJaxpr, Node, flatten

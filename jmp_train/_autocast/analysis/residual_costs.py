@@ -16,8 +16,6 @@ operand or result of a dot, or another residual. `save_or_remat.py` states these
 `body_residuals.py` for values that one scan or `shard_map` passes to another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 

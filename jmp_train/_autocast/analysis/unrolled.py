@@ -15,8 +15,6 @@ average. JAX's promotion of such an array and a 16-bit array is float32, unlike 
 Decides which values these are, including their cotangents. Does not decide about the carries of a loop; see `loops.py`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple

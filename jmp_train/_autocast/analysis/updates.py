@@ -14,8 +14,6 @@ among the values from which the step was computed.
 Decides which sums these are. Does not decide about those of a `scan`, whose carries are float32 anyway.
 """
 
-from __future__ import annotations
-
 import collections
 from typing import Any
 

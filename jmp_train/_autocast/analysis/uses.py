@@ -9,8 +9,6 @@ Decides whether a dot reads a value, whether any dot depends on it, whether only
 a rounding of it would become a larger error later. Does not decide dtypes; see `passes.assign_dtypes`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -174,7 +172,7 @@ def axes_of(aval: Any) -> frozenset[Any]:
 
 
 def find_uses(
-    planner: Planner, program: FlatJaxpr, entries: Sequence[Entry], place: Place, out_flags: Sequence[Flags]
+    planner: "Planner", program: FlatJaxpr, entries: Sequence[Entry], place: Place, out_flags: Sequence[Flags]
 ) -> Uses:
     """Runs the backward walk, through the programs inside too, of which the planner knows the uses."""
     uses = Uses(program, out_flags)
@@ -194,7 +192,7 @@ def find_uses(
     return uses
 
 
-def _of_operands(planner: Planner, node: Node, inside: Place, outs: list[Flags]) -> list[Flags]:
+def _of_operands(planner: "Planner", node: Node, inside: Place, outs: list[Flags]) -> list[Flags]:
     """The flags of the operands of a node with a body, given those of its results."""
     skip, bodies = branches_of(node.eqn)
     if bodies:

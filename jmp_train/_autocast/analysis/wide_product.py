@@ -3,8 +3,6 @@
 Decides which causes there are. Does not decide which product has one; see `products.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 

@@ -17,8 +17,6 @@ One forward walk over the equations computes a `Fact` per value. Two things make
 * A pairwise equation runs in float32 too if all its readers are float32 equations on the same side of the dots.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 `body_residuals.py` exchanges operands and results of these. Decides nothing.
 """
 
-from __future__ import annotations
-
 import abc
 import math
 import operator

@@ -13,8 +13,6 @@ Decides which values a body passes on, by the bytes per iteration or device (`an
 decide a dtype: the rematerialized equations are those of the forward body, so that both sides compute the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from ..._sizes import size_in_bytes

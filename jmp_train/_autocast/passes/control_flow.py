@@ -7,8 +7,6 @@ Decides the dtype of loop carries and of what branches return. Does not decide d
 would decide otherwise (`analysis/loop_ends.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -9,8 +9,6 @@
 `remove_dead_code` at one after it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 from ..ir import Equation, Op, Program

@@ -12,8 +12,6 @@ terms added, are computed in float32; whatever else reads them sees them rounded
 the dtype of carries recorded in float32; see `control_flow.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

@@ -13,8 +13,6 @@ Decides where these equations are placed: in front of the first equation that re
 side of a dot. Does not decide which are needed; see `assign_dtypes.py` and `save_or_remat.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -30,8 +30,6 @@ values and add these again. They read the sum.
 Decides which values these are.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from ..._dtypes import FLOAT32

@@ -34,8 +34,6 @@ Decides this for every value, and which operands are read that way. Does not dec
 values one scan or `shard_map` passes to another, by the same costs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

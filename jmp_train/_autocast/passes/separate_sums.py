@@ -18,8 +18,6 @@ would move 16 % more bytes.
 Decides which uses read which expression. Does not decide what is rematerialized; see `save_or_remat.py`.
 """
 
-from __future__ import annotations
-
 import collections
 
 from ..analysis.residual_costs import fuses, is_expensive

@@ -20,8 +20,6 @@ which an exponential is computed are rounded, because `body_residuals` may remat
 Decides which values these are.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable
 

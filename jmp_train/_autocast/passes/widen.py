@@ -16,8 +16,6 @@ the loss of a dense network moves a third more bytes with that sum in float32. I
 stays rounded too, as a gate reads it: it is stacked for the backward pass, which rematerializes the gate from it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

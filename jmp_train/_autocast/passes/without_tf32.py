@@ -11,8 +11,6 @@ Decides nothing else. Kernels, exported functions and rules that JAX calls later
 `custom_vmap`) are left as they are.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, cast

@@ -13,8 +13,6 @@ counts of one step would fit an int32 nearly always, their sum over a training r
 Reference: IEEE 754-2019, section 3.4.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

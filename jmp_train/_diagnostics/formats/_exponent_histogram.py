@@ -4,8 +4,6 @@ Decides what is counted, of a tree or of a backward pass, and how histograms add
 numbers in another format; see `_underflow.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -93,11 +91,11 @@ class ExponentHistogram:
     def _special(self, which: int) -> np.ndarray:
         return to_int64(self.counts)[..., self.wide.bins + which]
 
-    def total(self) -> ExponentHistogram:
+    def total(self) -> "ExponentHistogram":
         """The histogram of all leaves together, with one path, "total"; works inside `jit`."""
         return ExponentHistogram(jnp.expand_dims(sum_uint64(jnp.asarray(self.counts), -2), -3), (_TOTAL,), self.lowest)
 
-    def psum(self, axis_name: Any) -> ExponentHistogram:
+    def psum(self, axis_name: Any) -> "ExponentHistogram":
         """The histogram of what all devices along a mesh axis have, inside `shard_map` or `pmap`.
 
         There each device counts its own shard of an array. A plain `jax.lax.psum` of the tree would lose the carry.
@@ -107,7 +105,7 @@ class ExponentHistogram:
         """
         return ExponentHistogram(psum_uint64(self.counts, axis_name), self.paths, self.lowest)
 
-    def __add__(self, other: Any) -> ExponentHistogram:
+    def __add__(self, other: Any) -> "ExponentHistogram":
         if not isinstance(other, ExponentHistogram):
             return NotImplemented
         if (self.paths, self.lowest) != (other.paths, other.lowest):

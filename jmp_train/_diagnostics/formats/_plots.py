@@ -7,8 +7,6 @@ Colours are those of Okabe and Ito, which colour-blind readers can tell apart; r
 differ in style, for print without colours.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,8 +28,8 @@ _MARGIN = 0.03  # of the range of exponents, left empty at both ends
 
 
 def plot_exponents(
-    tree_or_histogram: Any, dtype: DTypeLike = "float16", loss_scale: Any = None, ax: Axes | None = None
-) -> Axes:
+    tree_or_histogram: Any, dtype: DTypeLike = "float16", loss_scale: Any = None, ax: "Axes | None" = None
+) -> "Axes":
     """Draws the share of values at every exponent, over the regions where a 16- or 8-bit format loses them.
 
     Shaded are the exponents whose numbers become zero, subnormal (with fewer bits of precision) and infinite in the
@@ -93,7 +91,7 @@ def _bottom(whole: ExponentHistogram) -> float:
     return min(0.5 * shares[shares > 0].min(initial=100.0), 0.05)
 
 
-def _draw_values(axes: Axes, whole: ExponentHistogram, target: Format, shift: float | None) -> None:
+def _draw_values(axes: "Axes", whole: ExponentHistogram, target: Format, shift: float | None) -> None:
     shares, bottom = _shares(whole), _bottom(whole)
     edges = np.append(whole.exponents, whole.exponents[-1] + 1)
     style: dict[str, Any] = {"fill": True, "facecolor": _BLUE, "edgecolor": _BLUE, "baseline": bottom, "zorder": 2}
@@ -103,7 +101,7 @@ def _draw_values(axes: Axes, whole: ExponentHistogram, target: Format, shift: fl
         axes.stairs(shares, edges + shift, baseline=bottom, color=_BLACK, linewidth=1.6, label=label, zorder=3)
 
 
-def _note(ax: Axes, text: str) -> None:
+def _note(ax: "Axes", text: str) -> None:
     """Says why there is nothing to see."""
     ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", zorder=4)
 
@@ -118,7 +116,7 @@ def _limits(used: np.ndarray, shift: float, target: Format) -> tuple[float, floa
     return math.floor(min(ends)) - margin, math.ceil(max(ends)) + margin
 
 
-def _draw_regions(ax: Axes, target: Format, limits: tuple[float, float]) -> None:
+def _draw_regions(ax: "Axes", target: Format, limits: tuple[float, float]) -> None:
     # Half the smallest subnormal number rounds to zero; half a step above the largest number rounds to infinity.
     lost, normal = math.log2(target.smallest_subnormal) - 1, math.log2(target.smallest_normal)
     top = math.log2(target.max + target.max * target.eps / 4)
@@ -159,7 +157,7 @@ def _left_out(whole: ExponentHistogram) -> str:
     return found and f"Not drawn: {found} already"
 
 
-def _legend_above(ax: Axes, note: str) -> None:
+def _legend_above(ax: "Axes", note: str) -> None:
     """A legend above the axes, where no data can be under it."""
     handles, labels = ax.get_legend_handles_labels()
     ax.legend(
@@ -180,8 +178,8 @@ def plot_loss_scale(
     loss_scale: ArrayLike,
     skipped: ArrayLike | None = None,
     loss: ArrayLike | None = None,
-    axes: Sequence[Axes] | None = None,
-) -> tuple[Axes, ...]:
+    axes: "Sequence[Axes] | None" = None,
+) -> "tuple[Axes, ...]":
     """Draws the loss scale over the steps of a run, the steps that were skipped, and the loss below.
 
     Args:
@@ -226,12 +224,12 @@ def plot_loss_scale(
     return tuple(drawn)
 
 
-def _new_axes(caller: str, panels: int) -> Sequence[Axes]:
+def _new_axes(caller: str, panels: int) -> "Sequence[Axes]":
     pyplot, size = _pyplot(caller), (7, 2.4 + 1.6 * panels)
     return pyplot.subplots(panels, 1, sharex=True, squeeze=False, figsize=size, layout="constrained")[1][:, 0]
 
 
-def _draw_scale(ax: Axes, scales: np.ndarray, skips: np.ndarray) -> None:
+def _draw_scale(ax: "Axes", scales: np.ndarray, skips: np.ndarray) -> None:
     steps = np.arange(len(scales))
     if not steps.size:
         _note(ax, "no steps")
@@ -252,7 +250,7 @@ def _draw_scale(ax: Axes, scales: np.ndarray, skips: np.ndarray) -> None:
     ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=2, frameon=False, borderaxespad=0)
 
 
-def _draw_loss(ax: Axes, losses: np.ndarray, skips: np.ndarray) -> None:
+def _draw_loss(ax: "Axes", losses: np.ndarray, skips: np.ndarray) -> None:
     steps = np.arange(len(losses))
     for step in steps[skips]:
         ax.axvline(step, color=_RED, linewidth=0.8, linestyle=":", zorder=1)

@@ -4,8 +4,6 @@ Decides what is accepted as an argument, what is returned and how it is printed.
 measured, ranked and proposed; see `_sensitivity_search.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

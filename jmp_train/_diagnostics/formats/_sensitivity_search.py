@@ -4,8 +4,6 @@ Decides the candidates (named scopes, or groups of primitives), how the error of
 are ranked by it and which are proposed. Does not decide what is returned and printed; see `_sensitivity.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import glob
 import math
@@ -54,7 +52,7 @@ class Candidate:
     name: str
     operations: int
     primitives: tuple[str, ...] = ()
-    children: tuple[Candidate, ...] = ()
+    children: "tuple[Candidate, ...]" = ()
 
 
 def keep_float32(rules: Rules, chosen: Iterable[Candidate]) -> Rules:

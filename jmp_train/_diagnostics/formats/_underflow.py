@@ -15,8 +15,6 @@ so that S * |x| need never be computed: |x| is compared with T / S for three rat
 Reference: IEEE 754-2019, section 4.3.1.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

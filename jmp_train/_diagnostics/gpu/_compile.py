@@ -4,8 +4,6 @@ Decides how arguments are placed on GPUs that are described, not present, which 
 no machine code is made. Does not decide what is read from the compiled module; see `_gpu_report.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import math

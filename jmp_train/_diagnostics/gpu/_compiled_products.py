@@ -5,8 +5,6 @@ Decides which instructions multiply matrices: dots in fusions, and calls of cuBL
 from the module's shapes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

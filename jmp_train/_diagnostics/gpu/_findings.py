@@ -4,8 +4,6 @@ Decides the likely cause of a copy, from the instruction that made the copied va
 sums accumulate in 16 bits. Does not decide how many bytes a kernel moves; see `_kernels.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import warnings

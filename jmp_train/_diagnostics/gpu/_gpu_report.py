@@ -4,8 +4,6 @@ Decides which figures a report has, how they are summed up, compared and printed
 the compiled module: `_kernels.py` reads the bytes, `_compiled_products.py` the products, `_findings.py` the rest.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections import Counter
@@ -181,7 +179,7 @@ class GPUReport:
         values["memory"]["peak"] = self.memory.peak
         return {name: getattr(self, name) for name in names} | as_lists(values)
 
-    def compare(self, other: GPUReport, names: tuple[str, str] | None = None) -> Comparison:
+    def compare(self, other: "GPUReport", names: tuple[str, str] | None = None) -> Comparison:
         """Returns this report and `other` side by side: of one program under two policies, say.
 
         Args:

@@ -8,8 +8,6 @@ GB200 NVL72 (a GPU of it) and RTX PRO 6000 Blackwell, and the white paper of Ada
 with accumulation in float32. The rest of a description is that of XLA's own specifications, or of `deviceQuery`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections import Counter

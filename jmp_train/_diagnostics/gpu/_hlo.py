@@ -5,8 +5,6 @@ it costs; see `_kernels.py`. The text is the one public form of an optimized mod
 that do not parse are skipped.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

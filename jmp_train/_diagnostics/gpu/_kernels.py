@@ -5,8 +5,6 @@ matrices (`_compiled_products.py`), nor which could be spared or lose accuracy (
 without a cache: what a kernel reads, it reads from memory.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence

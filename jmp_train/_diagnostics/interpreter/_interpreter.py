@@ -11,8 +11,6 @@ it meets the others in a collective. What cannot be entered (kernels, callbacks,
 runs as recorded, as one equation. A value is dropped after its last use.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -66,7 +64,7 @@ class Interpreter:
             self._prepared[id(jaxpr)] = (jaxpr, program, last_reads(steps, program.outputs))
         return self._prepared[id(jaxpr)][1:]
 
-    def backward_only(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, outputs: frozenset[int]) -> BackwardOnly:
+    def backward_only(self, jaxpr: ClosedJaxpr | Jaxpr, place: Place, outputs: frozenset[int]) -> "BackwardOnly":
         """What of the program only the backward pass uses, if only that uses these outputs."""
         key = (id(jaxpr), place, outputs)
         if key not in self._backward_only:
@@ -103,11 +101,11 @@ class _Context(NamedTuple):
     backward_outputs: frozenset[int] = frozenset()
     device: Device = ()
 
-    def inside(self, node: Node, backward_outputs: frozenset[int]) -> _Context:
+    def inside(self, node: Node, backward_outputs: frozenset[int]) -> "_Context":
         place, around = self.place.inside(node), (node, *self.around)
         return self._replace(place=place, around=around, backward_outputs=backward_outputs)
 
-    def iteration(self, loop: Loop) -> _Context:
+    def iteration(self, loop: Loop) -> "_Context":
         return self._replace(loops=(*self.loops, loop))
 
 

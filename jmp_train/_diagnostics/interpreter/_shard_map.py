@@ -7,8 +7,6 @@ Devices take turns, one equation each, so that equations run in the program's or
 loops may differ from device to device; a device that reaches a collective waits for the others along its axes.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ all devices that a collective joins, or in float32 instead of 16 bits. Does not 
 see `_interpreter.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple

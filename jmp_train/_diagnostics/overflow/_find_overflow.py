@@ -5,8 +5,6 @@ it and its operands are described. Does not decide how values are followed (`_ta
 nor which line is the user's (`_source_lines.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

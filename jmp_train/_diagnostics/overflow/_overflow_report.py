@@ -4,8 +4,6 @@ Decides how the record in `LossScaleState` is named, sorted and printed. Does no
 `_find_overflow.py` runs the step again for that.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

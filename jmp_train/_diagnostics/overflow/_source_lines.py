@@ -5,8 +5,6 @@ and Python's own. Does not decide whether a cast was asked for; see `jmp_train/_
 Best effort: JAX cuts tracebacks where `jit` begins, and its frames have other names in other versions.
 """
 
-from __future__ import annotations
-
 import itertools
 import linecache
 import os

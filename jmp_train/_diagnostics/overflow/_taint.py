@@ -12,8 +12,6 @@ what was tested: where it selects a NaN that is written in the program, as `jnp.
 comes from the data. What an equation leaves in a `jax.Ref` is a result of it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -51,7 +49,7 @@ class Taint(NamedTuple):
     given_readers: frozenset[int] = frozenset()
     written_readers: frozenset[int] = frozenset()
 
-    def union(self, other: Taint) -> Taint:
+    def union(self, other: "Taint") -> "Taint":
         return Taint(*(_earliest(a | b) for a, b in zip(self, other, strict=True)))
 
 

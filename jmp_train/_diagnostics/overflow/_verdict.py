@@ -4,8 +4,6 @@ Decides the verdict and its cure from the equation's own operands, run again in 
 program in float32. Does not decide which equation is to blame; see `_taint.py` and `_find_overflow.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import glob

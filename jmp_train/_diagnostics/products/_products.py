@@ -6,8 +6,6 @@ not run on them as fast as it could. Does not decide what the products come to t
 Reference: NVIDIA, Matrix Multiplication Background User's Guide, and Convolutional Layers User's Guide.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

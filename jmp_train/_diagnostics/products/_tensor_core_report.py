@@ -14,8 +14,6 @@ credited.
 Reference: Micikevicius et al., Mixed Precision Training, ICLR 2018; Williams et al., Roofline, CACM 2009.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -5,8 +5,6 @@ for the derivative, with the operands that the scan has by then. `swapped_dots` 
 leaves.
 """
 
-from __future__ import annotations
-
 from ...ir import Program
 from .chained_casts import chained_casts
 from .dot_as_sums import dot_as_sums

@@ -19,8 +19,6 @@ BatchNorm that is the gradient of each convolution: with a `select`, MobileNetV3
 Decides which casts those are.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

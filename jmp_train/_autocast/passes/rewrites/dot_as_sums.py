@@ -7,8 +7,6 @@ it is a kernel of its own, which rounds its operands to TF32 on GPUs that have i
 additions it fuses with its readers, in float32.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -81,7 +79,7 @@ class _Operand(NamedTuple):
     free: Sequence[int]
 
     @staticmethod
-    def of(x: Any, contracted: Sequence[int], batch: Sequence[int]) -> _Operand:
+    def of(x: Any, contracted: Sequence[int], batch: Sequence[int]) -> "_Operand":
         x = lax.convert_element_type(x, np.float32)  # from integers and literals, too
         free = [axis for axis in range(x.ndim) if axis not in contracted and axis not in batch]
         return _Operand(x, contracted, batch, free)

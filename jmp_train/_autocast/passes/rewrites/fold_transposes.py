@@ -15,8 +15,6 @@ On an H200 such an attention would move 2.2 times the bytes. A transpose that an
 any layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

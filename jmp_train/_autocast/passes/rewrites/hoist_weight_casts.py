@@ -17,8 +17,6 @@ than the weights have.
 Decides which casts are made before which loop. Does not decide that a dot reads a copy; see `assign_dtypes.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import NamedTuple
 

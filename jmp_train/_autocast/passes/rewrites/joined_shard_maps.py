@@ -10,8 +10,6 @@ with which the backward pass starts does not depend on the forward pass, as with
 as if the loss had been differentiated inside.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple

@@ -12,8 +12,6 @@ Networks of convolutions move 5 to 20 % fewer bytes. Behind a norm without a bia
 directly, they would move up to 9 % more. If a dot reads `d`, that is in 16 bits, and nothing changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

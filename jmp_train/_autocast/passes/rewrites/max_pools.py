@@ -16,8 +16,6 @@ ResNet-50 writes and reads 0.8 GB less. Pools that JAX differentiates afterwards
 records for a pool in float32 moves twice the bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -16,8 +16,6 @@ Decides which carries these are, and writes the loop's body for them. `control_f
 other carries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping, Sequence
 
 import numpy as np

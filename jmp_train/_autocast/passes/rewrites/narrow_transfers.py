@@ -9,8 +9,6 @@ gathered value for the backward pass. The derivative stays that of a cast after 
 float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ is a kernel of its own and writes a float32 array as large as the logits for the
 each row gets one value, nothing is summed: a comparison with the index fuses with the equations around it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -16,8 +16,6 @@ a BatchNorm, XLA would often store the masked gradient instead: ResNet-50 would 
 Decides which comparisons are changed. Does not decide whether a mask is saved; see `save_or_remat.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from ...._jaxpr import FlatJaxpr

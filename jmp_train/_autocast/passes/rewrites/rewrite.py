@@ -4,8 +4,6 @@ A rewrite may be left out: that changes the program, but its results only by rou
 the facts that it needs are known.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple

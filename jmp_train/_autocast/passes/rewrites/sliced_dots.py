@@ -16,8 +16,6 @@ kernels, of 4,096 rows, move the same bytes with this rewrite and without.
 Decides which dots those are: read in parts only, directly or in a sum with another value, such as a bias.
 """
 
-from __future__ import annotations
-
 from ...ir import Op, Program, Use, added
 from ...primitives import ADDS, PLAIN_DOTS, Trait, having
 

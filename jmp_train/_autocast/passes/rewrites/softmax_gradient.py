@@ -18,8 +18,6 @@ attention may need more temporary memory, for one more array as large as its sco
 Decides which gradients those are: of exponentials over sums along the last axis, which are rematerialized anyway.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple

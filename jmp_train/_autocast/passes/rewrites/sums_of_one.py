@@ -7,8 +7,6 @@ nothing, but the passes treat a sum as a kernel of its own and store its operand
 around it, and `a` may be in 16 bits: a rounding of `a` is one of `b`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -9,8 +9,6 @@ product if the layer reads one axis of examples. For GPUs both orders compile to
 Decides which products those are, found by running all forms of up to two contracted, two free and one batch axis.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

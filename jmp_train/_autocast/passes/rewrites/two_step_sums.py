@@ -10,8 +10,6 @@ results: its cost model finds too few threads for the chain, whose result is the
 bytes. A sum over some of the axes has more threads. The barrier keeps XLA from joining both sums again.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

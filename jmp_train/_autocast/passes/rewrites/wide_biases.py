@@ -12,8 +12,6 @@ float32 anyway.
 Decides which equations those are: sums and products of 16-bit values with smaller parameters.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from ...._dtypes import FLOAT32

@@ -9,8 +9,6 @@ those that read the sums. If there is one window, as in a squeeze-and-excitation
 that compute `x`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

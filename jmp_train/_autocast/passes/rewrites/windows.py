@@ -3,8 +3,6 @@
 Sizes may be symbolic: only padding and strided slices from the first element are used, which `jax.export` accepts.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any
