@@ -205,6 +205,8 @@ STREAMS = {
     "before an activation": (residual_stream(jax.nn.gelu), False),
     "with a bias": (residual_stream(batch_norm, lambda h, w: h + w[0]), False),
     "a gate": (residual_stream(batch_norm, lambda h, w: h * (h @ w)), False),
+    "of exponentials, in float32": (residual_stream(batch_norm, lambda h, w: jnp.exp(h) + jnp.exp(h @ w)), False),
+    "of squares, in float32": (residual_stream(batch_norm, lambda h, w: h * h + jnp.square(h @ w)), False),
 }
 
 
@@ -214,3 +216,11 @@ def test_which_residual_streams_are_read_as_stored(name):
     programs = dict(stages(fn, W, A))
     remat, saved = (programs[each].residuals for each in ("save_or_remat", "save_for_sums"))
     assert bool(remat.remat & saved.saved) == expected
+
+
+def test_a_float32_sum_beyond_the_compute_dtype_has_finite_gradients():
+    """The backward pass reads `exp(h) + exp(-h)` in float32, as the norm does, though float16 cannot hold it."""
+    h = np.linspace(-15, 15, 16 * 16, dtype=np.float32).reshape(16, 16)
+    w = np.eye(16, dtype=np.float32)
+    fn = residual_stream(batch_norm, lambda h, w: jnp.exp(h) + jnp.exp(h @ -w))
+    assert np.isfinite(jax.jit(autocast(fn, "mixed_float16"))(w, h)).all()

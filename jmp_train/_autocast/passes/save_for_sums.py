@@ -80,7 +80,8 @@ def _shared_with_sums(program: Program) -> tuple[set[int], set[int]]:
         if not program.place.is_backward(equation.node):
             forward.add(number)
             shapes = {program.avals[each].shape for each in (number, *equation.operands)}
-            if sums == _ACROSS_ROWS and name in ADDS and len(shapes) == 1 and number in program.residuals.remat:
+            is_stored = sums == _ACROSS_ROWS and name in ADDS and len(shapes) == 1 and fact.precision is Precision.LOW
+            if is_stored and number in program.residuals.remat:
                 stored.add(number)
         elif name in EXPONENTIALS:
             continue  # belongs to a softmax that is rematerialized
