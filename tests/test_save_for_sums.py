@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from pass_tools import after, stages
 
-from jmp_train import DEFAULT_RULES, autocast, low_precision
+from jmp_train import DEFAULT_RULES, autocast, explain, low_precision
 
 RNG = np.random.default_rng(0)
 W, A = (RNG.normal(size=(16, 16)).astype(np.float32) for _ in range(2))
@@ -224,3 +224,10 @@ def test_a_float32_sum_beyond_the_compute_dtype_has_finite_gradients():
     w = np.eye(16, dtype=np.float32)
     fn = residual_stream(batch_norm, lambda h, w: jnp.exp(h) + jnp.exp(h @ -w))
     assert np.isfinite(jax.jit(autocast(fn, "mixed_float16"))(w, h)).all()
+
+
+def test_a_stored_stream_is_rounded_for_the_norm_in_bfloat16():
+    """XLA for CPUs would drop the rounding for the norm alone, and the two passes would normalise other numbers."""
+    fn, _ = STREAMS["before a norm over rows"]
+    for policy, count in (("mixed_bfloat16", 2), ("mixed_float16", 0)):  # for the norm, and for its backward pass
+        assert explain(fn, policy)(W, A).program().count("rounded ") == count

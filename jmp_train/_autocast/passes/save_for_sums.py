@@ -32,7 +32,7 @@ Decides which values these are.
 
 import dataclasses
 
-from ..._dtypes import FLOAT32
+from ..._dtypes import BFLOAT16, FLOAT32
 from ..analysis.activations import activations
 from ..ir import SHARED, Equation, Precision, Program, is_sixteen_bit
 from ..primitives import ADDS, EXPONENTIALS, FUSED, Rule
@@ -63,7 +63,12 @@ def save_for_sums(program: Program) -> Program:
                 facts[number] = dataclasses.replace(facts[number], precision=Precision.FULL)
         equations.append(equation if uses is equation.uses else equation.replace(uses=uses))
     residuals, saved = program.residuals, found | stored
-    residuals = dataclasses.replace(residuals, saved=residuals.saved | saved, remat=residuals.remat - saved)
+    # XLA for CPUs computes bfloat16 in float32, and drops the rounding for the norm, but not that of the saved copy: in
+    # the backward pass the normalised values would not have a mean of zero.
+    rounded = frozenset(stored if program.low == BFLOAT16 else ())
+    residuals = dataclasses.replace(
+        residuals, saved=residuals.saved | saved, remat=residuals.remat - saved, rounded=rounded
+    )
     return program.replace(facts=facts, equations=equations, residuals=residuals)
 
 

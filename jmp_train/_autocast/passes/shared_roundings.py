@@ -45,7 +45,8 @@ def shared_roundings(program: Program) -> Program:
         read = leading_to(program, exponentials, lambda equation: not residuals.remat.isdisjoint(equation.results))
         # Values that are neither saved nor rematerialized, such as the largest logit of a row, are equal on both sides.
         exponents = _low(program, read & (residuals.saved | residuals.remat))
-    return program.replace(residuals=dataclasses.replace(residuals, rounded=exponents | squared, squared=squared))
+    rounded = residuals.rounded | exponents | squared
+    return program.replace(residuals=dataclasses.replace(residuals, rounded=rounded, squared=squared))
 
 
 def leading_to(program: Program, numbers: Iterable[int], through: Callable[[Equation], bool]) -> set[int]:
