@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from ._diagnostics import gpu_report, tensor_core_report
+from ._jaxpr import JAX_FOLDER
 from ._text import count
 
 _EXAMPLE = "such as train:step for the function `step` of train.py"
@@ -130,7 +131,7 @@ def _arguments(make: Callable[..., Any]) -> tuple[tuple, dict[str, Any]]:
 def _check_fit(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], options: argparse.Namespace) -> None:
     """Raises unless the function takes these arguments, and has those to donate."""
     try:
-        signature = inspect.signature(fn)
+        signature = inspect.signature(inspect.unwrap(fn, stop=_is_not_of_jax), follow_wrapped=False)
     except (TypeError, ValueError):  # a callable without a signature
         signature = None
     try:
@@ -147,6 +148,11 @@ def _check_fit(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], opti
                 f"`--donate-argnums`: there is no argument {number}; {options.args} returns "
                 f"{count(len(args), 'argument')}, counted from 0."
             )
+
+
+def _is_not_of_jax(fn: Callable[..., Any]) -> bool:
+    """Whether a function may pass others than its own arguments to the one that it wraps, as decorators do."""
+    return inspect.isfunction(fn) and not fn.__code__.co_filename.startswith(JAX_FOLDER)
 
 
 if __name__ == "__main__":

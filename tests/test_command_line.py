@@ -16,12 +16,26 @@ import pytest
 from jmp_train.__main__ import main
 
 CODE = """
+import functools
+
 import jax
 import jax.numpy as jnp
 
 
 def loss(w, x, power=2):
     return jnp.mean(jnp.tanh(x @ w) ** power)
+
+
+def with_power(fn):
+    @functools.wraps(fn)
+    def run(*args):
+        return fn(*args, power=3)
+    return run
+
+
+@with_power
+def cubed(w, x, *, power):
+    return loss(w, x, power)
 
 
 gradient = jax.grad(loss)
@@ -105,6 +119,7 @@ def test_without_the_compiler_as_json(project, without_plugin, capsys):
     [
         ("training:Model.gradient", "training:example", 2 * 2 * 64 * 64 * 36),
         ("training:jitted", "training:example", 2 * 2 * 64 * 64 * 36),
+        ("training:cubed", "training:example", 2 * 64 * 64 * 36),
         ("training:gradient", "training:with_keywords", 2 * 2 * 64 * 64 * 36),
     ],
 )
