@@ -66,8 +66,9 @@ def with_loss_scale(
 
     Returns:
       A transformation with a `LossScaleState`. Its `init` raises a TypeError if a parameter is a PRNG key; its `update`
-      raises a ValueError if the gradients' structure or shapes differ from the parameters', if a gradient is unreduced
-      over axes of a mesh, or if `axis_name` names no enclosing axis.
+      raises a ValueError if the gradients' structure differs from the parameters', if their shapes do (unless `inner`
+      makes updates of the parameters' shapes from larger ones, as `optax.contrib.dpsgd` does), if a gradient is
+      unreduced over axes of a mesh, or if `axis_name` names no enclosing axis.
 
     Raises:
       TypeError: `inner` is no optax transformation, or `loss_scale` no loss scale.
@@ -119,8 +120,14 @@ def with_loss_scale(
         if loss_finite is not None:
             nonfinite_losses += (finite & ~loss_finite).astype(np.int32)
         grads = map_gradients(_finite_elements, jax.tree.map(_zero_for_float0, updates))
-        updates, inner_state = inner_tx.update(grads, state.inner_state, params, **extra_args)
+        try:
+            updates, inner_state = inner_tx.update(grads, state.inner_state, params, **extra_args)
+        except (TypeError, ValueError):
+            _check_gradient_shapes(given, params)
+            raise
         if params is not None and jax.tree.structure(updates) == jax.tree.structure(params):
+            if _other_shape(updates, params) is not None:
+                _check_gradient_shapes(given, params)
             _check_shapes("the updates of `inner`", updates, params)
         updates = jax.tree.map(lambda u: _update_or_zero(finite, u), updates)
         return _integers_stay(updates, given), LossScaleState(
@@ -184,7 +191,7 @@ def _integers_stay(updates: Any, grads: Any) -> Any:
         return updates
     if isinstance(updates, optax.LookaheadParams):
         return optax.LookaheadParams(*(_integers_stay(each, grads) for each in updates))
-    return jax.tree.map(lambda u, g: jnp.zeros(g.shape, np.int32) if is_float0(g) else u, updates, grads)
+    return jax.tree.map(lambda u, g: jnp.zeros(np.shape(u), np.int32) if is_float0(g) else u, updates, grads)
 
 
 def _update_or_zero(finite: jax.Array, update: Any) -> jax.Array:
@@ -257,13 +264,33 @@ def _are_of_examples(grads: Any, params: Any) -> bool:
     return all(len(shape) > len(expected) and shape[1:] == expected for shape, expected in shapes)
 
 
+def _other_shape(tree: Any, params: Any) -> int | None:
+    """The number of the first leaf whose shape is not its parameter's."""
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(params), strict=True)
+    return next((number for number, (x, p) in enumerate(pairs) if np.shape(x) != np.shape(p)), None)
+
+
 def _check_shapes(what: str, tree: Any, params: Any) -> None:
-    for path, x, p in zip(leaf_paths(params), jax.tree.leaves(tree), jax.tree.leaves(params), strict=True):
-        if np.shape(x) != np.shape(p):
-            raise ValueError(
-                f"{what} must have the shapes of `params`: {path!r} has the shape {np.shape(x)}, and the parameter "
-                f"{np.shape(p)}. Differentiate the mean over the batch with respect to the parameters given."
-            )
+    if (number := _other_shape(tree, params)) is not None:
+        shape, expected = (np.shape(jax.tree.leaves(each)[number]) for each in (tree, params))
+        raise ValueError(
+            f"{what} must have the shapes of `params`: {leaf_paths(params)[number]!r} has the shape {shape}, and the "
+            f"parameter {expected}. Differentiate the mean over the batch with respect to the parameters given."
+        )
+
+
+def _check_gradient_shapes(grads: Any, params: Any) -> None:
+    """Names the gradient that `inner` cannot use; if all are those of examples, `inner` may have another reason."""
+    if params is not None and not _are_of_examples(grads, _differentiated(params)):
+        _check_shapes("`grads`", grads, _differentiated(params))
+
+
+def _is_stretched(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    """Whether arrays of the first shape, not of the second, become such of the second where both meet."""
+    try:
+        return shape != expected and np.broadcast_shapes(shape, expected) == expected
+    except ValueError:
+        return False
 
 
 def _check_loss(value: Any) -> None:
@@ -286,7 +313,7 @@ def _check_no_keys(params: Any) -> None:
 def _check_structure(grads: Any, state: Any, params: Any) -> None:
     check_state(state, LossScaleState)
     _check_loss_scale(state.loss_scale)
-    found = leaf_paths(grads)
+    leaves = jax.tree.leaves(grads)
     if params is not None:
         like = _differentiated(params)
         if difference := node_difference(grads, like):
@@ -296,10 +323,12 @@ def _check_structure(grads: Any, state: Any, params: Any) -> None:
                 f"`grads` must have the structure of `params`: {what}. "
                 "Differentiate with respect to the parameters that the optimizer holds."
             )
-        if not _are_of_examples(grads, like):
+        # Most transformations would add such gradients to their state without an error. Larger ones `inner` may sum,
+        # over examples or devices.
+        if any(_is_stretched(np.shape(g), np.shape(p)) for g, p in zip(leaves, jax.tree.leaves(like), strict=True)):
             _check_shapes("`grads`", grads, like)
-    if len(found) != state.last_overflow.shape[-1]:
+    if len(leaves) != state.last_overflow.shape[-1]:
         raise ValueError(
-            f"`grads` has {len(found)} leaves, and `init` saw parameters with {state.last_overflow.shape[-1]}. "
+            f"`grads` has {len(leaves)} leaves, and `init` saw parameters with {state.last_overflow.shape[-1]}. "
             "Call `init` with the parameters that you differentiate with respect to."
         )

@@ -262,6 +262,35 @@ class TestErrors:
         )
         self.check(ValueError, message, tx.update, grads, tx.init(params), params)
 
+    def test_gradients_that_the_inner_transformation_reduces(self):
+        """Some per example and some averaged, and whole ones for parameters of which each device has a part."""
+        params = {"a": jnp.ones(4), "b": jnp.ones(())}
+        mean = optax.stateless(lambda updates, _: jax.tree.map(lambda x: -jnp.mean(x, 0), updates))
+        tx = with_loss_scale(optax.partition({"mean": mean, "sgd": optax.sgd(1.0)}, {"a": "mean", "b": "sgd"}))
+        updates, _ = tx.update({"a": jnp.ones((2, 4)), "b": jnp.ones(())}, tx.init(params), params)
+        assert updates["a"].tolist() == [-1.0] * 4 and updates["b"] == -1
+        shards = optax.stateless(lambda updates, _: jax.tree.map(lambda x: x[:2], updates))
+        tx = scaled(optax.chain(shards, optax.sgd(1.0, momentum=0.9)))
+        part = {"a": jnp.ones(2)}
+        updates, _ = tx.update({"a": jnp.ones(4)}, tx.init(part), part)
+        assert updates["a"].tolist() == [-1.0] * 2
+
+    def test_gradients_that_would_be_stretched(self):
+        """Momentum adds them to its trace without an error."""
+        message = (
+            "`grads` must have the shapes of `params`: '' has the shape (1,), and the parameter (3,). "
+            "Differentiate the mean over the batch with respect to the parameters given."
+        )
+        tx, params = scaled(optax.sgd(0.1, momentum=0.9)), jnp.ones(3)
+        self.check(ValueError, message, tx.update, jnp.ones(1), tx.init(params), params)
+
+    def test_gradients_of_integers_for_each_example(self):
+        params = {"ids": jnp.arange(3), "w": jnp.ones(2)}
+        tx = with_loss_scale(optax.stateless(lambda updates, _: jax.tree.map(lambda x: -jnp.mean(x, 0), updates)))
+        grads = {"ids": np.zeros((4, 3), jax.dtypes.float0), "w": jnp.ones((4, 2))}
+        updates, _ = tx.update(grads, tx.init(params), params)
+        assert optax.apply_updates(params, updates)["ids"].tolist() == [0, 1, 2]
+
     def test_gradients_for_other_parameters(self):
         message = (
             "`grads` has 1 leaves, and `init` saw parameters with 3. "
