@@ -185,11 +185,13 @@ def _is_pair(entry: Any) -> bool:
 def glob_of(path: str) -> str:
     """A glob for `overrides` that matches this path.
 
-    >>> glob_of("layers/w[0]"), glob_of("a=b"), glob_of("")
-    ('layers/w[[]0]', 'a?b', '.')
+    >>> glob_of("layers/w[0]"), glob_of("a=b"), glob_of(""), glob_of("a/"), glob_of(" a")
+    ('layers/w[[]0]', 'a?b', '.', 'a/*', '?a')
     """
-    glob = escape(path).replace(",", "?").replace("=", "?")
-    return f"?{glob[1:]}" if glob.startswith("<") else glob or "."
+    glob = "/".join(segment or "*" for segment in escape(path).split("/")) if path else "."
+    glob = glob.replace(",", "?").replace("=", "?")
+    glob = f"?{glob[1:]}" if glob[0] in "< " else glob
+    return f"{glob[:-1]}?" if glob.endswith(" ") else glob
 
 
 def check_glob(argument: str, glob: str) -> str:

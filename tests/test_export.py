@@ -86,7 +86,17 @@ class TestOutOfRange:
         assert export_params(params, wide)["w"][0] == 1e39
 
     @pytest.mark.parametrize(
-        ("path", "glob"), [("w[0]", "w[[]0]"), ("e,f", "e?f"), ("a=b", "a?b"), ("<w>", "?w>"), ("", "."), ("w", "w")]
+        ("path", "glob"),
+        [
+            ("w[0]", "w[[]0]"),
+            ("e,f", "e?f"),
+            ("a=b", "a?b"),
+            ("<w>", "?w>"),
+            ("", "."),
+            ("w", "w"),
+            (" w", "?w"),
+            ("w ", "w?"),
+        ],
     )
     def test_the_ways_out(self, path, glob):
         policy, weight = jmp.get_policy("mixed_float16"), LARGE["a"]["w"]
