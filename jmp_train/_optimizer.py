@@ -303,7 +303,7 @@ def _check_loss(value: Any) -> None:
 
 def _check_no_keys(params: Any) -> None:
     for path, leaf in zip(leaf_paths(params), jax.tree.leaves(params), strict=True):
-        if jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
+        if is_array(leaf) and jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
             raise TypeError(
                 f"`params`: {path!r} is a PRNG key ({leaf.dtype}), to which no update can be added. Give the optimizer "
                 "parameters and gradients without keys, and hand keys to the loss function in another argument."

@@ -101,7 +101,8 @@ def node_difference(tree: Any, like: Any, path: tuple[Any, ...] = ()) -> str | N
     children, kind = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
     others, other_kind = jax.tree_util.tree_flatten_with_path(like, is_leaf=lambda node: node is not like)
     if kind != other_kind:
-        one, other = type(tree).__name__, type(like).__name__
+        leaf = jax.tree.structure(0)
+        one, other = ("leaf" if jax.tree.structure(x) == leaf else type(x).__name__ for x in (tree, like))
         what = f"a {one} and a {other}" if one != other else f"two of type {one} with other keys or static fields"
         return f"{what} at {path_string(path)!r}"
     found = (node_difference(x, y, (*path, *key)) for (key, x), (_, y) in zip(children, others, strict=True))
