@@ -19,7 +19,7 @@ from ..._jaxpr import BARRIER, FlatJaxpr, Loop, Node, flatten
 from ..._sizes import assumed_size
 from ..primitives import BOUNDS, COMBINES, SYSTEMS, Trait, having
 from .dot_sizes import DotSizes
-from .loops import dependents
+from .loops import dependents, sources
 from .producers import Producers
 
 # Primitives that combine operands are linear in all of them together.
@@ -125,13 +125,16 @@ def are_solved(program: FlatJaxpr, ends: Sequence[tuple[int, int]], linear: Sequ
       linear: what `are_linear` says of the carries.
     """
     # As in `are_linear`, one walk for all carries: a node is between the ends of the carries in `between`.
-    depends, leads = _reached(program, ends)
+    depends, leads = [0] * len(program.avals), _leading(program, [result for _, result in ends])
+    for position, (start, _) in enumerate(ends):
+        depends[start] |= 1 << position
     systems = products = divided = other = 0
     for node in program.nodes:
         dependent = leading = 0
         for number in node.ins:
             dependent |= depends[number]
         for number in node.outs:
+            depends[number] |= dependent
             leading |= leads[number]
         between = dependent & leading
         if not between:
@@ -151,27 +154,19 @@ def are_solved(program: FlatJaxpr, ends: Sequence[tuple[int, int]], linear: Sequ
             return not carry & other
         if linear[position] or not carry & products & divided:
             return False
-        dependent = {number for number, carries in enumerate(depends) if carry & carries}
-        leading = {number for number, carries in enumerate(leads) if carry & carries}
+        start, result = ends[position]
+        dependent, leading = dependents(program, [start]), sources(program, [result])
         nodes = [n for n in program.nodes if not (dependent.isdisjoint(n.ins) or leading.isdisjoint(n.outs))]
         return _is_rank_one_update(program, nodes, dependent)
 
     return list(map(is_solved, range(len(ends))))
 
 
-def _reached(program: FlatJaxpr, ends: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """For each value, the carries (as bits) on which it depends, and those whose result depends on it."""
-    depends, leads = ([0] * len(program.avals) for _ in range(2))
-    for position, (start, result) in enumerate(ends):
-        depends[start] |= 1 << position
+def _leading(program: FlatJaxpr, results: Sequence[int]) -> list[int]:
+    """For each value, the carries (as bits) whose result depends on it."""
+    leads = [0] * len(program.avals)
+    for position, result in enumerate(results):
         leads[result] |= 1 << position
-    for node in program.nodes:
-        found = 0
-        for number in node.ins:
-            found |= depends[number]
-        if found:
-            for number in node.outs:
-                depends[number] |= found
     for node in reversed(program.nodes):
         if node.name == BARRIER:
             for number, result in zip(node.ins, node.outs, strict=True):
@@ -183,7 +178,7 @@ def _reached(program: FlatJaxpr, ends: Sequence[tuple[int, int]]) -> tuple[list[
         if found:
             for number in node.ins:
                 leads[number] |= found
-    return depends, leads
+    return leads
 
 
 def _is_rank_one_update(program: FlatJaxpr, nodes: Sequence[Node], dependent: set[int]) -> bool:

@@ -9,6 +9,6 @@ from ._gpu_report import gpu_report as gpu_report
 from ._gpus import GPU as GPU
 from ._gpus import NARROW_UNITS as NARROW_UNITS
 from ._gpus import UNITS as UNITS
-from ._gpus import flops_by_unit as flops_by_unit
+from ._gpus import WithProducts as WithProducts
 from ._gpus import get_gpu as get_gpu
 from ._gpus import gpus as gpus

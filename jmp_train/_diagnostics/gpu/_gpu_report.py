@@ -43,7 +43,7 @@ from ._findings import (
     unused_donations,
     unused_donors,
 )
-from ._gpus import GPU, NARROW_UNITS, UNITS, flops_by_unit, get_gpu
+from ._gpus import GPU, NARROW_UNITS, UNITS, WithProducts, get_gpu
 from ._kernels import Kernel, kernels, unknown_loops
 
 # How many rows of a report's longest tables `str` shows.
@@ -90,7 +90,7 @@ def _figure_text(name: str, value: float) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class GPUReport:
+class GPUReport(WithProducts):
     """A program as compiled for a GPU: a value to read, print, compare and test. Figures are those of one GPU.
 
     `str(report)` sums it up; `table()` lists the kernels; `as_dict()` is ready for JSON; `compare` sets two side by
@@ -138,16 +138,6 @@ class GPUReport:
     def launches(self) -> int:
         """Kernels that one call starts, loops multiplied out."""
         return sum(kernel.times for kernel in self.kernels)
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of all dots and convolutions, loops multiplied out."""
-        return sum(product.flops * product.times for product in self.products)
-
-    @property
-    def unit_flops(self) -> dict[str, int]:
-        """FLOPs by what multiplies: `8 bits`, `16 bits`, `tf32`, `float32`, `float64`."""
-        return flops_by_unit(self.products)
 
     @property
     def tensor_core_share(self) -> float:

@@ -11,7 +11,6 @@ with accumulation in float32. The rest of a description is that of XLA's own spe
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ..._dtypes import did_you_mean
@@ -390,9 +389,20 @@ def product_unit(dtypes: Any, is_strict: bool) -> str:
     return "16 bits" if bits == 16 else "8 bits"
 
 
-def flops_by_unit(products: Iterable[Any]) -> dict[str, int]:
-    """FLOPs of products (with `unit`, `flops`, `times`), loops multiplied out, by unit in the order of `UNITS`."""
-    found: Counter[str] = Counter()
-    for product in products:
-        found[product.unit] += product.flops * product.times
-    return {unit: found[unit] for unit in UNITS if found[unit]}
+class WithProducts:
+    """What reports say of their `products`, which have `flops`, `times` and `unit`; loops are multiplied out."""
+
+    products: Any  # a tuple, of each report's own kind
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all products."""
+        return sum(product.flops * product.times for product in self.products)
+
+    @property
+    def unit_flops(self) -> dict[str, int]:
+        """FLOPs by what multiplies: `8 bits`, `16 bits`, `tf32`, `float32`, `float64`."""
+        found: Counter[str] = Counter()
+        for product in self.products:
+            found[product.unit] += product.flops * product.times
+        return {unit: found[unit] for unit in UNITS if found[unit]}

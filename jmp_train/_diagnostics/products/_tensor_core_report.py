@@ -34,7 +34,7 @@ from ..._policy import Policy, get_policy
 from ..._sizes import itemsize
 from ..._text import as_lists, columns, count, short_source
 from ..._values import check_callable
-from ..gpu import GPU, NARROW_UNITS, UNITS, abstract_mesh, check_sizes, flops_by_unit, get_gpu, traced_program
+from ..gpu import GPU, NARROW_UNITS, UNITS, WithProducts, abstract_mesh, check_sizes, get_gpu, traced_program
 from ._products import Padding, Product, products_of
 
 # These may multiply matrices, which a jaxpr does not show.
@@ -64,7 +64,7 @@ class Estimate:
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorCoreReport:
+class TensorCoreReport(WithProducts):
     """The dots and convolutions of a program: a value to read, print and test.
 
     `str(report)` sums it up and groups what is slow by its reason; `table()` lists every product; `as_dict()` is ready
@@ -87,16 +87,6 @@ class TensorCoreReport:
     repaired: Estimate
     opaque: tuple[str, ...]
     uncounted_loops: int
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of all products, loops multiplied out."""
-        return sum(product.flops * product.times for product in self.products)
-
-    @property
-    def unit_flops(self) -> dict[str, int]:
-        """FLOPs by what multiplies: `8 bits`, `16 bits`, `tf32`, `float32`, `float64`."""
-        return flops_by_unit(self.products)
 
     @property
     def tensor_core_share(self) -> float:
