@@ -95,6 +95,8 @@ BODIES = {
     "a solution, bounded": (lambda c, d: jnp.clip(jnp.linalg.solve(c, d), 0.0, 9.0), {SOLVES}),
     "a solution, and its diagonal, which is a branch": (
         lambda c, d: jnp.linalg.solve(c, d) + jnp.diag(jnp.diag(c)), {SOLVES}),
+    "a solution that passes a barrier beside a function": (
+        lambda c, d: lax.optimization_barrier((jnp.sin(c), jnp.linalg.solve(c + d, d)))[1], {SOLVES}),
     "a solution, or terms": (
         lambda c, d: lax.cond(d[0, 0] > 0, lambda c: jnp.linalg.solve(c, d), lambda c: d, c + jnp.linalg.solve(c, d)),
         {SOLVES}),
