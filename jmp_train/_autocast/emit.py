@@ -160,7 +160,7 @@ def _run_scan(equation: Equation, operands: list[Any]) -> list[Any]:
     `lax.scan` makes them anew.
     """
     if equation.counts is None:
-        return _with_bodies(equation, operands)
+        return _with_bodies(equation, operands, {})
     (body,), (consts, carry), params = equation.bodies, equation.counts, equation.node.params
     start, rows, length = operands[consts : consts + carry], operands[consts + carry :], params["length"]
 
@@ -230,10 +230,9 @@ def _holds_shard_map(program: Program) -> bool:
     return any(each.name == "shard_map" or any(map(_holds_shard_map, each.bodies)) for each in program.equations)
 
 
-def _with_bodies(equation: Equation, operands: list[Any], traced: dict[int, ClosedJaxpr] | None = None) -> list[Any]:
+def _with_bodies(equation: Equation, operands: list[Any], traced: dict[int, ClosedJaxpr]) -> list[Any]:
     """Runs a primitive whose parameters stay as recorded, except its bodies and the number of a `while`'s constants."""
     counts = {} if equation.counts is None else {"body_nconsts": equation.counts[0]}
-    traced = {} if traced is None else traced
     for body in equation.bodies:
         if id(body) not in traced:
             traced[id(body)] = to_jaxpr(body)
