@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jmp_train._autocast.analysis.consumers import Consumers
 from jmp_train._autocast.analysis.producers import Producers
+from jmp_train._autocast.analysis.whole_program.consumers import Consumers
 from jmp_train._jaxpr import flatten
 
 X, Y = np.ones((4, 6), np.float32), np.full((5, 6), 2, np.float32)

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from jmp_train._autocast.analysis.dot_sizes import DotSizes, asks_for_float32, leaves_small_result
-from jmp_train._autocast.analysis.provenance import Provenance, carried_provenance, joined_provenance
+from jmp_train._autocast.analysis.whole_program.provenance import Provenance, carried_provenance, joined_provenance
 from jmp_train._jaxpr import flatten
 
 DEFAULT, HIGH, HIGHEST = (lax.Precision.DEFAULT, lax.Precision.HIGH, lax.Precision.HIGHEST)

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from jmp_train._autocast.analysis.loops import accumulates, is_counted, is_residual_stream, may_be_narrow
-from jmp_train._autocast.analysis.recurrences import are_linear, are_solved, carry_kinds
+from jmp_train._autocast.analysis.whole_program.recurrences import are_linear, are_solved, carry_kinds
 from jmp_train._autocast.ir import TOP
 from jmp_train._jaxpr import flatten, loop_of
 

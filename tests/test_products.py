@@ -15,8 +15,8 @@ from pass_tools import with_batching_rule
 from test_autocast import equations
 
 from jmp_train import DEFAULT_RULES, autocast, explain, full_precision, get_policy, low_precision
-from jmp_train._autocast.analysis.derivatives import are_mapped
 from jmp_train._autocast.analysis.uses import RETURNED
+from jmp_train._autocast.analysis.whole_program.derivatives import are_mapped
 from jmp_train._autocast.analysis.wide_product import Cause, WideProduct
 from jmp_train._autocast.autocast import make_planned, matmul_precision
 from jmp_train._autocast.ir import Precision

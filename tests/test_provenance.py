@@ -8,8 +8,8 @@ from jax import lax
 from pass_tools import with_batching_rule
 
 import jmp_train as jmp
-from jmp_train._autocast.analysis.products import Products
-from jmp_train._autocast.analysis.provenance import Known, Provenance
+from jmp_train._autocast.analysis.whole_program.products import Products
+from jmp_train._autocast.analysis.whole_program.provenance import Known, Provenance
 from jmp_train._autocast.ir import TOP
 from jmp_train._autocast.planner import Planner
 

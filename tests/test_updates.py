@@ -11,7 +11,7 @@ from hand_tools import relative_error
 
 import jmp_train as jmp
 from jmp_train import autocast
-from jmp_train._autocast.analysis.updates import GRADIENT, STEP, UPDATE
+from jmp_train._autocast.analysis.whole_program.updates import GRADIENT, STEP, UPDATE
 
 RNG = np.random.default_rng(0)
 PARAMS = {"in": (32, 48), "hidden": (48, 48), "bias": (48,), "out": (48, 4)}

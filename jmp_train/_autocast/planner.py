@@ -9,8 +9,8 @@ from typing import Any
 from .._jaxpr import LOOPS, RUN_ONCE, ClosedJaxpr, FlatJaxpr, Jaxpr, flatten
 from .._policy import Policy
 from .analysis.entries import entries_of
-from .analysis.products import Products
 from .analysis.uses import Flags, Uses, find_uses
+from .analysis.whole_program.products import Products
 from .ir import TOP, Context, Place, Precision, Program
 from .passes.assign_dtypes import assign_dtypes
 from .passes.body_residuals import body_residuals

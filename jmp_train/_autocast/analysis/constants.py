@@ -4,7 +4,7 @@
     c = dot_general x b           `table_of` its numbers `exceeds` float16, which is infinite from exp(12) on
 
 Decides both by running the equations that compute such a value, while the program is planned. Does not decide what
-follows from them; see `product_causes.py`.
+follows from them; see `whole_program/causes.py`.
 """
 
 import concurrent.futures

@@ -1,6 +1,7 @@
 """How large a `dot_general` is, and which precision it was recorded with.
 
-Decides these from its parameters and shapes. Does not decide what they mean for its dtype; see `products.py`.
+Decides these from its parameters and shapes. Does not decide what they mean for its dtype; see `causes.py` in
+`whole_program`.
 """
 
 import math
@@ -13,6 +14,8 @@ import numpy as np
 from ..._jaxpr import FlatJaxpr, Node
 from ..._sizes import assumed_shape
 
+# Tensor Cores contract 16 numbers of 16 bits at a time (`mma.m16n8k16`); with fewer they mostly multiply padding.
+TENSOR_CORE_DEPTH = 16
 # A result this many times smaller than an operand costs next to nothing in float32: 2 more bytes for each of its
 # numbers are less than a hundredth of the operand's bytes in 16 bits.
 _SMALL = 128

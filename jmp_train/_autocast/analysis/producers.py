@@ -6,7 +6,7 @@
     f = mul d a                       the factors of `f` are `d` and `a`
 
 Decides these by following producers back through a program. Does not decide what follows from it; see
-`product_causes.py` and `entries.py`.
+`whole_program/causes.py` and `entries.py`.
 """
 
 import collections

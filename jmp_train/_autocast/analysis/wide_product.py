@@ -1,6 +1,6 @@
 """The entry of a product that runs in float32, and the possible causes.
 
-Decides which causes there are. Does not decide which product has one; see `products.py`.
+Decides which causes there are. Does not decide which product has one; see `whole_program/causes.py`.
 """
 
 import dataclasses

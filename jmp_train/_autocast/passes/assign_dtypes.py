@@ -31,8 +31,8 @@ from ..analysis.accesses import Accesses
 from ..analysis.dot_sizes import asks_for_float32, leaves_small_result
 from ..analysis.producers import keeps_float32
 from ..analysis.ranges import UNKNOWN_NUMBERS, Numbers, Range, divides_by_terms, filled_with, numbers_through, range_of
-from ..analysis.updates import GRADIENT, STEP, UPDATE
 from ..analysis.uses import Flags, axes_of
+from ..analysis.whole_program.updates import GRADIENT, STEP, UPDATE
 from ..analysis.wide_product import WideProduct
 from ..ir import (
     SHARED,

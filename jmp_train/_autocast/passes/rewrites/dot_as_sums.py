@@ -20,8 +20,7 @@ from jax import lax
 
 from ...._jaxpr import Node
 from ...._sizes import is_less
-from ...analysis.dot_sizes import DotSizes
-from ...analysis.product_causes import TENSOR_CORE_DEPTH
+from ...analysis.dot_sizes import TENSOR_CORE_DEPTH, DotSizes
 from ...analysis.wide_product import Cause, WideProduct
 from ...ir import Equation, Program
 from .rewrite import Computation

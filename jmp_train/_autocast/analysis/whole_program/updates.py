@@ -17,11 +17,11 @@ Decides which sums these are. Does not decide about those of a `scan`, whose car
 import collections
 from typing import Any
 
-from ..._jaxpr import Node
-from ..ir import Place
-from ..primitives import ELEMENT_BY_ELEMENT, Entry, Rule
+from ...._jaxpr import Node
+from ...ir import Place
+from ...primitives import ELEMENT_BY_ELEMENT, Entry, Rule
+from ..uses import axes_of
 from .provenance import Provenance, Values
-from .uses import axes_of
 
 UPDATE = Entry(Rule.HIGH, "updates parameters by a gradient: steps are smaller than the last bit of 16 bits")
 STEP = Entry(Rule.HIGH, "a step along a gradient: steps are smaller than the last bit of 16 bits")

@@ -7,7 +7,7 @@
     p -> sub p (div (mul q q) (dot_general x q))   the same with one equation, as in recursive least squares: q = p @ x
 
 Decides this by the equations between a carry and the body's result for it: products and sums of itself, linear
-systems. Does not decide what follows from it; see `provenance.py` and `product_causes.py`.
+systems. Does not decide what follows from it; see `provenance.py` and `causes.py`.
 """
 
 import itertools
@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
 
-from ..._jaxpr import BARRIER, FlatJaxpr, Loop, Node, flatten
-from ..._sizes import assumed_size
-from ..primitives import BOUNDS, COMBINES, SYSTEMS, Trait, having
-from .dot_sizes import DotSizes
-from .loops import dependents, sources
-from .producers import Producers
+from ...._jaxpr import BARRIER, FlatJaxpr, Loop, Node, flatten
+from ...._sizes import assumed_size
+from ...primitives import BOUNDS, COMBINES, SYSTEMS, Trait, having
+from ..dot_sizes import DotSizes
+from ..loops import dependents, sources
+from ..producers import Producers
 
 # Primitives that combine operands are linear in all of them together.
 _LINEAR = having(Trait.LINEAR | Trait.MOVES | Trait.PICKS) | COMBINES | {"convert_element_type"}

@@ -5,7 +5,7 @@
     d = dot_general (cos c) x                       in float32 too: the derivative of `c`
     e = dot_general h w                             a layer: no entry of its own, and LOW by the table
 
-A product that is no layer of a network (`product_causes.py`), or for which somebody asked for float32 by name, runs in
+A product that is no layer of a network (`causes.py`), or for which somebody asked for float32 by name, runs in
 float32 forward and backward (`derivatives.py`).
 
 Decides which products these are and why, before dtypes are assigned, including those inside loops, branches and calls.
@@ -16,7 +16,7 @@ values are states of unrolled loops (`unrolled.py`). Does not decide anything ab
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..._jaxpr import (
+from ...._jaxpr import (
     CALLS,
     LOOPS,
     ClosedJaxpr,
@@ -30,21 +30,21 @@ from ..._jaxpr import (
     source_line,
     sub_jaxprs,
 )
-from ..._sizes import assumed
-from ..ir import Place, Precision, is_float32, is_sixteen_bit
-from ..primitives import ADDS, PLAIN_DOTS, SYSTEMS, TABLE, Entry, Rule
+from ...._sizes import assumed
+from ...ir import Place, Precision, is_float32, is_sixteen_bit
+from ...primitives import ADDS, PLAIN_DOTS, SYSTEMS, TABLE, Entry, Rule
+from ..dot_sizes import asks_for_float32
+from ..wide_product import Cause, WideProduct, wide_product
+from .causes import ProductCauses
 from .consumers import sums_of_rows
 from .derivatives import Forward, Registry
-from .dot_sizes import asks_for_float32
-from .product_causes import ProductCauses
 from .provenance import Known, Provenance, Values, carried_provenance, joined_provenance, provenance_after_loop
 from .recurrences import carry_kinds
 from .unrolled import find_unrolled
 from .updates import STEP, UPDATE, Updates
-from .wide_product import Cause, WideProduct, wide_product
 
 if TYPE_CHECKING:
-    from ..planner import Planner
+    from ...planner import Planner
 
 _PROVENANCE_OF = {Precision.LOW: Provenance.NARROW, Precision.WEAK: Provenance.PARAMETER}
 

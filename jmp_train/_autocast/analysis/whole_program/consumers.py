@@ -16,19 +16,19 @@ that 16 bits hold cancel, and more if the product rounds numbers whose squares a
     c = dot_general a v; e = mul c v               c is a component along `v`: `a - e` projects or reflects the rows
 
 Decides which products are such terms, and which are read by a function or a linear system that magnifies their error.
-Does not decide in which dtype they run; see `product_causes.py`.
+Does not decide in which dtype they run; see `causes.py`.
 """
 
 import functools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..._jaxpr import BARRIER, FlatJaxpr, Node, is_in_function_of_jax
-from ..._sizes import assumed_size, is_single
-from ..primitives import ADDS, ARITHMETIC, BOUNDS, DELICATE_OPERAND, PLAIN_DOTS, SYSTEMS, Trait, having
-from .dot_sizes import DotSizes
-from .producers import Producers
-from .ranges import Range, range_of
+from ...._jaxpr import BARRIER, FlatJaxpr, Node, is_in_function_of_jax
+from ...._sizes import assumed_size, is_single
+from ...primitives import ADDS, ARITHMETIC, BOUNDS, DELICATE_OPERAND, PLAIN_DOTS, SYSTEMS, Trait, having
+from ..dot_sizes import DotSizes
+from ..producers import Producers
+from ..ranges import Range, range_of
 
 _PICKS = having(Trait.PICKS)
 _SQUARES = frozenset({"square", "integer_pow", "pow", "mul", "dot_general"})

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..._jaxpr import Node
-from ..ir import Place
-from ..primitives import COMBINES, DATA_OPERANDS, ELEMENT_BY_ELEMENT, PLAIN_DOTS, Entry, Rule
+from ...._jaxpr import Node
+from ...ir import Place
+from ...primitives import COMBINES, DATA_OPERANDS, ELEMENT_BY_ELEMENT, PLAIN_DOTS, Entry, Rule
 from .provenance import UNROUNDED_PROVENANCES, Values
 
 _STARTS = frozenset({"add", "sub", "mul"})  # what JAX's promotion makes float32 of an array of constants

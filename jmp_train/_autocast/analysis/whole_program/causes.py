@@ -20,15 +20,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..._jaxpr import Node
-from ..._sizes import static_size
-from .constants import Table, table_of
-from .dot_sizes import DotSizes
+from ...._jaxpr import Node
+from ...._sizes import static_size
+from ..constants import Table, table_of
+from ..dot_sizes import TENSOR_CORE_DEPTH, DotSizes
+from ..wide_product import Cause
 from .provenance import FLOAT32_PROVENANCES, ROUNDED_PROVENANCES, UNROUNDED_PROVENANCES, Provenance, Values
-from .wide_product import Cause
 
-# Tensor Cores contract 16 numbers of 16 bits at a time (`mma.m16n8k16`); with fewer they mostly multiply padding.
-TENSOR_CORE_DEPTH = 16
 # There is an instruction for half as many (`mma.m16n8k8`). Data times a weight of that depth is a layer. So it is with
 # more numbers, if the result is larger than both operands: in float32 it would move more bytes.
 _HALF_DEPTH = 8

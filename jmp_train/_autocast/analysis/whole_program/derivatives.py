@@ -8,7 +8,7 @@ of the product that it differentiates, on values of the same three sizes, or of 
 mapped over cotangents.
 
 Decides this for products whose derivatives matter: those that run in float32, and those whose precision was set. Does
-not decide why a product runs in float32; see `products.py`.
+not decide why a product runs in float32; see `causes.py`.
 """
 
 import collections
@@ -17,8 +17,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..._sizes import static_size
-from .wide_product import Cause
+from ...._sizes import static_size
+from ..wide_product import Cause
 
 
 class Forward(NamedTuple):

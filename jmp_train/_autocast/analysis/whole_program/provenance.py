@@ -8,7 +8,7 @@
     e = cholesky d               solution
 
 Decides this for the values of one program, equation by equation. Does not decide which product is a layer; see
-`product_causes.py`. `products.py` passes provenances into and out of the programs inside.
+`causes.py`. `products.py` passes provenances into and out of the programs inside.
 """
 
 import enum
@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..._dtypes import BFLOAT16, FLOAT16
-from ..._jaxpr import BARRIER, FlatJaxpr, Node
-from ..._sizes import is_single
-from ..primitives import DATA_OPERANDS, SYSTEMS, Entry, Rule
-from .constants import Constants
+from ...._dtypes import BFLOAT16, FLOAT16
+from ...._jaxpr import BARRIER, FlatJaxpr, Node
+from ...._sizes import is_single
+from ...primitives import DATA_OPERANDS, SYSTEMS, Entry, Rule
+from ..constants import Constants
+from ..producers import Producers
+from ..wide_product import Cause, WideProduct
 from .consumers import Consumers
-from .producers import Producers
 from .recurrences import KEEPS_ESTIMATES
-from .wide_product import Cause, WideProduct
 
 _LEAVES_ACTIVATIONS = (Cause.DELICATE, Cause.PROBABILITY, Cause.AVERAGE)
 _BOOL = np.dtype(np.bool_)
