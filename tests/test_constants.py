@@ -198,6 +198,10 @@ def test_differences_are_taken_in_all_rows():
     assert table_of(rows[1:], (1,), HALF).differences and not table_of(rows, (1,), HALF).differences
 
 
+def test_a_table_without_numbers_is_uniform():
+    assert table_of(np.zeros((0, 3), np.float32), (1,), HALF).uniform
+
+
 def test_small_numbers_vanish_along_the_axis_that_a_product_contracts():
     numbers = np.array([[1e-8, 2e-8], [0.25, 0.5]], np.float32)
     assert table_of(numbers, (1,), HALF).exceeds and not table_of(numbers, (0,), HALF).exceeds

@@ -56,6 +56,7 @@ CROSS_TERMS = {
     "of parts": (lambda x, y: squares(x)[1:, None] + squares(y)[:3] - 2 * x[1:] @ y[:3].T, BOTH),
     "of given codes": (
         lambda x, y: squares(x)[:, None] + squares(y)[np.arange(3)] - 2 * x @ y[np.arange(3)].T, BOTH),
+    "of no rows": (lambda x, y: squares(x[:0])[:, None] + squares(y) - 2 * x[:0] @ y.T, NEITHER),
     "of fewer parts": (lambda x, y: squares(x)[1:2, None] + squares(y)[:1] - 2 * x[1:] @ y[:3].T, NEITHER),
     "a convolution beside squares": (
         lambda x, y: lax.conv((x @ y.T)[None, None], x[None, None, :1, :1], (1, 1), "SAME") + jnp.sum(x**2), NEITHER),
@@ -162,6 +163,8 @@ AVERAGES = {
     "moved weights": (lambda x, y: jnp.einsum("ki,jk->ij", x.T, y) / jnp.sum(x.T, 0)[:, None], [0]),
     "by the sum of other weights": (lambda x, y: x @ y.T / jnp.sum(jnp.sin(x), 1)[:, None], []),
     "by sums over other axes": (lambda x, y: x @ y.T / jnp.sum(x), []),
+    "reshaped weights, of unknown axes": (
+        lambda x, y: x.reshape(2, 12).reshape(4, 6) @ y.T / jnp.sum(x.reshape(4, 2, 3), (1, 2))[:, None], []),
     "by a maximum": (lambda x, y: x @ y.T / jnp.max(x, 1)[:, None], []),
     "a function of it": (lambda x, y: jnp.sin(x @ y.T) / jnp.sum(x, 1)[:, None], []),
 }

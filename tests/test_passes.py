@@ -989,6 +989,27 @@ def test_fold_transposes_leaves_what_goes_to_a_dot():
     assert names[0] == names[1]
 
 
+def test_fold_transposes_leaves_the_transpose_of_a_residual():
+    """It reads the saved copy of what the dot computes, which is another value."""
+
+    @jax.custom_vjp
+    def total(w, x):
+        return jnp.sum(x @ w)
+
+    def forward(w, x):
+        y = x @ w
+        return jnp.sum(x), y
+
+    def backward(y, cotangent):
+        return W, jnp.tanh(y.T).T @ W.T * cotangent
+
+    total.defvjp(forward, backward)
+    gradient = jax.grad(lambda w, x: total(w, x) + jnp.sum(jnp.sin(x @ w @ w.T)), 1)
+    equations = after("rewrite_planned", gradient, W, X).equations
+    (left,) = (e for e in equations if e.name == "transpose" and e.uses[0].residual)
+    assert not left.dead
+
+
 @pytest.mark.parametrize("axes", [("batch",), (None, "batch")], ids=["batch", "queries"])
 def test_grouped_scores_of_sharded_queries(axes):
     mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Explicit,))
@@ -1193,6 +1214,25 @@ def test_one_hot_scatter_picks_each_rows_own_index(order):
     (scatter,) = [e for e in after("rewrite_planned", fn, *args).equations if e.node.name == "scatter-add"]
     assert (scatter.rewrite is not None) == (order == (0, 1))
     np.testing.assert_array_equal(run(fn, *args)[0], want)
+
+
+# Scatters of one number to each of two rows of five: with a window of one number, without an index.
+@pytest.mark.parametrize("window, indexed, shape", [((1,), (1,), (2, 1)), ((), (), (2,)), ((1,), (), (2, 1))])
+def test_one_hot_scatter_leaves_windows_and_scatters_without_an_index(window, indexed, shape):
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=window,
+        inserted_window_dims=() if window else (1,),
+        scatter_dims_to_operand_dims=indexed,
+        operand_batching_dims=(0,),
+        scatter_indices_batching_dims=(0,),
+    )
+    places = np.array([[3], [1]])[:, : len(indexed)]
+
+    def fn(zeros, updates):
+        return lax.scatter_add(zeros, places, updates, numbers)
+
+    args = np.zeros((2, 5), np.float32), np.ones(shape, np.float32)
+    np.testing.assert_array_equal(run(fn, *args)[0], fn(*args))
 
 
 def test_one_hot_scatter_clips_unsigned_indices():
