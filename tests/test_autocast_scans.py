@@ -351,6 +351,17 @@ def test_a_scan_may_hand_on_its_own_rows_constants_and_zeros(length):
     np.testing.assert_allclose(*with_and_without(f, "mixed_float16", w, xs), rtol=2e-2)
 
 
+@pytest.mark.parametrize("delicate, dtype", [(False, "float16"), (True, "float32")])
+def test_a_carry_that_a_scan_stacks_is_rounded_for_a_dot_outside_unless_another_reader_minds(delicate, dtype):
+    def f(w, xs):
+        stacked = lax.scan(lambda h, x: (jnp.cos(h + x), h), xs[0], xs)[1]
+        return jnp.sum(stacked @ w) + jnp.sum(jnp.exp(stacked - 3) if delicate else jnp.sin(stacked))
+
+    jaxpr = jax.make_jaxpr(autocast(f, "mixed_float16"))(normal(WIDTH, WIDTH), normal(LAYERS, *FULL))
+    (scan,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    assert scan.outvars[1].aval.dtype.name == dtype
+
+
 COPIES = {  # what the scans return in each iteration
     "by both": (lambda w, x: ((h := jnp.sin(jnp.cumsum(x, 0))), h @ w), lambda c, w, h: (c, h @ w)),
     "by the second alone": (lambda w, x: (w[:4], x @ w), lambda c, w, h: (c, h @ w)),

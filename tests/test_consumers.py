@@ -164,7 +164,9 @@ AVERAGES = {
     "by the sum of other weights": (lambda x, y: x @ y.T / jnp.sum(jnp.sin(x), 1)[:, None], []),
     "by sums over other axes": (lambda x, y: x @ y.T / jnp.sum(x), []),
     "reshaped weights, of unknown axes": (
-        lambda x, y: x.reshape(2, 12).reshape(4, 6) @ y.T / jnp.sum(x.reshape(4, 2, 3), (1, 2))[:, None], []),
+        lambda x, y: x.reshape(2, 12).reshape(4, 6) @ y.T / jnp.sum(x.reshape(4, 2, 3), (1, 2))[:, None],
+        [],
+    ),
     "by a maximum": (lambda x, y: x @ y.T / jnp.max(x, 1)[:, None], []),
     "a function of it": (lambda x, y: jnp.sin(x @ y.T) / jnp.sum(x, 1)[:, None], []),
 }

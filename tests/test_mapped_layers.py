@@ -363,3 +363,22 @@ def test_mapped_layers_beside_those_by_hand(program, rows, most, memory):
     assert traffic(module_text(ours)) <= most * traffic(module_text(hand))
     stats: list[Any] = [each.memory_analysis() for each in (ours, hand)]
     assert stats[0].temp_size_in_bytes <= memory * stats[1].temp_size_in_bytes
+
+
+def with_derivative_rule(fn):
+    ruled = jax.custom_jvp(fn)
+    ruled.defjvp(lambda primals, tangents: (fn(*primals), tangents[1]))
+    return ruled
+
+
+@pytest.mark.parametrize("rule", [lambda fn: fn, with_derivative_rule], ids=["plain", "with a derivative rule"])
+def test_a_shard_map_inside_of_another_outside_of_jit(rule):
+    """JAX itself runs none there."""
+
+    @rule
+    def inner(w, x):
+        return jax.shard_map(split_over_model, in_specs=(WHOLE, WHOLE), out_specs=WHOLE, axis_names={"model"})(w, x)
+
+    outer = mapped(lambda w, x: x + inner(w, x), axes=("data", "model"), axis_names={"data"})
+    with jax.set_mesh(mesh_of(("data", "model"))):
+        np.testing.assert_allclose(autocast(outer, "mixed_float16")(W, X), jax.jit(outer)(W, X), rtol=2e-2, atol=2e-2)

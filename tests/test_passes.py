@@ -141,6 +141,25 @@ def test_f32_accumulators_carries_a_sum_that_was_recorded_in_16_bits():
     ]
 
 
+def test_f32_accumulators_rounds_a_sum_for_what_only_reads_it():
+    """Of two sums that a branch is given, it adds to the first, and compares the second."""
+
+    def sums(w, x):
+        def step(state, row):
+            one, other = state
+            one = lax.cond(row[0] > 0, lambda a, b, c: a + c, lambda a, b, c: a + c * (b > 1), one, other, row)
+            return (one, other + row), None
+
+        zeros = jnp.zeros(8, jnp.float16)
+        return lax.scan(step, (zeros, zeros), x.astype(jnp.float16))[0]
+
+    (scan,) = (e for e in after("insert_casts", sums, W, X).equations if e.name == "scan")
+    body = scan.bodies[0]
+    (cond,) = (e for e in body.equations if e.name == "cond")
+    assert [body.avals[number].dtype.name for number in body.inputs] == ["float32", "float32", "float16"]
+    assert [body.avals[number].dtype.name for number in cond.given] == ["float32", "float16", "float16"]
+
+
 def test_f32_accumulators_keeps_regions_of_low_precision():
     """The pass traces the loop again, and the mark of a region is not among the parameters of its equations."""
 

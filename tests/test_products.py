@@ -756,6 +756,19 @@ def test_a_layer_on_the_line_of_a_gram_matrix_stays_narrow():
     assert [dtype for dtype, *_ in found] == ["float32", "float16", "float16"]
 
 
+def test_the_derivative_of_a_product_of_data_beside_a_layer_of_other_sizes_is_float32_if_it_is_mapped():
+    def fn(w, x):
+        def parts(v):
+            data, layer = (each @ v for each in (x, w[:5]))  # one source line
+            return jnp.concatenate([jnp.tanh(data), jnp.tanh(layer)])
+
+        return jax.jacrev(parts)(x[0])
+
+    assert [(dtype, backward) for dtype, _, _, backward in products(fn, W, X[:, :64])] == [
+        ("float32", False), ("float16", False), ("float16", True), ("float32", True),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("sizes, others, expected", [
     ((60, 40, 24), (60, 20, 12), True),
     ((40, 24, 60), (12, 60, 20), True),
