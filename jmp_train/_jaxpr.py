@@ -234,6 +234,7 @@ def flatten(
     avals: list[Any] = []
     known: dict[int, Any] = {}
     captured: set[int] = set()
+    arrays: dict[int, int] = {}  # of captured arrays that are written as literals, by their ids
     nodes: list[Node] = []
 
     def new(aval: Any) -> int:
@@ -241,8 +242,14 @@ def flatten(
         return len(avals) - 1
 
     def literal(var: Literal) -> int:
+        # With `jax_use_simplified_jaxpr_constants` JAX writes a captured array wherever it is read.
+        if np.ndim(var.val) and id(var.val) in arrays:
+            return arrays[id(var.val)]
         number = new(var.aval)
         known[number] = var.val
+        if np.ndim(var.val):
+            captured.add(number)
+            arrays[id(var.val)] = number
         return number
 
     def numbers(env: dict, atoms: Sequence[Any]) -> list[int]:

@@ -1,5 +1,6 @@
 """Python numbers as results: in a jaxpr they are literals, which are not arrays, but autocast must return arrays."""
 
+import re
 from typing import Any
 
 import jax
@@ -141,3 +142,28 @@ def test_results_of_weakly_typed_arrays_are_weakly_typed(name):
         got = jax.tree.leaves(run(x))
         assert [(leaf.dtype, leaf.weak_type) for leaf in got] == [(leaf.dtype, leaf.weak_type) for leaf in want]
     assert want[0].weak_type
+
+
+@pytest.fixture(params=[False, True], ids=["as operands", "as literals"])
+def written(request):
+    """Whether JAX writes captured arrays into the equations that read them."""
+    before = jax.config.jax_use_simplified_jaxpr_constants
+    jax.config.update("jax_use_simplified_jaxpr_constants", request.param)
+    yield
+    jax.config.update("jax_use_simplified_jaxpr_constants", before)
+
+
+@pytest.mark.usefixtures("written")
+def test_captured_arrays_are_data_however_jax_records_them():
+    scales, weights = (np.random.default_rng(i).normal(size=(8, 8)).astype(np.float32) for i in range(2))
+
+    def loss(w, x):
+        h = (x * scales) @ w
+        last = (h @ weights) @ weights
+        return jnp.sum(jnp.where(jnp.abs(last) == np.full((8, 8), np.inf, np.float32), 0, jnp.tanh(last)))
+
+    text = jmp.explain(jax.grad(loss), "mixed_float16")(weights, scales).program()
+    assert text.startswith("{ lambda a:f32[8,8] b:f32[8,8] c:f32[8,8] ; ")  # the arrays that it captures, each once
+    assert re.search(r"f32\[8,8\] = mul \w+ a\n", text)
+    got, want = jmp.autocast(jax.grad(loss), "mixed_float16")(weights, scales), jax.grad(loss)(weights, scales)
+    assert np.linalg.norm(got - want) < 5e-3 * np.linalg.norm(want)

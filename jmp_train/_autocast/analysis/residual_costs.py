@@ -54,7 +54,7 @@ def _is_test(node: Node) -> bool:
     if node.name not in ("eq", "ne"):
         return False
     one, other = node.eqn.invars
-    return one is other or any([isinstance(each, Literal) and np.isinf(each.val) for each in (one, other)])
+    return one is other or any([isinstance(each, Literal) and np.all(np.isinf(each.val)) for each in (one, other)])
 
 
 def is_expensive(equation: Equation) -> bool:

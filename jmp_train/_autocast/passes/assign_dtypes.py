@@ -220,8 +220,7 @@ class _Walk:
             # The user's `rules` let a primitive of several operands follow them. JAX wants one dtype for all of these.
             return self._widest(node, entry, seen)
         flags = self.uses.flags[node.outs[0]]
-        for_dots = node.name == "rev" and flags.only_dots and seen[0] in (Precision.WEAK, Precision.FULL)
-        if for_dots and not self.facts[node.ins[0]].numbers.exceed(self.low):
+        if node.name == "rev" and flags.only_dots and not self.facts[node.ins[0]].numbers.exceed(self.low):
             # XLA for GPUs recognises a convolution with a reversed kernel as cuDNN's gradient by the data, but not if a
             # cast is between reversal and convolution: a strided one would then be padded. So the kernel is cast before
             # it is reversed, even that of a frozen network, which is data.

@@ -144,8 +144,8 @@ class _Writer:
         return self._round(value, self._add(Op.CAST, (source,), self._new(value, dtype), at), at)
 
     def _round(self, value: int, copy: int, at: Node | None, **params: Any) -> int:
-        """A copy of a value, on the compute dtype's grid if it is in float32 and all its readers have to see that."""
-        if value not in self.residuals.rounded or not is_float32(self.avals[copy]):
+        """A float32 copy of a value, on the compute dtype's grid if all its readers have to see that."""
+        if value not in self.residuals.rounded:
             return copy
         return self._add(Op.ROUND, (copy,), self._new(copy), at, {"dtype": self.source.low, **params})
 
