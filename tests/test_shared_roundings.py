@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from pass_tools import after
 
+from jmp_train._autocast import autocast
 from jmp_train._autocast.emit import _round, emit
 from jmp_train._autocast.ir import Op
 
@@ -109,3 +110,22 @@ def test_roundings_of_residuals_are_equal(dtype, residual):
     kept = (kept + (1 << (dropped - 1)) - 1 + ((kept >> dropped) & 1)) >> dropped << dropped
     expected = np.where(np.isnan(x), np.nan, kept.astype(np.uint32).view(np.float32))
     np.testing.assert_array_equal(jax.jit(_round, static_argnums=(1, 2))(x, np.dtype(dtype), residual), expected)
+
+
+def test_a_norm_in_a_scan_and_its_gradient_read_the_same_numbers():
+    """The gradient of the norm of rows that are nearly equal cancels; 7 % of it was wrong where XLA dropped a cast."""
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(16, 16)).astype(np.float32) / 4
+    x = (-0.17 + 0.024 * rng.normal(size=(8, 8, 16))).astype(np.float32)
+    b = np.full(16, 0.1, np.float32)
+
+    def layer_norm(h):
+        centred = h - jnp.mean(h, -1, keepdims=True)
+        return centred / jnp.sqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-5)
+
+    def loss(b, w, x):
+        return jnp.mean(lax.scan(lambda s, x: (s + layer_norm(x @ w + b) / 4, None), jnp.zeros((8, 16)), x)[0] ** 2)
+
+    rounded = jax.jit(jax.grad(loss))(b, *(each.astype(jnp.bfloat16).astype(np.float32) for each in (w, x)))
+    gradient = jax.jit(autocast(jax.grad(loss), "mixed_bfloat16"))(b, w, x)
+    assert np.linalg.norm(gradient - rounded) < 0.02 * np.linalg.norm(rounded)

@@ -15,7 +15,9 @@ readers round explicitly (`Op.ROUND`), which fuses and costs no memory traffic. 
 instead, both exponentials would be one expression, which XLA would compute once and store in float32. The same holds
 for the exponentials of a sum and of the readers across the dot: if a rematerialized operand is rounded, there is a
 different rounding expression for each number of `Use.residual`. In the body of a scan or `shard_map` all values from
-which an exponential is computed are rounded, because `body_residuals` may rematerialize them in another body.
+which an exponential or a sum of squares is computed are rounded, because `body_residuals` may rematerialize them in
+another body. The gradient of a norm is a projection, which is right only for the numbers that were normalized: where it
+nearly cancels, that of `layer_norm(x @ w + b)` in a scan was wrong by 7 % in bfloat16, for 0.4 % in hand-written code.
 
 Decides which values these are.
 """
@@ -29,6 +31,8 @@ from ..ir import Equation, Precision, Program
 from ..primitives import EXPONENTIALS, Rule
 from .bodies import KINDS
 
+_SUMS = frozenset({"reduce_sum"})
+_SQUARES = frozenset({"integer_pow", "square", "mul"})
 _SCALES = frozenset({"mul", "div", "neg"})
 
 
@@ -40,7 +44,7 @@ def shared_roundings(program: Program) -> Program:
         number for equation in program.equations if equation.node.name in EXPONENTIALS for number in equation.results
     ]
     if program.place.body_of in KINDS:  # another body may rematerialize whatever is elementwise
-        exponents = _low(program, leading_to(program, exponentials, fuses))
+        exponents = _low(program, leading_to(program, [*exponentials, *_squared_and_summed(program)], fuses))
     else:
         read = leading_to(program, exponentials, lambda equation: not residuals.remat.isdisjoint(equation.results))
         # Values that are neither saved nor rematerialized, such as the largest logit of a row, are equal on both sides.
@@ -56,6 +60,13 @@ def leading_to(program: Program, numbers: Iterable[int], through: Callable[[Equa
         if not found.isdisjoint(equation.results) and through(equation):
             found.update(equation.operands)
     return found
+
+
+def _squared_and_summed(program: Program) -> list[int]:
+    """The values whose squares are summed."""
+    summed = {number for equation in program.equations if equation.node.name in _SUMS for number in equation.operands}
+    squares = [e for e in program.equations if e.node.name in _SQUARES and not summed.isdisjoint(e.results)]
+    return [e.operands[0] for e in squares if e.node.name != "mul" or e.operands[0] == e.operands[-1]]
 
 
 def _low(program: Program, numbers: Iterable[int]) -> frozenset[int]:
