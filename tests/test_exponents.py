@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+from collections import OrderedDict
 
 import chex
 import flax.linen as nn
@@ -202,6 +203,9 @@ def test_what_cannot_be_added():
         "histograms add up only for trees of the same leaves, these differ in ['a', 'b']; "
         "add what total() returns, or cast float64 leaves."
     )
+    here, there = (diagnostics.exponent_histogram(OrderedDict.fromkeys(names, numbers)) for names in ("ab", "ba"))
+    with pytest.raises(ValueError, match="differ in their order; add"):
+        print(here + there)
     with pytest.raises(TypeError):
         print(one + 3)
     with jax.enable_x64(True):

@@ -109,7 +109,9 @@ class ExponentHistogram:
         if not isinstance(other, ExponentHistogram):
             return NotImplemented
         if (self.paths, self.lowest) != (other.paths, other.lowest):
-            differing = sorted({*self.paths} ^ {*other.paths}) or f"bins from 2^{self.lowest} and 2^{other.lowest}"
+            differing = sorted({*self.paths} ^ {*other.paths}) or (
+                f"bins from 2^{self.lowest} and 2^{other.lowest}" if self.lowest != other.lowest else "their order"
+            )
             raise ValueError(
                 f"histograms add up only for trees of the same leaves, these differ in {differing}; "
                 "add what total() returns, or cast float64 leaves."
