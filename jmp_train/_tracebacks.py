@@ -46,10 +46,11 @@ def is_asked_for(node: Node) -> bool:
 def user_rules(node: Node) -> Iterator[str]:
     """The user-written derivative rules that this node stands for, or was made by."""
     if node.name in ("custom_jvp_call", "custom_vjp_call"):
-        origin = getattr(open_jaxpr(node.params["call_jaxpr"]).debug_info, "func_src_info", None) or ""
+        origin = getattr(open_jaxpr(node.params["call_jaxpr"]).debug_info, "func_src_info", None) or "<unknown>"
         name, _, where = origin.partition(" at ")
-        if where and not is_jax(where):
-            yield f"{node.name.removesuffix('_call')} of {name} ({where})"
+        if not is_jax(where):
+            # JAX knows no line of a callable that is no Python function, such as a `functools.partial`.
+            yield f"{node.name.removesuffix('_call')} of {name}" + (f" ({where})" if where else "")
     elif node.name == "linear_call":
         yield "linear_call"
     yield from _expanded(node)

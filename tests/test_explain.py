@@ -1,6 +1,7 @@
 """The report of `explain` on small programs whose plan is known."""
 
 import dataclasses
+import functools
 import re
 import warnings
 from typing import Any
@@ -9,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.custom_derivatives import linear_call
 
 from jmp_train import DEFAULT_RULES, explain, full_precision
+from jmp_train.diagnostics import find_overflow, tensor_core_report
 
 W, X = jnp.full((8, 8), 0.5), jnp.ones((4, 8))
 POLICY = "mixed_float16"
@@ -313,6 +316,30 @@ def test_user_written_rules_are_listed(fn):
     assert report(lambda w, x: fn(x @ w) + fn(x @ w), W, X).derivative_rules == (rule,)
     expanded = report(jax.grad(lambda w, x: jnp.mean(fn(x @ w))), W, X).derivative_rules
     assert any(re.search(rf"{kind} rule .*test_explain\.py:\d+\), expanded", rule) for rule in expanded)
+
+
+def test_linear_calls_are_listed():
+    def fn(w, x):
+        return linear_call(lambda w, x: x @ w, lambda w, ct: ct @ w.T, w, x)
+
+    assert report(fn, W, X).derivative_rules == ("linear_call",)
+
+
+def test_rules_of_functions_without_a_line_are_listed():
+    fn = jax.custom_jvp(functools.partial(jnp.multiply, 2.0))
+    fn.defjvp(lambda primals, tangents: (2 * primals[0], 2 * tangents[0]))
+    assert report(lambda w, x: fn(x @ w), W, X).derivative_rules == ("custom_jvp of <unknown>",)
+
+
+def test_values_without_a_dtype():
+    def fn(w, x):
+        return x @ w, lax.after_all(lax.create_token(), lax.create_token())
+
+    found = explain(lambda w, x: fn(w, x)[0], "mixed_float16")(W, X)
+    assert [op.recorded for op in found.operations if "token" in op.primitive or op.primitive == "after_all"] == [
+        None
+    ] * 3
+    assert tensor_core_report(fn)(W, X).products and not find_overflow(fn)(W, X)
 
 
 def test_rules_of_jax_itself_are_not():
