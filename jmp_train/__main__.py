@@ -96,12 +96,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _load(argument: str, name: str) -> Callable[..., Any]:
     module_name, _, path = name.partition(":")
-    if not module_name or not path:
+    if not module_name or module_name.startswith(".") or not path:  # such as ./train.py:step
         raise _CommandLineError(f"`{argument}` must be module:function, {_EXAMPLE}; got {name!r}.")
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+        if not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the user's module is there, and imports one that is not
         raise _CommandLineError(
             f"`{argument}`: there is no module {module_name!r} here; run from the folder it is in, or set PYTHONPATH."

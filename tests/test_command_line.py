@@ -13,6 +13,7 @@ import textwrap
 import jax
 import pytest
 
+import jmp_train.__main__ as command_line
 from jmp_train.__main__ import main
 
 CODE = """
@@ -57,6 +58,22 @@ def with_keywords():
 
 def tree_and_dictionary():
     return (jnp.ones((64, 8)), None), {"x": jnp.ones((64, 64))}
+
+
+def first_product(pair, _):
+    return pair[1].T @ pair[0]
+
+
+def pairs():
+    return (jnp.ones((64, 36)), jnp.ones((64, 64))), 3.0
+
+
+def tree_and_numbered():
+    return pairs()[0], {0: jnp.ones(3)}
+
+
+def only_keywords():
+    return (), {"x": jnp.ones(3)}
 
 
 def wrong():
@@ -121,6 +138,9 @@ def test_without_the_compiler_as_json(project, without_plugin, capsys):
         ("training:jitted", "training:example", 2 * 2 * 64 * 64 * 36),
         ("training:cubed", "training:example", 2 * 64 * 64 * 36),
         ("training:gradient", "training:with_keywords", 2 * 2 * 64 * 64 * 36),
+        ("training:first_product", "training:pairs", 2 * 64 * 64 * 36),
+        ("training:first_product", "training:tree_and_numbered", 2 * 64 * 64 * 36),
+        ("builtins:dict", "training:only_keywords", 0),
     ],
 )
 def test_functions_and_arguments(project, without_plugin, capsys, function, args, flops):
@@ -138,6 +158,11 @@ def test_a_mesh_is_there_for_both_reports(project, without_plugin, capsys):
     [
         (("report", "training", "--args", "training:example"),
          "`function` must be module:function, such as train:step for the function `step` of train.py; got 'training'."),
+        (("report", ":loss", "--args", "training:example"),
+         "`function` must be module:function, such as train:step for the function `step` of train.py; got ':loss'."),
+        (("report", "./training.py:loss", "--args", "training:example"),
+         "`function` must be module:function, such as train:step for the function `step` of train.py; got "
+         "'./training.py:loss'."),
         (("report", "nowhere:loss", "--args", "training:example"),
          "`function`: there is no module 'nowhere' here; run from the folder it is in, or set PYTHONPATH."),
         (("report", "training:loss", "--args", "training:exampel"), "`--args`: 'training' has no 'exampel'."),
@@ -175,6 +200,25 @@ def test_bad_command_lines(project, without_plugin, capsys, arguments, message):
 def test_a_module_of_yours_that_imports_what_is_missing_says_so_itself(project):
     with pytest.raises(ModuleNotFoundError, match=r"^No module named 'not_installed'$"):
         main(["report", "broken:loss", "--args", "training:example"])
+    (project / "broken.py").write_text("raise ModuleNotFoundError('install it')\n")
+    with pytest.raises(ModuleNotFoundError, match=r"^install it$"):
+        main(["report", "broken:loss", "--args", "training:example"])
+
+
+def test_both_reports_are_printed(project, capsys, monkeypatch):
+    """With a made-up second one, which needs the compiler."""
+
+    class Compiled:
+        __str__ = lambda self: "compiled"  # noqa: E731
+        as_dict = lambda self: {"kernels": 3}  # noqa: E731
+
+    monkeypatch.setattr(command_line, "gpu_report", lambda *_, **__: lambda *_: Compiled())
+    assert main(COMMAND) == 0
+    printed = capsys.readouterr()
+    assert printed.out.endswith("\n\ncompiled\n") and printed.err == ""
+    assert main([*COMMAND, "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["gpu"] == {"kernels": 3} and values["error"] is None
 
 
 @pytest.mark.slow
