@@ -115,7 +115,79 @@ def test_only_the_workspace_of_a_library_is_left_out():
         assert (kernel.read, kernel.written) == (16, written)
 
 
+BRANCHES = """HloModule step
+
+%double (a: f32[64]) -> f32[64] {
+  %a = f32[64]{0} parameter(0)
+  ROOT %twice = f32[64]{0} multiply(%a, %a)
+}
+
+%zeros (b: f32[64]) -> f32[64] {
+  %b = f32[64]{0} parameter(0)
+  ROOT %none = f32[64]{0} negate(%b)
+}
+
+ENTRY %main (which: pred[], x: f32[64]) -> f32[64] {
+  %which = pred[] parameter(0)
+  %x = f32[64]{0} parameter(1)
+  %called = f32[64]{0} call(%x), to_apply=%double
+  ROOT %out = f32[64]{0} conditional(%which, %called, %called), branch_computations={%double, %zeros}
+}
+"""
+
+
+def test_calls_and_all_branches_count_once():
+    assert [(kernel.name, kernel.times) for kernel in kernels(BRANCHES)] == [("twice", 1), ("twice", 1), ("none", 1)]
+
+
+SCATTER = """HloModule step
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%fused (table: f32[100,8], rows: s32[2,1], new: f32[2,8]) -> f32[100,8] {
+  %table = f32[100,8]{1,0} parameter(0)
+  %rows = s32[2,1]{1,0} parameter(1)
+  %new = f32[2,8]{1,0} parameter(2)
+  ROOT %scatter = f32[100,8]{1,0} scatter(%table, %rows, %new), to_apply=%add
+}
+
+ENTRY %main (t: f32[100,8], r: s32[2,1], n: f32[2,8]) -> f32[100,8] {
+  %t = f32[100,8]{1,0} parameter(0)
+  %r = s32[2,1]{1,0} parameter(1)
+  %n = f32[2,8]{1,0} parameter(2)
+  ROOT %out = f32[100,8]{1,0} fusion(%t, %r, %n), kind=kInput, calls=%fused
+}
+"""
+
+
+def test_a_scatter_reads_and_writes_the_rows_that_it_adds_to():
+    (kernel,) = kernels(SCATTER)
+    assert (kernel.read, kernel.written) == (2 * 4 + 2 * (2 * 8 * 4), 2 * 8 * 4)
+
+
+def test_what_is_made_in_the_kernel_is_written_as_a_whole():
+    fresh = SCATTER.replace("%table = f32[100,8]{1,0} parameter(0)", "%table = f32[100,8]{1,0} broadcast(%rows)")
+    (kernel,) = kernels(fresh)
+    assert kernel.written == 100 * 8 * 4
+
+
+def test_an_array_that_is_updated_with_itself_is_read_as_a_whole():
+    x, i = "%x = f32[8] parameter(0)", "%i = s32[] parameter(1)"
+    (kernel,) = kernels(entry(x, i, "ROOT %out = f32[8] dynamic-update-slice(%x, %x, %i)"))
+    assert kernel.read == 8 * 4 + 4
+
+
 # Products
+
+
+def test_a_dot_that_contracts_nothing():
+    operands = ("%a = f32[4] parameter(0)", "%b = f32[6] parameter(1)")
+    (found,) = products(entry(*operands, "ROOT %out = f32[4,6] dot(%a, %b), lhs_contracting_dims={}"))
+    assert found.flops == 2 * 4 * 6
 
 
 def calls(target, left, right, result, rest=""):
@@ -241,6 +313,27 @@ def test_a_copy_in_a_loop_counts_each_time_and_one_of_a_few_numbers_does_not():
     assert copy.cause == "inside a loop or a branch: a carried value is changed while its old one is still read"
     small = entry("%x = f32[16] parameter(0)", "ROOT %copy = f32[16] copy(%x)")
     assert copies(small, 0) == () and kernels(small)
+
+
+def test_results_and_arguments_without_a_name():
+    """A single result has no path, and XLA may drop the names of arguments."""
+    argument, copy = "%x = f32[8,8]{1,0} parameter(0)", "ROOT %copy = f32[8,8]{1,0} copy(%x)"
+    (found,) = copies(entry(argument, copy), 0)
+    assert found.cause == "the result is the argument x as it came in, not donated. Donate it, or leave it out."
+
+
+@pytest.mark.parametrize(
+    ("root", "cause"),
+    [
+        ("ROOT %out = (f32[8,8]) tuple(%copy)", "result 0 is computed into another buffer first"),
+        ("ROOT %out = f32[8,8] negate(%copy)", "the compiler keeps a second copy of an intermediate value"),
+    ],
+)
+def test_a_copy_of_what_could_not_be_read(root, cause):
+    """The text has no specification: lines that do not parse are skipped."""
+    lines = ("%x = of another form", "%flat = f32[8,8]{1,0} bitcast(%x)", "%copy = f32[8,8]{1,0} copy(%flat)", root)
+    (found,) = copies(entry(*lines))
+    assert found.cause == cause
 
 
 def test_donated_arguments_that_nothing_is_written_over():

@@ -17,7 +17,7 @@ from ._kernels import launches
 _H200 = get_gpu("H200")
 
 _GEMM_CALL = re.compile(r'custom_call_target="[^"]*(?:cublas|gemm|matmul)')
-_ATTENTION_CALL = re.compile(r'custom_call_target="__cudnn\$fmha\w*?(Backward)?(?:F8)?"')
+_ATTENTION_CALL = re.compile(r'custom_call_target="__cudnn\$fmha')
 _SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s*\[([^\]]*)\]')
 _CUBLAS_CONTRACTION = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 
@@ -126,11 +126,12 @@ def _dot_flops(dot: Instruction, left: tuple[int, ...], result: tuple[int, ...])
 
 def _attention_flops(attention: Instruction, query: tuple[int, ...]) -> int:
     """FLOPs of two products of the size of `query @ key`, and of five backward; causal ones are not credited."""
-    call, scores = _ATTENTION_CALL.search(attention.line), _SCORES.search(attention.line)
-    if call is None or scores is None:
+    scores = _SCORES.search(attention.line)
+    if scores is None:
         return 0
     sizes = (int(size.strip(' "')) for size in scores[1].split(","))
-    return (5 if call[1] else 2) * 2 * math.prod(sizes) * query[-1]
+    number = 5 if "Backward" in attention.attribute("custom_call_target") else 2
+    return number * 2 * math.prod(sizes) * query[-1]
 
 
 def _convolution_flops(

@@ -197,7 +197,7 @@ def unused_donors(text: str) -> tuple[str, ...]:
 
 
 def _parameter(body: Sequence[Instruction], number: int) -> Instruction:
-    return next(each for each in body if each.opcode == "parameter" and each.parameter == number)
+    return next(each for each in body if each.parameter == number)
 
 
 def _argument(parameter: Instruction) -> str:

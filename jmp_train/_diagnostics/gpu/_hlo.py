@@ -53,13 +53,14 @@ class Instruction:
     def result(self) -> str:
         """The shape of its result. An asynchronous `-start` has a tuple of its operands, its result and a handle.
 
+        A copy's result comes first, and is in the shape of what is copied.
+
         >>> Instruction("a", "((f16[8], s32[]), f16[2], u32[])", "fusion-start", (), "").result
         'f16[2]'
         """
-        if not self.opcode.endswith("-start") or self.opcode == "all-reduce-start" or not self.shape.startswith("("):
+        if not self.opcode.endswith("-start") or self.opcode == "all-reduce-start":
             return self.shape
-        elements = _elements(self.shape)
-        return elements[0] if self.opcode == "copy-start" else elements[1]
+        return _elements(self.shape)[1]
 
     @property
     def parameter(self) -> int | None:
@@ -101,8 +102,6 @@ class Module:
 
     def source_of(self, instruction: Instruction) -> str:
         """`file:line (function)` of the user's code that it was made of; empty if XLA does not say."""
-        if instruction.attribute("source_file"):  # the form before XLA wrote stack frames as a table
-            return f"{instruction.attribute('source_file')}:{instruction.attribute('source_line')}"
         return self.sources.get(instruction.attribute("stack_frame_id"), "")
 
 
@@ -182,6 +181,8 @@ def shapes_of(shape: str) -> list[tuple[str, tuple[int, ...]]]:
 
     >>> shapes_of("(f16[8,4]{1,0}, u8[0]{0})")
     [('f16', (8, 4)), ('u8', (0,))]
+    >>> shapes_of("(f16[8], token[])")  # what a program hands on for the order of its effects has no size
+    [('f16', (8,))]
     """
     found = ((dtype, dims) for dtype, dims in _SHAPE.findall(shape) if dtype in ITEMSIZE)
     return [(dtype, tuple(int(d) for d in dims.split(",") if d)) for dtype, dims in found]

@@ -13,9 +13,7 @@ from ._hlo import Instruction, Module, dtypes_of, nbytes, parse
 
 # Opcodes that run other computations: their kernels are those inside.
 _CONTROL_FLOW = ("while", "call", "conditional")
-_CALLED = re.compile(
-    r"(?:body|to_apply|branch_computations=\{|true_computation|false_computation|called_computations=\{)=?%([\w.\-]+)"
-)
+_CALLED = re.compile(r"(?:body|to_apply|true_computation|false_computation|called_computations=\{)=?%([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 # These name buffers and numbers of devices; nothing is launched for them.
 _NOT_A_KERNEL = {
@@ -81,7 +79,7 @@ def launches(module: Module) -> Iterator[Launch]:
         shapes = {instruction.name: instruction.shape for instruction in body}
         for instruction in body:
             if instruction.opcode in _CONTROL_FLOW:
-                runs = (trip_count(instruction) or 1) if instruction.opcode == "while" else 1
+                runs = trip_count(instruction) or 1
                 for called in _called(instruction.line):
                     yield from visit(called, times * runs)
             # The second half of an asynchronous pair waits: what it moves is counted with the first half.
@@ -97,7 +95,7 @@ def _called(line: str) -> list[str]:
 
 
 def trip_count(loop: Instruction) -> int | None:
-    """How often a `while` runs, if the compiler knows."""
+    """How often a loop runs, if the compiler knows; `None` of what is no loop, too."""
     # XLA's loop analysis leaves it in `backend_config`: scans and loops with constant bounds have it.
     found = re.search(r"known_trip_count[^0-9]*([0-9]+)", loop.line)
     return int(found.group(1)) if found else None
@@ -169,7 +167,7 @@ def _workspace(instruction: Instruction) -> int:
 
 
 def _operand_bytes(instruction: Instruction, position: int, sizes: Mapping[str, int]) -> int:
-    return sizes.get(instruction.operands[position], 0) if position < len(instruction.operands) else 0
+    return sizes.get(instruction.operands[position], 0)
 
 
 def _bytes_read(body: Sequence[Instruction], name: str, sizes: Mapping[str, int]) -> int:
