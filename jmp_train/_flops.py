@@ -43,7 +43,7 @@ def product_flops(primitive: str, operands: Sequence[Shape], result: Shape, para
         return 2 * math.prod(result) * math.prod(operands[0][d] for d in left) // groups
     if primitive == "conv_general_dilated":
         return _convolution_flops(operands[0], operands[1], result, params)
-    return attention_flops(primitive, operands, params) if primitive in PRODUCTS else 0
+    return attention_flops(primitive, operands, params)
 
 
 def _convolution_flops(left: Shape, right: Shape, result: Shape, params: Mapping[str, Any]) -> int:
@@ -66,7 +66,7 @@ ATTENTION = {
 
 
 def attention_flops(primitive: str, operands: Sequence[Shape], params: Mapping[str, Any]) -> int:
-    """Returns the FLOPs of cuDNN's attention, with no credit for what a causal mask leaves out; 0 for all others.
+    """Returns the FLOPs of an attention, with no credit for what a causal mask leaves out; 0 for all others.
 
     Args:
       primitive: its name, as it is traced.

@@ -166,7 +166,7 @@ def _batcher(primitive: Primitive) -> Callable[..., Any]:
     def rule(operands: Sequence[Any], axes: Sequence[Any], *, settings: Settings) -> Any:
         names = names_of_operands(primitive.name, settings)
         size = next(x.shape[a] for x, a in zip(operands, axes, strict=True) if a is not None)
-        batch = next(_batch_of(x, a) for x, a, n in zip(operands, axes, names, strict=True) if n == "query")
+        batch = _batch_of(operands[0], axes[0])  # of the query
         shared: dict[str, int] = {}
         given = []
         for x, axis, name in zip(operands, axes, names, strict=True):

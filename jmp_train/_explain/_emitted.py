@@ -15,11 +15,7 @@ from .._jaxpr import LOOPS, ClosedJaxpr, Jaxpr, Node, flatten, loop_of, source_l
 from ._operations import Visit, dtype_name, is_floating_dtype, visits, widest_dtype
 
 _COMPARISONS = frozenset({"pmax", "pmin", "unreduced_pmax", "unreduced_pmin"})  # collectives that compare: no rounding
-SUMS = frozenset(
-    name
-    for name, entry in TABLE.items()
-    if entry.never_low and entry.rule in (Rule.HIGH, Rule.COLLECTIVE) and name not in _COMPARISONS
-)
+SUMS = frozenset(name for name, entry in TABLE.items() if entry.never_low and name not in _COMPARISONS)
 COLLECTIVE_SUMS = frozenset(name for name in SUMS if TABLE[name].rule is Rule.COLLECTIVE)
 
 
@@ -78,7 +74,7 @@ def _sums_in(visit: Visit) -> Any:
             return None
     if node.name in SUMS or _sums_by_hand(node):
         dtype = widest_dtype(visit.avals(node.ins))  # of a scatter-add the indices are operands too
-        return dtype if dtype is not None and is_floating_dtype(dtype) else None
+        return dtype if is_floating_dtype(dtype) else None
     if node.name in LOOPS:
         return min(_carried_sums(visit), key=lambda dtype: dtype.itemsize, default=None)
     return None

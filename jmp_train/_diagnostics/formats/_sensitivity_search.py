@@ -69,7 +69,7 @@ def rounding_operations(plan: Explanation) -> list[Operation]:
 
 
 def _is_rounding(op: Operation) -> bool:
-    if op.holds_program or op.result == "bool":
+    if op.result == "bool":
         return False
     exact = DEFAULT_RULES.entry(op.primitive).rule in (Rule.SHAPE, Rule.FOLLOW) and op.primitive not in ROUNDS
     return op.rule == Rule.LOW.value or not exact  # LOW rounds the operands, whatever the primitive does to them
@@ -122,7 +122,7 @@ def at_most(limit: int, candidates: tuple[Candidate, ...]) -> tuple[Candidate, .
         return candidates
     kinds: dict[str, list[Candidate]] = {}
     for each in candidates:
-        kinds.setdefault(each.name if each.primitives else re.sub(r"\d+$", "[0-9]*", each.name), []).append(each)
+        kinds.setdefault(re.sub(r"\d+$", "[0-9]*", each.name), []).append(each)
     fewer = tuple(
         alike[0] if len(alike) == 1 else Candidate(name, sum(each.operations for each in alike), children=tuple(alike))
         for name, alike in kinds.items()

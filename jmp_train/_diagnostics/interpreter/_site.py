@@ -102,7 +102,7 @@ class Site:
                 pass
         avals: list[Any] = [var.aval for var in node.eqn.invars]
         pairs = zip(arrays, avals, strict=True)
-        recorded = [jnp.asarray(x, aval.dtype) if is_floating(x) and x.dtype != aval.dtype else x for x, aval in pairs]
+        recorded = [jnp.asarray(x, aval.dtype) if is_floating(x) else x for x, aval in pairs]
         return list(map(widened, self.bind(recorded)))
 
 
