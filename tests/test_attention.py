@@ -7,6 +7,7 @@ logits rounded for the products that read them. `test_gpu_attention.py` tests th
 import functools
 import itertools
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparisons import TOLERANCE
+from jax.interpreters import ad
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jmp_train as jmp
@@ -512,7 +514,12 @@ def test_from_which_gpus_on_heads_are_fused(size, name):
 
 def test_what_is_lowered_for_a_gpu_that_is_not_there():
     """It is lowered as for the oldest GPU that has the kernels, and never in float32."""
-    for size, dtype, fused in ((128, jnp.float16, True), (136, jnp.float16, False), (128, jnp.float32, False)):
+    for size, dtype, fused in (
+        (128, jnp.float16, True),
+        (136, jnp.float16, False),
+        (12, jnp.float16, False),
+        (128, jnp.float32, False),
+    ):
         x = jax.ShapeDtypeStruct((B, T, N, size), dtype)
         text = jax.jit(dot_product_attention).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
         assert ("__cudnn$fmha" in text) is fused
@@ -673,14 +680,15 @@ def test_large_gradients_of_an_average(monkeypatch):
 
 
 DIVIDED = {
-    # name: (sharding of the query, heads of key, heads of bias, shapes of query and key on a device)
-    "batch": (PartitionSpec("data"), N, 1, (1, T, N, H), (1, T, N, H)),
-    "heads": (PartitionSpec(None, None, "model"), N, N, (B, T, N // 2, H), (B, T, N // 2, H)),
-    "both, a bias for all": (PartitionSpec("data", None, "model"), 2, 1, (1, T, N // 2, H), (1, T, 1, H)),
-    "one head of keys": (PartitionSpec("data", None, "model"), 1, N, (1, T, N // 2, H), (1, T, 1, H)),
-    "sequences": (PartitionSpec(None, "model"), 2, 1, (B, T, N, H), (B, T, 2, H)),
-    "heads by two axes": (PartitionSpec(None, None, ("data", "model")), N, 1, (B, T, 1, H), (B, T, 1, H)),
-    "fewer heads of keys": (PartitionSpec(None, None, ("data", "model")), 2, 1, (B, T, N, H), (B, T, 2, H)),
+    # name: (sharding of the query, heads of key, batch and heads of bias, shapes of query and key on a device)
+    "batch": (PartitionSpec("data"), N, (1, 1), (1, T, N, H), (1, T, N, H)),
+    "a bias for each example": (PartitionSpec("data"), N, (B, 1), (1, T, N, H), (1, T, N, H)),
+    "heads": (PartitionSpec(None, None, "model"), N, (1, N), (B, T, N // 2, H), (B, T, N // 2, H)),
+    "both, a bias for all": (PartitionSpec("data", None, "model"), 2, (1, 1), (1, T, N // 2, H), (1, T, 1, H)),
+    "one head of keys": (PartitionSpec("data", None, "model"), 1, (1, N), (1, T, N // 2, H), (1, T, 1, H)),
+    "sequences": (PartitionSpec(None, "model"), 2, (1, 1), (B, T, N, H), (B, T, 2, H)),
+    "heads by two axes": (PartitionSpec(None, None, ("data", "model")), N, (1, 1), (B, T, 1, H), (B, T, 1, H)),
+    "fewer heads of keys": (PartitionSpec(None, None, ("data", "model")), 2, (1, 1), (B, T, N, H), (B, T, 2, H)),
 }
 
 
@@ -690,7 +698,7 @@ def test_divided_among_devices_it_is_the_same(kind):
     spec, heads, of_bias, local_query, local_key = DIVIDED[kind]
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     settings = Settings(("bias", "key_value_seq_lengths"), H**-0.5, is_causal=True, bias_has_gradient=True)
-    given = [*operands(heads=heads), draw(1, of_bias, T, T), LENGTHS]
+    given = [*operands(heads=heads), draw(*of_bias, T, T), LENGTHS]
 
     seen = []
 
@@ -1083,7 +1091,8 @@ def test_a_row_that_masks_everything_has_the_log_of_its_length():
 def test_a_known_mask_for_each_head_is_no_mask_of_positions():
     query, key, value = (x[:, :4] for x in operands(heads=N))
     mask = np.tril(np.ones((4, 4), bool))[None, :, None]  # of four heads, and four positions
-    got, want = of_both(lambda attend: attend(query, key, value, mask=mask))
+    # Of a query that is traced: without `jit` the numbers of masks are not looked at.
+    got, want = of_both(lambda attend: jax.jit(lambda query: attend(query, key, value, mask=mask))(query))
     assert error(got, want) <= TOLERANCE["float32"].value
 
 
@@ -1096,3 +1105,42 @@ def test_forward_derivatives_of_forward_derivatives():
 
     got, want = of_both(twice)
     assert error(got, want) <= TOLERANCE["float32"].gradient
+
+
+def test_forward_derivatives_along_many_directions():
+    query, key, value = operands()
+    bias = draw(1, N, T, T)
+
+    def tangents(attend):
+        push = lambda q, b: jax.jvp(lambda *given: attend(given[0], key, value, given[1]), (query, bias), (q, b))[1]  # noqa: E731
+        return jax.vmap(push, (0, None))(jnp.stack([query, query[::-1]]), bias)
+
+    got, want = of_both(tangents)
+    assert error(got, want) <= TOLERANCE["float32"].gradient
+
+
+def test_a_cotangent_that_is_zero_by_its_type():
+    query, key, value = operands()
+    _, pullback = jax.vjp(lambda q: (dot_product_attention(q, key, value), q), query)
+    (found,) = pullback((ad.Zero(jax.typeof(query)), query))
+    np.testing.assert_array_equal(found, query)
+
+
+@pytest.mark.parametrize("missing", ["_FORWARD", "_BACKWARD"])
+def test_another_jax_may_have_no_kernels(missing, monkeypatch):
+    monkeypatch.setattr(_cudnn, missing, None)
+    x = jax.ShapeDtypeStruct((B, T, N, 64), jnp.float16)
+    assert "JAX 0.10 to 0.12, and this is JAX" in str(_cudnn.why_not_fused(x, x, (), Settings()))
+    monkeypatch.setattr(_cudnn, "_dispatch", None)
+    _cudnn.needs_devices(None)  # there is nobody to tell
+
+
+def test_on_which_devices_a_program_is_lowered():
+    hopper = SimpleNamespace(compute_capability="9.0")
+    for context, capability in (
+        (SimpleNamespace(device_assignment=(hopper,)), (9, 0)),
+        (SimpleNamespace(device_assignment=None, mesh=SimpleNamespace(_flat_devices_tuple=(hopper,))), (9, 0)),
+        (SimpleNamespace(device_assignment=None), (8, 0)),
+    ):
+        lowered: Any = SimpleNamespace(module_context=SimpleNamespace(axis_context=context))
+        assert _cudnn._capability(lowered) == capability
