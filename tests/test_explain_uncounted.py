@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.export import symbolic_shape
@@ -164,6 +165,7 @@ def test_a_scan_of_symbolic_length_that_multiplies_nothing_is_not_named():
 def test_what_multiplies_nothing_is_not_named():
     def fn(w):
         jax.debug.print("{}", w)
+        io_callback(lambda _: None, None, w)
         return lax.while_loop(lambda c: jnp.sum(c) > 1, lambda c: c / 2, jnp.linalg.cholesky(w @ w))
 
     assert rows(found(fn)) == []
@@ -180,6 +182,8 @@ def test_loops_of_unknown_length():
     once = "counted as one iteration"
     assert rows(report) == [("while", 2, None, once, None), ("pallas_call", 1, "float32", KERNEL, None)]
     assert report.flops == ONE and f"2 while ({once})" in str(report)
+    (row, _) = rows(found(lambda w: lax.while_loop(lambda c: jnp.sum(c) > 1, lambda c: fake("mystery")(c), w)))
+    assert row == ("while", 1, None, once, None)
 
 
 def test_solvers():
@@ -201,6 +205,12 @@ class TestSymbolic:
         text = "The backward pass reads from the forward pass: 128 B float16, 4 B float32, 1 array of symbolic size"
         assert text in str(report)
         assert report.table() and not report.diff(report)
+
+    def test_nothing_that_is_kept_has_a_known_size(self):
+        x = jax.ShapeDtypeStruct(symbolic_shape("b"), jnp.float32)
+        report = found(jax.grad(lambda x: jnp.sum(jnp.sin(x))), x)
+        assert report.kept_bytes == () and report.kept_symbolic == 1
+        assert "The backward pass reads from the forward pass: 1 array of symbolic size" in str(report)
 
     def test_a_convolution(self):
         x = jax.ShapeDtypeStruct(symbolic_shape("b, 2*h, 2*h, 8"), jnp.float32)

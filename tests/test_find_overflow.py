@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -22,6 +23,7 @@ from overflow_faults import F16, F32, FAULTS, W, X
 import jmp_train as jmp
 from jmp_train._diagnostics.interpreter import Loop, Value
 from jmp_train._diagnostics.overflow._find_overflow import _range
+from jmp_train._diagnostics.overflow._source_lines import _PYTHON, _is_library
 from jmp_train._diagnostics.overflow._taint import Tag, Taint, TaintTracker, _by_element, _earliest, makes_nan
 from jmp_train.diagnostics import ArrayRange, Found, Verdict, find_overflow
 
@@ -613,6 +615,7 @@ def test_a_gradient_that_the_dtype_of_its_parameter_cannot_hold():
         "Besides, 'w' itself is too large for the 16 bits that the program returns it in."
     )
     assert narrow.cure.endswith(" Have 'w' in float32 first: a gradient has the dtype that its parameter is stored in.")
+    assert " Besides, the result itself is too large" in find_overflow(lambda w: gradient(w, x))(w.astype(F16)).why
     assert not find_overflow(gradient)(w, x)
     # Nothing is reported if 16 bits can hold the result.
     small = find_overflow(jax.grad(lambda w: jnp.sum((x @ (w * F16(1 / 300))) * F32(300))))(w.astype(F16))
@@ -751,7 +754,7 @@ def test_the_cure_can_be_pasted(scope):
     assert not find_overflow(jmp.autocast(jax.value_and_grad(loss), "mixed_float16", rules=pasted))(*args)
 
 
-@pytest.mark.parametrize("scope", [".", " dense", "dense", ""])
+@pytest.mark.parametrize("scope", [".", " dense", "dense", "", "bell\x07"])
 def test_a_scope_that_no_glob_names_alone(scope):
     def loss(w, x):
         with jax.named_scope(scope):
@@ -1215,3 +1218,37 @@ class TestTaint:
         tags = [Tag(True, taints[0], True), Tag(True, taints[1], False)]
         joined = TaintTracker().join([Value(bad, tags[0]), Value(good), Value(bad, tags[1])])
         assert joined == Tag(True, Taint(origins=frozenset({3, 5})), True)
+
+
+def test_complex_infinities_are_no_mask():
+    assert find_overflow(lambda z: z + 1)(np.array([1, -np.inf], np.complex64)).verdict is Verdict.INPUT
+
+
+def test_code_that_is_in_no_file():
+    functions: dict[str, Any] = {"jnp": jnp}
+    exec("def made(x): return jnp.log(0 * x)\ndef written(x): return x + jnp.full(3, jnp.inf)", functions)
+    lines = str(find_overflow(functions["made"])(np.ones(3, np.float32))).splitlines()
+    assert lines[1:3] == ["  at      no line of a file", "  through <string>:1 (made)"]
+    written = str(find_overflow(functions["written"])(np.ones(3, np.float32))).splitlines()
+    assert written[1:] == ["The infinity of the result is written in the program."]
+
+
+def test_code_whose_text_is_gone():
+    functions: dict[str, Any] = {"jnp": jnp}
+    exec(compile("def written(x): return x + jnp.full(3, jnp.inf)", "/gone.py", "exec"), functions)
+    written = str(find_overflow(functions["written"])(np.ones(3, np.float32))).splitlines()
+    assert written[1:] == ["The infinity of the result is written in the program, at /gone.py:1 (written)."]
+
+
+def test_an_infinity_that_no_operation_reads():
+    report = find_overflow(lambda x: (x, jnp.full(3, jnp.inf)))(X)
+    assert (report.written, report.reached, report.file) == ("infinity", ("1",), None)
+
+
+def test_a_sum_beyond_float32_has_nothing_to_do_with_masks():
+    report = find_overflow(lambda x: x + x)(np.full(3, 3e38, np.float32))
+    assert report.cure == "It is the model's own: make its operands smaller."
+
+
+def test_packages_inside_of_pythons_folder_are_no_part_of_it():
+    assert _is_library(_PYTHON + "json/decoder.py") and not _is_library(_PYTHON + "site-packages/mine.py")

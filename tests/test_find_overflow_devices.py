@@ -446,3 +446,30 @@ def test_devices_that_would_hang():
         "the devices of a shard_map wait for each other in collectives that they do not all reach (psum), and would "
         "hang; every device must take the branches and iterations that lead to one, along all of its axes."
     )
+
+
+def test_a_shift_along_one_of_two_axes():
+    @sharded(GRID, P("data", "model"), P("data", "model"))
+    def fn(x):
+        return lax.ppermute(x, "model", [(0, 1), (1, 0)])
+
+    (result,) = Interpreter(trace(fn, X)[0]).run([Value(X)], Watcher())
+    np.testing.assert_array_equal(result.array, jax.jit(fn)(X))
+
+
+def test_a_collective_inside_of_what_runs_as_a_whole():
+    @sharded(LINE, P("data"), P("data"), check_vma=False)
+    def fn(x):
+        return jnp.log(lax.custom_linear_solve(lambda y: 0 * lax.psum(y, "data"), x, lambda solve, y: solve(y)))
+
+    report = find_overflow(fn)(X)
+    assert (report.primitive, report.verdict) == ("shard_map", Verdict.UNKNOWN)
+
+
+def test_a_collective_that_is_not_known():
+    @sharded(LINE, P("data"), P("data"), check_vma=False)
+    def fn(x):
+        sizes = jnp.ones(8, jnp.int32)
+        return lax.ragged_all_to_all(x[:1], 0 * x[:1], 0 * sizes, sizes, 0 * sizes, sizes, axis_name="data")
+
+    assert Interpreter(trace(fn, X)[0]).not_entered() == ["shard_map"]

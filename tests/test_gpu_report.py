@@ -295,6 +295,8 @@ def test_the_text_of_a_report():
     assert "attention" in str(made_up(products=(unknown,)))
     nothing = str(made_up(kernels=(), products=()))
     assert "memory moved        0 B by 0 launches" in nothing and "dots, convolutions  none" in nothing
+    of_nothing = made_up(kernels=(dataclasses.replace(made_up().kernels[0], read=0, written=0),), products=())
+    assert re.split("  +", str(of_nothing).splitlines()[-1])[:4] == ["small", "0 B", "0 B", "1"]
 
 
 def test_what_the_text_of_a_report_adds():
@@ -345,6 +347,7 @@ def test_a_comparison():
     first, second = made_up(policy="a"), made_up(copies=(Copy(4, 3, "f32[8]", ""),), memory=Memory(7, 5, 2, 60))
     found = first.compare(second)
     assert found.names == ("a", "after") and second.compare(first).names == ("before", "a")
+    assert first.compare(second, ("old", "new")).names == ("old", "new")
     assert dict((name, row) for name, *row in found.rows) == {
         "bytes moved": [6_000_004, 6_000_004],
         "peak memory": [40, 70],
@@ -429,6 +432,10 @@ def test_a_description_that_the_compiler_does_not_take():
          "`devices` must be an integer from 1 to 2**31 - 1, got 0."),
         (lambda: gpu_report(jnp.sin, devices={}), ValueError,
          "`devices` must be a number of GPUs or the size of each named axis, got {}."),
+        (lambda: gpu_report(jnp.sin, devices={0: 4}), ValueError,  # pyright: ignore[reportArgumentType]
+         "`devices` must be a number of GPUs or the size of each named axis, got {0: 4}."),
+        (lambda: made_up().compare(3), TypeError,  # pyright: ignore[reportArgumentType]
+         "`other` must be a GPUReport, got 3; pass what gpu_report(fn)(*args) gave."),
     ],
 )  # fmt: skip
 def test_bad_input(call, error, message):

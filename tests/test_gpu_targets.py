@@ -41,6 +41,10 @@ def product(dtype):
     return lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=out)
 
 
+def wide_product(x, y):
+    return x.astype("float32") @ y.astype("float32")
+
+
 def square(dtype):
     return jax.ShapeDtypeStruct((SIZE, SIZE), dtype)
 
@@ -140,8 +144,8 @@ def test_the_table_of_the_documentation_is_what_is_compiled():
 
 @pytest.mark.parametrize(
     ("fn", "gpu", "notes"),
-    [(jnp.matmul, "T4", 1), (jnp.add, "T4", 0), (jnp.matmul, "A10", 0)],
-    ids=["T4", "add", "A10"],
+    [(jnp.matmul, "T4", 1), (jnp.add, "T4", 0), (wide_product, "T4", 0), (jnp.matmul, "A10", 0)],
+    ids=["T4", "add", "float32", "A10"],
 )
 def test_what_a_gpu_without_bfloat16_is_told_of(fn, gpu, notes):
     emitted = explain(fn, "float32")(square("bfloat16"), square("bfloat16")).emitted

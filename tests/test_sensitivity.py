@@ -23,6 +23,7 @@ from jmp_train._diagnostics.formats._sensitivity_search import (
     Search,
     _relative_error,
     at_most,
+    divide_outermost,
     rounding_operations,
     shares_of,
 )
@@ -257,6 +258,7 @@ def test_nnx_by_primitives():
     report = sensitivity(loss, "mixed_float16")(params, X, loss_scale=SCALE)
     assert report.by == "primitive" and report.kept == ("dot_general",) and report.rows[0].share > 0.9
     assert {row.scope for row in report.rows} >= {"dot_general", "tanh"}
+    assert str(report).splitlines()[1].split()[:2] == ["primitives", "operations"]
     holds(report, loss, params, X)
 
 
@@ -403,6 +405,14 @@ def test_scopes_of_one_kind_are_one_where_they_are_too_many():
     assert merged[0].children == (parts[0], parts[2])
 
 
+def test_the_only_scope_with_others_inside_is_divided_beside_those_that_stand_alone():
+    inside = tuple(map(Candidate, "ab", (1, 2)))
+    assert divide_outermost((Candidate("Net", 3, children=inside), Candidate("Loss", 1))) == (
+        *inside,
+        Candidate("Loss", 1),
+    )
+
+
 # Limits
 
 
@@ -477,6 +487,7 @@ def test_what_the_text_says_of_the_proposal():
     assert made_up().met and "Keep 1 primitive in float32" in str(made_up())
     assert "Nothing has" not in str(made_up(kept=(), floor=0.5, proposal_error=0.5))
     assert "Rules cannot" not in str(made_up(proposal_error=0.2))
+    assert made_up(kept=()).line == "rules=jmp.DEFAULT_RULES"
 
 
 def test_a_tolerance_may_be_an_integer():
@@ -508,12 +519,16 @@ def test_a_tolerance_may_be_an_integer():
          "`tolerance` must be a positive number, a relative error such as 0.01, got nan."),
         (lambda: sensitivity(offset_loss, "float32", tolerance=float("inf")), ValueError,
          "`tolerance` must be a positive number, a relative error such as 0.01, got inf."),
+        (lambda: sensitivity(offset_loss, "float32", tolerance="1%"), ValueError,  # pyright: ignore[reportArgumentType]
+         "`tolerance` must be a positive number, a relative error such as 0.01, got '1%'."),
         (lambda: sensitivity(offset_loss, "float32", tolerance=True), ValueError,
          "`tolerance` must be a positive number, a relative error such as 0.01, got True."),
         (lambda: sensitivity(offset_loss, "float32", max_scopes=0), ValueError,
          "`max_scopes` must be an integer from 1 to 2**31 - 1, got 0."),
         (lambda: sensitivity(offset_loss, "float32", max_scopes=2.5), ValueError,  # pyright: ignore[reportArgumentType]
          "`max_scopes` must be an integer, got 2.5. Pass an integer such as 1."),
+        (lambda: sensitivity(offset_loss, "float32", max_scopes="3"), ValueError,  # pyright: ignore[reportArgumentType]
+         "`max_scopes` must be an integer, got '3'. Pass an integer such as 1."),
         (lambda: sensitivity(scores_loss, "bfloat16", by="scope")(W, X), ValueError,
          "`by` is 'scope', but no operation that the policy rounds is in a named scope; use by='primitive', or name "
          "the parts of the model with jax.named_scope."),
@@ -577,3 +592,14 @@ def test_several_arguments_are_differentiated():
     gradients = [jmp.grad(loss, policy, argnums=(0, 1)) for policy in ("mixed_bfloat16", "float32")]
     grads, truth = jax.jit(lambda *args: [gradient(*args) for gradient in gradients])(W, W, X)
     assert relative_error(grads, truth) == pytest.approx(both.error, rel=0.2)
+
+
+def test_arguments_that_are_missing_are_left_to_jax():
+    with pytest.raises(TypeError, match=r"argnums=2 requires at least 3 positional arguments"):
+        sensitivity(offset_loss, "bfloat16", argnums=2)(W, X)
+
+
+def test_an_argument_counted_from_the_end():
+    loss = lambda w: jnp.mean(jnp.tanh(w @ w))  # noqa: E731
+    first, last = (sensitivity(loss, "mixed_bfloat16", argnums=argnums)(W) for argnums in (0, -1))
+    assert first == last and first.rows

@@ -325,6 +325,9 @@ def test_the_gradients_of_a_convolution_want_its_channels_padded(size, window):
 def test_a_product_of_nothing():
     report = tensor_core_report(jnp.dot, "mixed_float16")(jnp.ones((0, 3)), jnp.ones((3, 5)))
     assert [share for _, share in report.padding] == [0, 0] and "3 -> 8  in 0.0% of the FLOPs" in str(report)
+    (row,) = tensor_core_report(jnp.dot)(jnp.ones((0, 3)), jnp.ones((3, 0))).products
+    (empty,) = tensor_core_report(jnp.outer)(jnp.ones(0), jnp.ones(0)).products or (row,)
+    assert row.intensity == empty.intensity == 0
 
 
 def test_a_program_without_products():
@@ -340,6 +343,7 @@ def test_a_described_gpu():
     assert described.rate("float32") == pytest.approx(67e12 / 2, rel=0.01)
     assert described.rate("16 bits") == pytest.approx(990e12 / 2, rel=0.1)  # the tensor clock is a little lower
     assert get_gpu(H200.target.replace("minor: 0", "")).capability == (9, 0)
+    assert get_gpu(H200.target.replace("device_description_str", "serial")).name == "a GPU"
     first = "dnn_version_info { major: 10 }" + H200.target
     assert get_gpu(first).rate("16 bits") == 2 * described.rate("16 bits")
     assert described.rate("16 bits") / described.rate("tf32") == described.rate("8 bits") / described.rate("16 bits")

@@ -164,6 +164,7 @@ def test_nothing_to_report():
     assert report.total.headroom is None and report.total.zeros == 2 and report.total.becomes_zero == 0
     assert diagnostics.underflow_report({}).total.values == 0
     assert json.loads(json.dumps(report.as_dict()))["total"]["headroom"] is None
+    assert str(report).splitlines()[-1].split() == ["total", "2", "2", "0", "0.0%", "0.0%", "0.0%", "0"]
 
 
 def test_a_stack_of_reports_is_not_read():
