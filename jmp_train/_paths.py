@@ -95,6 +95,8 @@ def node_difference(tree: Any, like: Any, path: tuple[Any, ...] = ()) -> str | N
 
     >>> node_difference({"a": [1.0]}, {"a": (1.0,)})
     "a list and a tuple at 'a'"
+    >>> node_difference({"a": 1.0}, {"a": {"": 1.0}})
+    "a leaf and a dict at 'a'"
     """
     if jax.tree.structure(tree) == jax.tree.structure(like):
         return None

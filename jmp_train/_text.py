@@ -28,8 +28,8 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
 
 def megabytes(number: int) -> str:
     """
-    >>> megabytes(1_234_567)
-    '1.23 MB'
+    >>> megabytes(1_234_567), megabytes(2_345_678_901)
+    ('1.23 MB', '2.35 GB')
     """
     if number < 1e4:
         return f"{number} B"

@@ -291,3 +291,9 @@ def test_under_strict_promotion():
         for loss_scale in (SCALE, NO_SCALE, DynamicLossScale()):
             step = value_and_grad(lambda p: jnp.float32(p["w1"].sum()), "mixed_float16")
             jax.eval_shape(functools.partial(step, loss_scale=loss_scale), params)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_without_arguments_jax_says_what_is_missing(policy):
+    with pytest.raises(TypeError, match=r"argnums=0 requires at least 1 positional arguments to be passed"):
+        jmp_train.grad(lambda: 1.0, policy)()

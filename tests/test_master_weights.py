@@ -113,7 +113,7 @@ def test_a_parameter_that_changes_magnitude_is_off_by_less_than_its_old_ulp_and_
 
 def test_wide_leaves_get_no_copy_and_state_is_float32():
     params = {"w": jnp.ones(2, jnp.float16), "f32": jnp.ones(2), "f8": jnp.ones(2, jnp.float8_e4m3fn), "n": None}
-    params["ids"] = jnp.arange(2)
+    params |= {"ids": jnp.arange(2), "number": 0.1}
     state = with_master_weights(optax.adam(0.1)).init(params)
     assert isinstance(state, MasterWeightsState)
     assert jax.tree.map(lambda x: x.dtype, state.masters) == {**dict.fromkeys(params), "w": jnp.float32}

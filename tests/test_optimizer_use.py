@@ -229,6 +229,24 @@ class TestErrors:
         tx = scaled()
         self.check(ValueError, message, tx.update, grads, tx.init(PARAMS), PARAMS)
 
+    def test_gradients_of_what_is_no_parameter(self):
+        message = (
+            "`grads` must have the structure of `params`: missing [], not in `params` ['z']. "
+            "Differentiate with respect to the parameters that the optimizer holds."
+        )
+        tx = scaled()
+        self.check(ValueError, message, tx.update, {**GOOD, "z": GOOD["c"]}, tx.init(PARAMS), PARAMS)
+
+    def test_errors_of_the_inner_transformation_are_its_own(self):
+        def update(updates, state, params=None):
+            raise ValueError("no parameters")
+
+        tx = with_loss_scale(optax.GradientTransformation(lambda _: optax.EmptyState(), update))
+        self.check(ValueError, "no parameters", tx.update, GOOD, tx.init(PARAMS))
+
+    def test_a_class_among_the_parameters_is_no_key(self):
+        with_loss_scale(optax.identity()).init({"w": GOOD["a"], "dtype": np.float32})
+
     def test_gradients_of_another_type_of_node(self):
         message = (
             "`grads` must have the structure of `params`: a dict and a FrozenDict at ''. "
@@ -261,6 +279,14 @@ class TestErrors:
             "(3,). Differentiate the mean over the batch with respect to the parameters given."
         )
         self.check(ValueError, message, tx.update, grads, tx.init(params), params)
+
+    def test_gradients_of_examples_of_another_shape(self):
+        message = (
+            "`grads` must have the shapes of `params`: 'w' has the shape (4, 8, 3), and the parameter (8, 2). "
+            "Differentiate the mean over the batch with respect to the parameters given."
+        )
+        tx, params = with_loss_scale(optax.add_decayed_weights(0.1)), {"w": jnp.ones((8, 2))}
+        self.check(ValueError, message, tx.update, {"w": jnp.ones((4, 8, 3))}, tx.init(params), params)
 
     def test_gradients_that_the_inner_transformation_reduces(self):
         """Some per example and some averaged, and whole ones for parameters of which each device has a part."""

@@ -396,6 +396,16 @@ def test_aux_stays_local_and_fp8_statistics_are_the_largest():
     np.testing.assert_array_equal(grads["_overwrite_with_gradient"]["amax"], [3.0])
 
 
+def test_statistics_of_a_shard_stay_those_of_the_shard():
+    def mean(params):
+        return mean_gradients(params, params, ("data",), np.dtype("float32"))
+
+    params = {"_overwrite_with_gradient": {"amax": jnp.arange(4.0)}}
+    spec = PartitionSpec("data")
+    found = jax.jit(jax.shard_map(mean, mesh=mesh_of(4), in_specs=spec, out_specs=spec))(params)
+    np.testing.assert_array_equal(found["_overwrite_with_gradient"]["amax"], np.arange(4.0))
+
+
 def test_aux_of_what_is_replicated_is_replicated():
     """Only the differentiated arguments are declared varying."""
 
