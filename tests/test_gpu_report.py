@@ -384,6 +384,8 @@ def without_plugin(name):
         (lambda name: "0.9.0",
          f"compiling for a GPU needs a plugin of exactly jax's version {jax.__version__}, got jax-cuda13-plugin 0.9.0 "
          f"and jax-cuda13-pjrt 0.9.0: "),
+        (lambda name: "0.9.0" if name == "jax-cuda13-pjrt" else jax.__version__,
+         f"compiling for a GPU needs a plugin of exactly jax's version {jax.__version__}, got jax-cuda13-pjrt 0.9.0: "),
     ],
 )  # fmt: skip
 def test_without_the_compiler(monkeypatch, version, message):
