@@ -11,7 +11,7 @@ from comparisons import assert_two_programs_agree
 from jax import lax
 from pass_tools import after, run
 
-from jmp_train import autocast
+from jmp_train import DEFAULT_RULES, autocast
 from jmp_train._autocast.passes.rewrites import REWRITES
 
 RNG = np.random.default_rng(0)
@@ -285,3 +285,17 @@ def test_a_while_with_a_cache_is_differentiated_forward():
         return jax.jvp(lambda w: fn(w, X), (w,), (w,))[1]
 
     assert_two_programs_agree(tangent(autocast(fn, "mixed_float16")), tangent(fn), "float16")
+
+
+def test_a_cache_that_a_scan_reads_as_recorded_is_not_narrowed():
+    def fn(w, x):
+        def body(state):
+            h, cache, i = state
+            h = lax.scan(lambda total, row: (total + row, None), h, cache.transpose(1, 0, 2))[0]
+            return *attend(w, h, cache, i), i + 1
+
+        return lax.while_loop(lambda state: state[2] < STEPS, body, (x, zeros(), 0))[0]
+
+    program = after("rewrite_lowered", fn, W, X, rules=DEFAULT_RULES.replace({"scan": "recorded"}))
+    (loop,) = (equation for equation in program.equations if equation.loop_counts)
+    assert program.avals[loop.results[1]].dtype == "float32"
