@@ -1233,6 +1233,12 @@ def test_code_that_is_in_no_file():
     assert written[1:] == ["The infinity of the result is written in the program."]
 
 
+def test_a_number_that_is_returned_as_it_is_written():
+    report = str(find_overflow(lambda x: {"loss": x, "worst": jnp.asarray(np.nan)})(np.ones(3, np.float32)))
+    assert report.splitlines()[1:] == ["The NaN of worst is written in the program."]
+    assert len(str(find_overflow(lambda x: (x, jnp.asarray(1.0)))(np.ones(3, np.float32))).splitlines()) == 1
+
+
 def test_code_whose_text_is_gone():
     functions: dict[str, Any] = {"jnp": jnp}
     exec(compile("def written(x): return x + jnp.full(3, jnp.inf)", "/gone.py", "exec"), functions)

@@ -229,10 +229,14 @@ def _run(call: Call, scale: float | None = None) -> tuple[TaintTracker, _Blamed 
     kept: list[tuple[str, Taint]] = []
     nans, infinities = list[tuple[str, Taint]](), list[tuple[str, Taint]]()
     for path, number, value in zip(call.out_paths, program.outputs, results, strict=True):
-        if value.tag is None or not value.tag.nonfinite or number in program.inputs:
+        # A number that is written in the program and returned as it is has no tag: no operation read it.
+        is_written = value.tag is None and number in program.known and has_nonfinite(program.known_array(number))
+        is_nonfinite = is_written if value.tag is None else value.tag.nonfinite
+        if not is_nonfinite or number in program.inputs:
             continue
-        found, result = (path or "the result", value.tag.taint), to_host(value.array)
-        given = [to_host(tracker.given[i]) for i in value.tag.taint.given]
+        taint = UNTAINTED if value.tag is None else value.tag.taint
+        found, result = (path or "the result", taint), to_host(value.array)
+        given = [to_host(tracker.given[i]) for i in taint.given]
         if not any(np.array_equal(result, array) for array in given):
             (kept if any(_keeps_nonfinite(result, array) for array in given) else tainted).append(found)
         if not given:
