@@ -424,6 +424,17 @@ def test_products_in_a_function_that_jax_jits():
     assert "test_explain.py" in nested.source  # `cov` in `corrcoef`, both of JAX
 
 
+def test_a_function_of_jaxs_has_the_line_of_each_call():
+    """JAX records the function once, with the line of the first call."""
+
+    def norms(x):
+        first = jnp.linalg.norm(x)
+        return first, jnp.linalg.norm(2 * x)
+
+    one, other = [op.source for op in explain(norms, "mixed_float16")(X).operations if op.primitive == "sqrt"]
+    assert one != other and all("test_explain.py" in source for source in (one, other))
+
+
 def test_scopes_that_match_nothing():
     rules = DEFAULT_RULES.with_scopes({"Layer": "float32", "Lajer": "float32"})
     assert report(layer, W, X, rules=rules).unmatched_scopes == ("'Lajer' (did you mean 'Layer'?)",)
