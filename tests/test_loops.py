@@ -134,7 +134,7 @@ def test_what_a_body_makes_of_its_carry(name):
     start, result = program.inputs[0], program.outputs[0]
     found = {ACCUMULATES: accumulates(program, start, result), STREAM: is_residual_stream(program, start, result)}
     (linear,) = are_linear(program, [(start, result)])
-    found |= {LINEAR: linear, SOLVES: are_solved(program, [(start, result)], [linear])[0]}
+    found |= {LINEAR: linear, SOLVES: are_solved(program, [(start, result)])[0]}
     assert {question for question, answer in found.items() if answer} == expected
 
 
@@ -156,8 +156,8 @@ def test_each_carry_is_solved_for_by_itself():
 
     program = flatten(jax.make_jaxpr(body)(C, C, C, C, D))
     ends = list(zip(program.inputs, program.outputs, strict=False))
-    alone = [are_solved(program, [end], [False])[0] for end in ends]
-    assert are_solved(program, ends, [False] * len(ends)) == alone == [True, True, False, False]
+    alone = [are_solved(program, [end])[0] for end in ends]
+    assert are_solved(program, ends) == alone == [True, True, False, False]
 
 
 def test_what_the_gain_of_recursive_least_squares_moves_is_an_estimate():

@@ -46,7 +46,7 @@ def carry_kinds(program: FlatJaxpr, loop: Loop, are_solutions: Sequence[bool]) -
     names = {node.name for node in program.nodes}
     if SYSTEMS.isdisjoint(names) and not names.issuperset(_ONE_EQUATION):
         return [(each, False) for each in linear]
-    solved = are_solved(program, ends, linear)
+    solved = are_solved(program, ends)
     estimates = [start for (start, _), is_estimate in zip(ends, solved, strict=True) if is_estimate]
     # A linear state that a system of an estimate moves, as the gain moves the mean, is an estimate too. A smoother
     # solves systems of the covariances that it reads row by row, which are solutions.
@@ -113,16 +113,15 @@ def _but_for_scale(node: Node, producers: Producers) -> tuple[int, ...]:
     return (right,) if node.name == "mul" and one < other else node.ins
 
 
-def are_solved(program: FlatJaxpr, ends: Sequence[tuple[int, int]], linear: Sequence[bool]) -> list[bool]:
+def are_solved(program: FlatJaxpr, ends: Sequence[tuple[int, int]]) -> list[bool]:
     """For each carry, whether it is returned through linear systems, products and bounds, and no other functions.
 
     This is so for a Kalman filter's covariance, but not for a network, which has other functions. A system of one
-    equation is a division by a product of the carry; if the result is `linear` in the carry, that only scales it.
+    equation is a division by a product of the carry.
 
     Args:
       program: the loop's body.
       ends: for each carry, its numbers as an argument of the body and as a result.
-      linear: what `are_linear` says of the carries.
     """
     # As in `are_linear`, one walk for all carries: a node is between the ends of the carries in `between`.
     depends, leads = [0] * len(program.avals), _leading(program, [result for _, result in ends])
@@ -145,14 +144,14 @@ def are_solved(program: FlatJaxpr, ends: Sequence[tuple[int, int]], linear: Sequ
             products |= between
         elif node.name == "div":
             divided |= between
-        elif between & ~other and node.name not in KEEPS_ESTIMATES and not _keep_estimates(program, [node]):
+        elif not _keep_estimates(program, [node]):
             other |= between
 
     def is_solved(position: int) -> bool:
         carry = 1 << position
         if carry & (other | systems):
             return not carry & other
-        if linear[position] or not carry & products & divided:
+        if not carry & products & divided:
             return False
         start, result = ends[position]
         dependent, leading = dependents(program, [start]), sources(program, [result])
