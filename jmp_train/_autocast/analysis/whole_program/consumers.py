@@ -99,12 +99,12 @@ class Consumers:
 
         These are more than the `delicate` ones, and may include layers: the operands decide; see `are_exponentials`.
         """
-        nodes, seen = self._program.nodes, set[int]()
-        found = list(self._probabilities([node.ins[0] for node in nodes if node.name in _LOGARITHMS], seen))
+        nodes = self._program.nodes
+        found = list(self._probabilities([node.ins[0] for node in nodes if node.name in _LOGARITHMS]))
         # A backward pass that computes products again does not take their logarithm again: it divides by them.
         if any([node.scope.is_recomputed for node in nodes if node.name in PLAIN_DOTS]):
             divisors = [node.ins[1] for node in nodes if node.name == "div" and not node.scope.is_recomputed]
-            found += [node for node in self._probabilities(divisors, seen) if node.scope.is_recomputed]
+            found += [node for node in self._probabilities(divisors) if node.scope.is_recomputed]
         return {node.outs[0] for node in found}
 
     @functools.cached_property
@@ -145,8 +145,9 @@ class Consumers:
             return len(node.ins) - 2 + of_masks.index(False) if any(of_masks) and not all(of_masks) else None
         return None
 
-    def _probabilities(self, pending: list[int], seen: set[int]) -> Iterator[Node]:
-        """The products from which values are computed as from probabilities, except those that were seen before."""
+    def _probabilities(self, pending: list[int]) -> Iterator[Node]:
+        """The products from which values are computed as from probabilities."""
+        seen = set[int]()
         while pending:
             node = self._producers.producer(pending.pop())
             if node is None or node.name not in _OF_PROBABILITIES or node.outs[0] in seen:
