@@ -82,7 +82,7 @@ class Updates:
             # A step that products, solvers or loops made of a gradient. Before any backward pass there is no gradient,
             # and no search.
             if not is_gradient and provenances[old] is Provenance.PARAMETER:
-                if self._starts_backward(values, place) < position:
+                if self._starts_backward(values) < position:
                     axes = axes_of(values.program.avals[node.outs[0]])
                     is_gradient = self._is_gradient(step, values, place, axes)
             # Of two gradients the sum is a gradient, or the momentum of an optimizer.
@@ -90,13 +90,12 @@ class Updates:
                 return None if place.is_backward(node) else old  # a derivative rule computes residuals again, say
         return None
 
-    def _starts_backward(self, values: Values, place: Place) -> int:
+    def _starts_backward(self, values: Values) -> int:
         """The position of a program's first node of a backward pass; that after the last if there is none."""
         program = values.program
         if id(program) not in self._backward_from:
-            nodes = () if place.backward else program.nodes
-            positions = (i for i, node in enumerate(nodes) if node.scope.is_backward)
-            self._backward_from[id(program)] = next(positions, len(nodes))
+            positions = (i for i, node in enumerate(program.nodes) if node.scope.is_backward)
+            self._backward_from[id(program)] = next(positions, len(program.nodes))
         return self._backward_from[id(program)]
 
     def _is_gradient(self, number: int, values: Values, place: Place, axes: frozenset[Any] | None) -> bool:
