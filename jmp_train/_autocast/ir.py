@@ -392,11 +392,11 @@ class Program(_Copied):
         return self.facts[number].precision
 
     def only_readers(self) -> dict[int, int | None]:
-        """The equation that alone reads a value, by its position; `None` if several do, or the program returns it."""
+        """The equation that alone reads a value, and once, by its position; `None` for values that are read again."""
         readers: dict[int, int | None] = dict.fromkeys(self.outputs)
         for i, equation in enumerate(self.equations):
-            for number, _, _ in equation.uses:  # an equation that reads a value twice is one reader
-                readers[number] = i if number not in readers or readers[number] == i else None
+            for number, _, _ in equation.uses:
+                readers[number] = None if number in readers else i
         return readers
 
     def producers(self) -> dict[int, Equation]:

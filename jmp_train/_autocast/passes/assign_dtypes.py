@@ -411,5 +411,4 @@ def _numbers_of(node: Node, operands: Sequence[Fact], precision: Precision, low:
             return UNKNOWN_NUMBERS
     floats = [operand.numbers for operand in operands if operand.precision is not Precision.RECORDED]
     found = numbers_through(node, floats, low)
-    overflows = precision is Precision.OVERFLOWS or (precision is not Precision.RECORDED and found.overflows)
-    return found if found.overflows == overflows else found._replace(overflows=overflows)
+    return found._replace(overflows=True) if precision is Precision.OVERFLOWS else found

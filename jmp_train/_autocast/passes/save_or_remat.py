@@ -299,7 +299,7 @@ class _Decisions:
             return None
         low = [n for n in operands if facts[n].has_low_copy and facts[n].depth >= equation.depth]
         if facts[equation.results[0]].precision is Precision.RECORDED:  # joins masks
-            low += [n for n in operands if n in self._in_full and n not in low]
+            low += [n for n in operands if n in self._in_full]
         if not low:
             return self._costs.sources_of(operands)
         known = all([number in low or facts[number].numbers.range is not None for number in operands])
