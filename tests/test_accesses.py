@@ -211,6 +211,16 @@ def test_a_sum_that_the_program_returns_is_no_gradient():
     assert all([access.value for access in e.accesses] == ["stored"] for e in sums) and len(sums) == 2
 
 
+def test_a_sum_of_few_outputs_in_a_forward_pass_reads_what_is_stored():
+    def fn(w, x):
+        h = jnp.exp(x @ w)
+        return jnp.sum(h, 0), jax.lax.dot_general(h, x, (((0,), (0,)), ((), ())))
+
+    program = after("assign_dtypes", fn, np.zeros((256, 4), np.float32), np.zeros((64, 256), np.float32))
+    (total,) = (e for e in program.equations if e.name == "reduce_sum")
+    assert [access.value for access in total.accesses] == ["stored"]
+
+
 def test_a_gradient_that_is_summed_again_is_not_returned():
     """Only a gradient that is a result of the program counts as returned."""
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from comparisons import assert_two_programs_agree
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from pass_tools import after, run
 
 from jmp_train import autocast
@@ -50,6 +52,13 @@ def checkpointed(h, w):
     return jnp.tanh(h @ w) @ w.T
 
 
+def over_devices(w, x):
+    """Each step declares the weight to vary over devices, as the activations do."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    step = repeated(lambda h, w: jnp.tanh(h @ w))
+    return jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))(w, x)
+
+
 HOISTED = {
     "a weight": (repeated(lambda h, w: jnp.tanh(h @ w)), W, X),
     "its transpose": (repeated(lambda h, w: jnp.tanh(h @ w.T)), W, X),
@@ -60,6 +69,7 @@ HOISTED = {
     "of a loop in a loop inside": (repeated(lambda h, w: repeated(steps)(w, h)), W, X),
     "rows of a loop inside": (repeated(layers), LAYERS, X),
     "of a checkpointed function": (repeated(checkpointed), W, X),
+    "in a function mapped over devices": (over_devices, W, X),
     "of its gradient": (repeated(jax.grad(lambda h, w: jnp.sum(checkpointed(h, w)))), W, X),
 }
 

@@ -95,6 +95,12 @@ def summed(w, h, cache, i):
     return attend(w, h + jnp.sum(cache, 1), cache, i)
 
 
+def overwritten(w, h, cache, i):
+    """What reads the cache replaces the key, in 16 bits, since it is read across a dot."""
+    h, cache = attend(w, h, cache, i)
+    return h, lax.dynamic_update_slice(cache, h[:, None], (0, i, 0))
+
+
 def in_bfloat16(w, h, cache, i):
     cache = lax.dynamic_update_slice(cache, (h @ w["key"])[:, None], (0, i, 0))
     query, axes = h.astype(jnp.bfloat16), (((1,), (2,)), ((0,), (0,)))
@@ -198,6 +204,7 @@ CACHES = {
     "of exponentials, and returned": (lambda w, x: generate(w, x, zeros(), of_exponentials), W, 1, "float32"),
     "selected": (lambda w, x: generate(w, x, zeros(), selected), W, 1, "float16"),
     "shifted": (lambda w, x: generate(w, x, zeros(), shifted), W, 1, "float16"),
+    "overwritten": (lambda w, x: generate(w, x, zeros(), overwritten), W, 1, "float16"),
     "scaled": (returning(lambda w, x: generate(w, x, zeros(), scaled)), W, 1, "float32"),
     "summed": (returning(lambda w, x: generate(w, x, zeros(), summed)), W, 1, "float32"),
     "read by a dot in float32": (returning(lambda w, x: generate(w, x, zeros(), in_float32)), W, 1, "float32"),

@@ -455,6 +455,17 @@ def test_what_meets_a_wide_bias_is_rounded_in_every_kernel():
     assert rounded.params["dtype"] == program.low
 
 
+def test_a_rematerialized_wide_bias_is_cast_where_it_is_added_again():
+    def fn(w, x):
+        h = x @ w + w[0]
+        return h + jnp.sin(h) @ w @ w
+
+    program = after("rewrite_lowered", fn, LAYERS[0], np.tile(X, (8, 1)))
+    producers = program.producers()
+    (again,) = (e for e in program.equations if e.name == "add" and e.remat)
+    assert again.at is not again.node and producers[again.operands[0]].node is again.at
+
+
 def test_wide_biases_are_left_to_the_backward_pass_where_there_is_one():
     gradient = jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w + w[0]) @ w.T))
     others = [rewrite for rewrite in REWRITES if rewrite.name != "wide_biases"]

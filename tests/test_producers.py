@@ -92,6 +92,7 @@ SAME = {
     "two values": (lambda x, y: (x, y), False),
     "of one captured array": (lambda x, y: (x + Y, x + Y), True),
     "of two captured arrays": (lambda x, y: (x + Y, x + X), False),
+    "of a captured array and a literal": (lambda x, y: (x + Y, x + 2), False),
     "of more operands": (lambda x, y: (jnp.concatenate([x, y]), jnp.concatenate([x, y, y])), False),
     "of a callback with effects": (lambda x, y: (io_callback(np.sin, x, x), io_callback(np.sin, x, x)), False),
 }

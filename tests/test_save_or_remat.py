@@ -388,6 +388,7 @@ def test_what_reads_a_low_copy_across_a_dot_is_rematerialized_from_it():
         return jnp.sum((jnp.cos(s) @ w) * s)
 
     assert decided("add", fn, W, X) == ["remat"]
+    assert not after("save_or_remat", fn, W, X).residuals.in_full
 
 
 def largest_of_two(y):
@@ -566,6 +567,16 @@ def test_a_carry_in_float32_starts_with_what_was_computed_and_not_with_its_low_c
     (h,) = (equation.results[0] for equation in program.equations if equation.name == "exp")
     assert h in program.residuals.saved
     assert [use.residual for use in scan.uses if use.value == h] == [False]
+
+
+def test_a_carry_in_float32_that_no_dot_reads_starts_with_what_is_rematerialized():
+    def loop(w, x):
+        h, y = jnp.exp(x @ w), x @ w @ w
+        return lax.scan(lambda c, _: (jnp.sin(c) * y, None), h, None, length=2)[0]
+
+    program = after("save_or_remat", loop, W, X)
+    (scan,) = (equation for equation in program.equations if equation.name == "scan")
+    assert [bool(use.residual) for use in scan.uses if use.value in program.residuals.remat] == [True]
 
 
 def test_a_carry_that_starts_in_16_bits_reads_the_copy_that_dots_read():

@@ -218,6 +218,8 @@ ENDS = {
     "over axes of one number": (lambda x, y, w: jnp.sum((x[:1] @ w)[:, None], (0, 1)), [True], [True]),
     "over many numbers": (lambda x, y, w: jnp.sum(x @ w, 0), [True], [False]),
     "read by a function": (lambda x, y, w: jnp.tanh(x @ w), [True], [False]),
+    "read by a function, behind a barrier": (
+        lambda x, y, w: jnp.tanh(lax.optimization_barrier(x @ w)), [True], [False]),
     "read by a dot": (lambda x, y, w: (x @ w) @ w.T, [False, True], [False, True]),
     "of a weight's axes": (lambda x, y, w: jnp.tanh(w.T @ (w @ w.T)), [False, True], [False, True]),
 }  # fmt: skip
