@@ -452,6 +452,7 @@ def test_what_meets_a_wide_bias_is_rounded_in_every_kernel():
     (total,) = (e for e in program.equations if e.name == "add")
     rounded = producers[total.operands[0]]
     assert [rounded.name, producers[rounded.operands[0]].name] == ["rounded", "cast"]
+    assert producers[total.operands[1]].name == "broadcast_in_dim"  # of the parameter, in float32
     assert rounded.params["dtype"] == program.low
 
 

@@ -43,6 +43,12 @@ def behind_norm(activation, norm):
     return jax.grad(lambda w, x: jnp.sum(activation(norm(x @ w, w)) @ w.T))
 
 
+def behind_norm_of_squares(w, x):
+    """The activation's cotangent is a sum of 16-bit numbers that only float32 equations read."""
+    h = x @ w
+    return jnp.sum(jax.nn.leaky_relu(centred(h @ h.T) * w[0] + w[1]) @ w.T)
+
+
 # name: (a gradient, whether the cotangent of the activation after the norm is saved for the sums that read it)
 CHAINS = {
     "a gelu behind a norm": (behind_norm(jax.nn.gelu, lambda h, w: centred(h) * w[0] + w[1]), True),
@@ -56,6 +62,7 @@ CHAINS = {
     "a leaky relu": (behind_norm(jax.nn.leaky_relu, lambda h, w: centred(h) * w[0] + w[1]), False),
     "a leaky relu, scaled in float32": (
         behind_norm(jax.nn.leaky_relu, lambda h, w: centred(h) * jnp.exp(w[0]) + jnp.exp(w[1])), False),
+    "a leaky relu, before it squares": (jax.grad(behind_norm_of_squares), False),
     "an exponential": (behind_norm(jnp.exp, lambda h, w: centred(h) * w[0] + w[1]), True),
     "a cotangent whose logarithm is taken": (
         lambda w, x: jnp.sum(centred(jnp.log(jax.grad(lambda n: jnp.sum(jax.nn.gelu(n) @ w.T))(x @ w)))), False),

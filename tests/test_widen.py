@@ -76,6 +76,7 @@ CASES = {
         "add slice",
         ["low", "low", "full"],
     ),
+    "a bound of products": (lambda a, b, p, x: jnp.maximum(a, b) * x, "max", ["low"]),
     "a row of a sum with a number": (lambda a, b, p, x: (1 - a).reshape(32) * x.reshape(32), "sub", ["full"]),
     "joined parts": (lambda a, b, p, x: pad(a * b, 0, 2) + pad(a * b, 2, 0) - 1e9, "add mul pad", ["full"] * 5),
     "a part of a buffer": (
@@ -138,6 +139,15 @@ def test_in_a_scan_a_parameter_for_each_number_is_added_in_16_bits():
         return lax.scan(lambda c, _: (c, (p["m"] + 2 * a)[:, ::2] * x[:, ::2]), 0.0, length=2)[1]
 
     (body,) = next(equation.bodies for equation in after("widen", fn, PARAMS, X).equations if equation.name == "scan")
+    (total,) = [equation.results[0] for equation in body.equations if equation.name == "add"]
+    assert body.precision(total).value == "low"
+
+
+def test_in_a_call_a_stream_of_16_bits_is_added_to_in_16_bits():
+    def fn(p, x):
+        return jax.checkpoint(lambda h, a: (h + 2 * a)[:, ::2] * x[:, ::2])(x @ p["w"], x @ p["v"])
+
+    (body,) = next(equation.bodies for equation in after("widen", fn, PARAMS, X).equations if equation.bodies)
     (total,) = [equation.results[0] for equation in body.equations if equation.name == "add"]
     assert body.precision(total).value == "low"
 
