@@ -47,8 +47,7 @@ def is_norm_of_rows(number: int, program: FlatJaxpr) -> bool:
         if (*shape[:-1], 1) in shapes and shape[-1] != 1:  # in rows of one number, such an operand is no statistic
             return True
         if node.name in ("mul", "div") or shapes.count(shape) == 1:
-            found = [operand for operand, found in zip(node.ins, shapes, strict=True) if found == shape]
-            computed += [operand for operand in found if operand not in computed]
+            computed += [operand for operand in node.ins if operand not in computed]
     return False
 
 
