@@ -184,6 +184,7 @@ LAYERS = {
     "a stream of layers": (lambda c, row: c + jnp.tanh(c @ row), True),
     "a stream of other functions of rows": (lambda c, row: c + jnp.tanh(c * row), False),
     "a stream of products without rows": (lambda c, row: c + jnp.tanh(c @ c), False),
+    "a stream of products with known numbers": (lambda c, row: c + jnp.tanh(c @ jnp.eye(4)), False),
     "an average": (lambda c, row: 0.9 * c + jnp.tanh(c @ row), False),
 }
 

@@ -306,6 +306,16 @@ def test_body_residuals_stacks_a_dot_in_16_bits_rather_than_an_exponential_in_32
     assert [e.name for e in backward.bodies[0].equations if e.remat] == ["cast", "rounded", "exp"]
 
 
+def test_body_residuals_reads_a_stack_of_both_scans_once():
+    def loss(w, x):
+        return jnp.sum(lax.scan(lambda h, w: (jnp.exp((h @ w) * w[0]), None), x, w)[0])
+
+    program = after("body_residuals", jax.grad(loss), LAYERS, X)
+    backward = [e for e in program.equations if e.name == "scan"][-1]
+    assert "mul" in [e.name for e in backward.bodies[0].equations if e.remat]  # which reads the weight's first row
+    assert len({*backward.operands}) == len(backward.operands)
+
+
 def test_body_residuals_hands_on_one_number_a_row_of_a_shard_map():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     specs = (PartitionSpec(), PartitionSpec("data"))

@@ -147,6 +147,7 @@ ACTIVATIONS = {
         lambda w, x: jnp.sum(rms_norm(h := jnp.tanh(x @ w)) @ w.T + jnp.sin(100 * h) @ w), []),
     "a gate a row": (
         jax.grad(lambda w, x: jnp.sum(rms_norm(x @ w * jnp.tanh(x @ w[:, :1])) @ w.T)), []),
+    "of data, which float16 may not hold": (lambda w, x: jnp.sum(centred(jax.nn.gelu(x)) @ w.T), []),
     "unbounded: twice as large": (before_norm(lambda h: 2 * jax.nn.gelu(h)), []),
     "unbounded: an exponential": (before_norm(lambda h: h * jnp.exp(h)), []),
     "unbounded: a square": (before_norm(lambda h: h * h * jax.nn.sigmoid(h)), []),
