@@ -76,7 +76,7 @@ def _entry(node: Node, rules: Rules, place: Place, producers: Producers, rewrite
 
 def _refine(node: Node, entry: Entry, producers: Producers, rewrites: "Sequence[Rewrite]") -> Entry:
     # `jax.lax.mul(x, y, out_dtype=...)`.
-    if node.name == "mul" and node.params.get("out_dtype") is not None:
+    if node.params.get("out_dtype") is not None:
         return Entry(Rule.RECORDED, "the user asked for this dtype")
     if entry is not TABLE[node.name]:  # an edit of the user's, which stands
         return entry

@@ -125,12 +125,11 @@ def _runs_as_recorded(equation: Equation, operands: Iterable[int], rounded: Coll
 
 
 def _rounded_residuals(program: Program) -> set[int]:
-    """The values that differ across a dot: saved in 16 bits, or rematerialized from values that are."""
-    residuals = program.residuals
-    found = {number for number in residuals.saved if is_float32(program.avals[number])}
+    """The values that are saved in 16 bits, and all that are computed from these, which differ across a dot."""
+    found = {number for number in program.residuals.saved if is_float32(program.avals[number])}
     for equation in program.equations:
         if not found.isdisjoint(equation.operands):
-            found.update(number for number in equation.results if number in residuals.remat)
+            found.update(equation.results)
     return found
 
 
