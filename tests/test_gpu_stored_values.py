@@ -478,6 +478,18 @@ ROWS_OF_TABLE = {
         mean_square,
         0.95,
     ),
+    "elu, then layer norm": (
+        lambda dtype: ActivatedThenNormed(nn.LayerNorm, nn.elu, dtype),
+        FEWER_IMAGES,
+        mean_square,
+        1.06,
+    ),
+    "elu, then batch norm": (
+        lambda dtype: ActivatedThenNormed(batch_norm, nn.elu, dtype),
+        FEWER_IMAGES,
+        mean_square,
+        0.85,
+    ),
     "tanh, then layer norm": (
         lambda dtype: ActivatedThenNormed(nn.LayerNorm, nn.tanh, dtype),
         FEWER_IMAGES,

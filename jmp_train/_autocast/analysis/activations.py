@@ -5,8 +5,8 @@
     y = mul x:f16 s               |y| <= 1 |x|         degree 1, factor 1: no larger than `x`, and as expensive as `t`
 
 The results of activation functions that multiply their operand by a bounded function of it are such values: GELU
-(Hendrycks and Gimpel, 2016), SiLU, Mish; and so is tanh itself. In the compute dtype they are finite wherever their
-operand is.
+(Hendrycks and Gimpel, 2016), SiLU, Mish; those that select a bounded function or their operand, as ELU does (Clevert et
+al., 2016); and tanh itself. In the compute dtype they are finite wherever their operand is.
 
 Decides which values these are. Does not decide which of them are saved in the compute dtype; see
 `passes.save_for_sums`.
@@ -15,9 +15,11 @@ Decides which values these are. Does not decide which of them are saved in the c
 import math
 from typing import NamedTuple
 
+from ..._dtypes import facts as dtype_facts
 from ..._sizes import is_less
 from ..ir import Precision, Program
 from ..primitives import ADDS, LARGEST_RESULT, Trait, having
+from .relus import is_positive
 from .residual_costs import is_expensive
 
 _SAME = having(Trait.MOVES | Trait.PICKS | Trait.FLIPS)
@@ -46,6 +48,7 @@ def activations(program: Program) -> dict[int, set[int]]:
     # Each tanh of a value in the compute dtype, unless it is small beside what it scales. No sigmoid, which may be a
     # probability: products of its complement may be zero where one of them is rounded.
     alone = set[int]()
+    largest = dtype_facts(program.low).max
 
     def bound(number: int) -> _Bound | None:
         fact, found = program.facts[number], bounds.get(number)
@@ -84,6 +87,14 @@ def activations(program: Program) -> dict[int, set[int]]:
                 bounds[equation.results[0]] = _Bound(one.degree + other.degree, one.factor * other.factor)
             elif one.degree == other.degree:  # `x + 1` may exceed the largest value by one
                 bounds[equation.results[0]] = _Bound(one.degree, one.factor + other.factor)
+        elif name == "select_n":
+            cases = [found for n in operands[1:] if (found := bound(n)) is not None]
+            # A number of degree 0 that the compute dtype does not hold is larger than its largest value.
+            if len(cases) < len(operands) - 1 or any([not case.degree and case.factor > largest for case in cases]):
+                continue
+            bounds[equation.results[0]] = max(cases)
+        elif name == "expm1" and _is_never_positive(operands[0], program):
+            bounds[equation.results[0]] = _Bound(0, 1.0)
         else:
             continue
         if large or is_expensive(equation):
@@ -94,3 +105,16 @@ def activations(program: Program) -> dict[int, set[int]]:
         for number, inner in expensive.items()
         if (found := bounds.get(number)) is not None and found <= _NO_LARGER and (found.degree or number in alone)
     }
+
+
+def _is_never_positive(number: int, program: Program) -> bool:
+    """Whether a value is `where(x > 0, 0, x)`, of which ELU takes the exponential."""
+    producers = program.recorded.producers
+    node = producers.get(number)
+    if node is None or node.name != "select_n":
+        return False
+    predicate, where_not, where_positive = node.ins
+    compares, known = producers.get(predicate), program.facts[where_positive].numbers.range
+    if compares is None or known is None or not is_positive(compares, program.recorded):
+        return False
+    return compares.ins[0] == where_not and known.largest == 0
