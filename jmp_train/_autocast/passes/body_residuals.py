@@ -9,6 +9,9 @@ statistics of its rows. To pass on only those and to rematerialize the others in
 needs less memory and rounds nothing (Chen et al., "Training deep nets with sublinear memory cost", 2016; the choice is
 a greedy form of the cut in Jain et al., "Checkmate", 2020).
 
+A value that its forward body rounds for all readers (`shared_roundings.py`) is rounded where the other body computes it
+again, too. The gradient of `rms_norm(x @ w + b)` in a `shard_map` was wrong by a factor of 5 where it nearly cancels.
+
 Decides which values a body passes on, by the bytes per iteration or device (`analysis/residual_costs.py`). Does not
 decide a dtype: the rematerialized equations are those of the forward body, so that both sides compute the same bits.
 """
@@ -17,7 +20,7 @@ from collections.abc import Mapping
 
 from ..._sizes import size_in_bytes
 from ..analysis.residual_costs import ResidualCosts, Sources, fuses
-from ..ir import Equation, Op, Program, Use
+from ..ir import Equation, Op, Program, Use, added
 from .bodies import KINDS, Crossing, WithBody
 from .dead_code import computing, remove_dead_code
 
@@ -154,11 +157,25 @@ class _Link:
             equations.append(equation.replace(uses=uses, results=results, remat=True))
         names.update(given)  # the reader's own equations read an input as it is, with no barrier before it
         new = {self.replaced[number]: names[inner] for number, inner in again.items()}
+        rounded = {self.replaced[number] for number, inner in again.items() if inner in self._rounded()}
         for equation in reader.body.equations:
-            equations.append(equation.replace(uses=[Use(new.get(number, number)) for number in equation.operands]))
+            uses = [Use(new.get(number, number)) for number in equation.operands]
+            if equation.op is Op.CAST and not rounded.isdisjoint(equation.operands):
+                # XLA may drop a cast from 16 bits of a rematerialized value, which no array stores.
+                (result,) = equation.results
+                copy = reader.body.new(reader.body.avals[result])
+                equations.append(equation.replace(uses=uses, results=(copy,)))
+                equations.append(added(Op.ROUND, equation.node, [copy], result, dtype=reader.body.low))
+            else:
+                equations.append(equation.replace(uses=uses))
         reader.body = reader.body.replace(equations=equations)
         reader.results = [result._replace(inner=new.get(result.inner, result.inner)) for result in reader.results]
         return {operand.number for operand in reader.operands if operand.inner in given.values()}
+
+    def _rounded(self) -> set[int]:
+        """The values that readers in the source's body read rounded; see `shared_roundings.py`."""
+        casts = {e.results[0]: e.operands[0] for e in self.body.equations if e.op is Op.CAST}
+        return {casts[e.operands[0]] for e in self.body.equations if e.op is Op.ROUND and e.operands[0] in casts}
 
     def _given(self, number: int) -> int:
         """The value of the reader's body that equals one of the source's: an input of both, or passed on."""
