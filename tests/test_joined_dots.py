@@ -35,7 +35,7 @@ PROGRAMS = {
 def test_which_dots_are_joined(name):
     fn, expected = PROGRAMS[name]
     program = after("save_or_remat", jax.grad(fn, (0, 1)), W, V, X)
-    assert len(program.residuals.joined) == expected
+    assert len(program.residuals.by_product) == expected
 
 
 @pytest.mark.parametrize("rows, joined", [(2**20 - 9, 2), (2**20 - 8, 0)])
@@ -43,7 +43,7 @@ def test_dots_of_64_mib_are_not_joined(rows, joined):
     """Each dot reads and writes 64 bytes a row in 16 bits, and 512 bytes of the weight."""
     x = jax.ShapeDtypeStruct((rows, 16), np.float32)
     residuals = after("save_or_remat", jax.grad(gated, (0, 1)), W, V, x).residuals
-    assert len(residuals.joined) == joined and residuals.saved
+    assert len(residuals.by_product) == joined and residuals.saved
 
 
 def test_what_is_saved_of_them_fuses_with_its_readers():
@@ -60,7 +60,7 @@ def test_what_is_saved_of_them_fuses_with_its_readers():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_every_number_keeps_its_value(dtype):
     numbers = jnp.asarray(np.arange(2**16, dtype=np.uint16).view(jnp.dtype(dtype)))
-    saved = jax.jit(functools.partial(_saved, joined=True))(numbers)
+    saved = jax.jit(functools.partial(_saved, by_product=True))(numbers)
     normal = ~(jnp.abs(numbers) < jnp.finfo(dtype).tiny) if dtype == "bfloat16" else ...  # CPUs flush those of float32
     got, expected = (np.asarray(each[normal], np.float32) for each in (saved, numbers))
     np.testing.assert_array_equal(got, expected)

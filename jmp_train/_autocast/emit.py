@@ -117,13 +117,13 @@ def _copy_equation() -> JaxprEqn:
     return trace(copy_of, 0.0, 0.0)[0].eqns[0]
 
 
-def _saved(x: Any, joined: bool = False) -> Any:
+def _saved(x: Any, by_product: bool = False) -> Any:
     """`x` behind a barrier: expressions of the result are equal to no expression on the other side of a dot.
 
-    With `joined`, `x` is a slice of dots that XLA joined, and XLA would copy the slice for a barrier. The product with
-    a one that is behind a barrier is a different expression as well; it has the same bits, and fuses with its readers.
+    With `by_product` XLA would copy `x` for a barrier, or compute it in a kernel without its reader. The product with a
+    one that is behind a barrier is a different expression as well; it has the same bits, and fuses with its readers.
     """
-    return lax.mul(x, lax.optimization_barrier(np.ones((), x.dtype))) if joined else lax.optimization_barrier(x)
+    return lax.mul(x, lax.optimization_barrier(np.ones((), x.dtype))) if by_product else lax.optimization_barrier(x)
 
 
 _ADDED: dict[Op, Callable[..., Any]] = {

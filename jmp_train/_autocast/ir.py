@@ -144,6 +144,7 @@ class Access(enum.Enum):
 
     FUSED = "fused"  # XLA computes it in the kernel that reads it
     STORED = "stored"  # from memory: it reads the copy in the compute dtype, if a dot reads that anyway
+    SUMMED = "summed"  # by the gradient of a bias: the copy in the compute dtype, computed in the same kernel or stored
     CARRIED = "carried"  # as the first value of a loop's carry, in its own dtype: never the copy that a dot reads
 
 
@@ -307,7 +308,8 @@ class Residuals:
         they were rounded.
       rounded: values in the compute dtype that every float32 reader has to read rounded; see `shared_roundings`.
       squared: those among them that a product, here or in a body, multiplies with themselves.
-      joined: saved results of dots that XLA computes as slices of one dot; see `analysis.joined_dots`.
+      by_product: saved values that are told from equal expressions by a product with one, as a barrier would cost: slices
+        of one dot (`analysis.joined_dots`), and cotangents that the gradient of a bias sums (`analysis.accesses`).
     """
 
     saved: frozenset[int] = frozenset()
@@ -315,7 +317,7 @@ class Residuals:
     in_full: frozenset[int] = frozenset()
     rounded: frozenset[int] = frozenset()
     squared: frozenset[int] = frozenset()
-    joined: frozenset[int] = frozenset()
+    by_product: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ class _Writer:
         # Without a barrier XLA may compute the value again in the kernel of each reader, and store its sources for
         # that: float32 values, or several arrays.
         copy = self.read(Use(value, dtype), at).value
-        params = {"joined": True} if value in self.residuals.joined else {}
+        params = {"by_product": True} if value in self.residuals.by_product else {}
         return self._add(Op.SAVED, (copy,), self._new(copy), at, params)
 
     def _cast(self, value: int, source: int, dtype: np.dtype | None, at: Node | None) -> int:

@@ -56,7 +56,7 @@ _MOVES = having(Trait.MOVES)
 
 def save_or_remat(program: Program) -> Program:
     """The program with its `residuals`, and with those operands marked that are read as saved or rematerialized."""
-    equations, decisions = [], _Decisions(program)
+    equations, decisions, summed = [], _Decisions(program), set[int]()
     values = decisions.values  # of the program's equations: arguments and constants are read as they are
     for equation in program.equations:
         for number in equation.results:
@@ -66,12 +66,14 @@ def save_or_remat(program: Program) -> Program:
             crosses = use.value in values and (values[use.value].saved or values[use.value].remat)
             if crosses and decisions.is_residual(equation, use, equation.accesses[position]):
                 uses = [*uses[:position], use._replace(residual=SHARED), *uses[position + 1 :]]
+                if equation.accesses[position] is Access.SUMMED:
+                    summed.add(use.value)
         equations.append(equation if uses is equation.uses else equation.replace(uses=uses))
     decisions.rematerialize_masks(equations)  # which asks what all other equations read across a dot
     saved = frozenset(number for number, value in values.items() if value.saved)
     remat = frozenset(number for number, value in values.items() if value.remat)
     in_full = frozenset(decisions.computed_again(equations, remat) - remat)
-    residuals = Residuals(saved, remat, in_full, joined=joined_dots(program) & saved)
+    residuals = Residuals(saved, remat, in_full, by_product=(joined_dots(program) | summed) & saved)
     return program.replace(equations=equations, residuals=residuals)
 
 
