@@ -58,7 +58,6 @@ _ATTENTION = having(Trait.ATTENTION)
 # Constants from this one on are large: added to a number of about one, they cost it three of its 11 or 8 bits.
 _LARGE = 8
 _TRANSFERS = having(Trait.TRANSFERS | Trait.PLACES)
-_READ_MEMORY = (Access.STORED, Access.SUMMED)
 _HAVE_NUMBERS = frozenset({"convert_element_type", "gather"})  # of a boolean: zeros and ones; of what is out of bounds
 
 
@@ -113,7 +112,7 @@ class _Walk:
         """The precision in which a reader at `depth` reads a value with a low copy."""
         fact = self.facts[number]
         # A fused reader on the near side computes the float32 value anew in its own kernel, and pays no bytes for it.
-        narrow = access in _READ_MEMORY or (access is Access.FUSED and depth > fact.depth)
+        narrow = access is Access.STORED or (access is Access.FUSED and depth > fact.depth)
         return Precision.LOW if narrow else fact.precision
 
     def _across(self, number: int, precision: Precision) -> Precision:
