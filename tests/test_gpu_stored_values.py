@@ -250,6 +250,39 @@ class Gated(nn.Module):
         return dense(128)(x)
 
 
+class Parts(nn.Module):
+    """Dense layers whose result is split in two parts, which are multiplied."""
+
+    parts: Any  # of the result, given the layers' dtype
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: Any):
+        for _ in range(3):
+            left, right = self.parts(nn.Dense(2048, dtype=self.dtype)(x), self.dtype)
+            x = nn.Dense(512, dtype=self.dtype)(left * right)
+        return nn.Dense(128, dtype=self.dtype)(x)
+
+
+def gated_parts(x: Any, dtype: Any):
+    gate, value = jnp.split(x, 2, -1)
+    return nn.silu(gate), value
+
+
+def relu_parts(x: Any, dtype: Any):
+    return jnp.split(nn.relu(x), 2, -1)
+
+
+def spatial_parts(x: Any, dtype: Any):
+    """Up to the product across tokens, a spatial gating unit (Liu et al., "Pay attention to MLPs", 2021)."""
+    left, right = jnp.split(nn.gelu(x), 2, -1)
+    return left, nn.LayerNorm(dtype=dtype)(right)
+
+
+def grouped_parts(x: Any, dtype: Any):
+    return jnp.split(nn.silu(nn.GroupNorm(16, dtype=dtype)(x)), 2, -1)
+
+
 class Recurrent(nn.Module):
     """Two layers of LSTM, whose cells join their kernels."""
 
@@ -369,6 +402,10 @@ ROWS_OF_TABLE = {
     "relu without biases": (FeedForward, ROWS, mean_square, 1.03),
     "swiglu": (lambda dtype: Gated(nn.silu, False, dtype), ROWS, mean_square, 0.93),
     "swiglu with biases": (lambda dtype: Gated(nn.silu, True, dtype), ROWS, mean_square, 1.0),
+    "swiglu of one layer": (lambda dtype: Parts(gated_parts, dtype), ROWS, mean_square, 0.95),
+    "relu, then parts": (lambda dtype: Parts(relu_parts, dtype), ROWS, mean_square, 1.01),
+    "gelu, then layer norm of a part": (lambda dtype: Parts(spatial_parts, dtype), ROWS, mean_square, 0.87),
+    "group norm, silu, then parts": (lambda dtype: Parts(grouped_parts, dtype), TOKENS, mean_square, 0.83),
     "exact gelu": (lambda dtype: Dense(exact_gelu, dtype), ROWS, mean_square, 1.03),
     "silu": (lambda dtype: Dense(nn.silu, dtype), ROWS, mean_square, 1.03),
     "tanh": (lambda dtype: Dense(nn.tanh, dtype), ROWS, mean_square, 1.03),

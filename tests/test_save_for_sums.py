@@ -81,6 +81,9 @@ CHAINS = {
     "no sum but that of a weight": (behind_norm(jax.nn.gelu, lambda h, w: h * w[0] + w[1]), False),
     "one reader": (behind_norm(jax.nn.gelu, lambda h, w: centred(h) * w[0]), False),
     "no gradient": (lambda w, x: jnp.sum(jax.nn.gelu(centred(x @ w) * w[0] + w[1]) @ w.T), False),
+    "a norm of a part": (
+        behind_norm(
+            jax.nn.gelu, lambda h, w: jnp.concatenate([centred(h[:, :8]) * w[0, :8] + w[1, :8], h[:, 8:]], -1)), True),
 }  # fmt: skip
 
 
@@ -125,6 +128,11 @@ def response_norm(h):
     return h * (norms / jnp.mean(norms)) + h
 
 
+def norm_of_part(h):
+    left, right = jnp.split(h, 2, -1)
+    return jnp.tile(left * centred(right), 2)
+
+
 # name: (a function, the equations of whose results a norm reads a saved copy)
 ACTIVATIONS = {
     "its square is normalised": (gelu_before(lambda h: centred(h * h)), []),
@@ -136,6 +144,8 @@ ACTIVATIONS = {
     "squares are summed": (gelu_before(rms_norm), ["mul"]),
     "groups are summed": (gelu_before(groups), ["mul"]),
     "a norm over rows": (gelu_before(response_norm), ["mul"]),
+    "a norm of a part": (gelu_before(norm_of_part), ["mul"]),
+    "a sum of one part": (gelu_before(lambda h: jnp.tile(centred(jnp.split(h, 2, -1)[0] + 1), 2)), []),
     "a tanh": (lambda w, x: jnp.sum(rms_norm(jnp.tanh(x @ w)) @ w.T), ["tanh"]),
     "a tanh, which its mean computes again": (before_norm(jnp.tanh), []),
     "a tanh, and what is computed from it across a dot": (

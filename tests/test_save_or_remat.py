@@ -154,7 +154,13 @@ def test_parts_and_concatenations_fuse_with_their_readers():
     def both(w, x):
         return jnp.sum(jnp.concatenate([jnp.exp(x @ w), x @ w], 1) * jnp.concatenate([x @ w @ w, x], 1))
 
+    def halves(w, x):
+        left, right = jnp.split(jnp.exp(x @ w), 2, 1)
+        return jnp.sum(jnp.sin(left * right) * (x @ w @ w)[:, :8])
+
     assert decided("slice", half, W, X) == ["remat", "remat"]
+    assert decided("split", halves, W, X) == ["remat", "remat"]
+    assert rematerialized(halves, W, X).count("split") == 1
     assert decided("concatenate", both, W, X)[0] == "remat"
 
 

@@ -102,6 +102,16 @@ def test_every_sum_of_a_softmax_of_capped_logits_is_separate():
     assert products.count(SEPARATE + 2) == 1 and set(products) == {SHARED, SEPARATE + 2}
 
 
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_sum_of_what_an_exponential_of_a_part_is_computed_from_is_separate(part):
+    def loss(w, x):
+        t = jnp.tanh(x @ w)
+        h = jnp.exp(jnp.split(t, 2, -1)[part])
+        return jnp.sum(h), jnp.sum(t), jnp.sum(h * (x @ w @ w)[:, :8])
+
+    assert reads(loss, "reduce_sum") == [SEPARATE, SEPARATE + 1, 0]
+
+
 def test_numbers_start_anew_for_each_softmax():
     """Numbers become bits of an exponent, which is too short to count the hundreds of softmaxes of a network."""
 

@@ -199,8 +199,8 @@ TRAITS = {
     Trait.LINEAR: "mul div neg reduce_sum dot_general",
     Trait.ROUNDS: "add sub add_any mul div rem atan2 tanh logistic erf erfc",
     Trait.FUSES: "add sub add_any mul div max min neg abs sign select_n clamp integer_pow square one_minus_square "
-    "polynomial reduce_precision broadcast_in_dim reshape squeeze slice concatenate convert_element_type "
-    "bitcast_convert_type copy pvary",
+    "polynomial reduce_precision broadcast_in_dim reshape squeeze slice split concatenate "
+    "convert_element_type bitcast_convert_type copy pvary",
     Trait.ELEMENTWISE: "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type "
     "copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 floor integer_pow lgamma log log1p log2 logistic max "
     "min mul neg nextafter one_minus_square pow reduce_precision rem round rsqrt sign sin sinh sqrt square sub tan "

@@ -100,7 +100,7 @@ class _Link:
             for number in equation.results:
                 if number not in self.there:
                     costs.state(number, number in memory)
-                if not fuses(equation) and equation.name != "split":  # whose parts are slices, which fuse
+                if not fuses(equation):
                     continue
                 sources = costs.sources_of(equation.operands)
                 if all([each in self.passed or self.source.layout_of(each) is not None for each in sources]):

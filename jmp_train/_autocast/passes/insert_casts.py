@@ -159,11 +159,13 @@ class _Writer:
             again = {use.value for use in uses if use.value in self.residuals.remat or self._is_in_full(use)}
             pending = again - made.keys() - needed
         for each in sorted(needed):  # values are numbered in the order in which they are computed
+            if each in made:  # another part of a `split`
+                continue
             equation = self.producers[each]
             operands = [self._again(use, residual, at) for use in equation.uses]
-            made[each] = result = self._new(each)
-            again = equation.replace(uses=operands, results=(result,), at=at, remat=True, dead=False)
-            self.equations.append(again)
+            results = tuple([self._new(number) for number in equation.results])
+            made.update(zip(equation.results, results, strict=True))
+            self.equations.append(equation.replace(uses=operands, results=results, at=at, remat=True, dead=False))
         return made[value]
 
     def _is_in_full(self, use: Use) -> bool:

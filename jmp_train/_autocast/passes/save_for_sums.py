@@ -11,9 +11,9 @@ at least twice. A copy in 16 bits is half of the bytes. Flax's `dtype` and torch
 
 A value that a dot depends on is saved so if
 
-* it is the result of an activation function that a norm reads, perhaps squared or reshaped first: expensive, and no
-  larger than the values in the compute dtype that it is computed from (`analysis/activations.py`), so that it is finite
-  where they are;
+* it is the result of an activation function that a norm reads, perhaps squared, reshaped or split first: expensive, and
+  no larger than the values in the compute dtype that it is computed from (`analysis/activations.py`), so that it is
+  finite where they are;
 * or it is a cotangent that a sum reads directly, such as the gradient of a GELU behind a norm: sums over its rows are
   subtracted from it. If it overflows, the loss scale skips the step. XLA computes selections and sums of 16-bit
   numbers, such as the gradients of a relu and a leaky relu, again in each kernel, so that these are left out. A norm
@@ -38,6 +38,7 @@ from ..ir import SHARED, Equation, Precision, Program, is_sixteen_bit
 from ..primitives import ADDS, EXPONENTIALS, FUSED, Rule
 
 _KEEPS_DTYPE = frozenset({Rule.WIDEST, Rule.FOLLOW, Rule.SHAPE})
+_VIEWS = frozenset({"reshape", "split"})  # in the kernels of their readers: their operand is stored for these
 # Kinds of sums, as bits: over the last axis alone, which XLA computes in the kernel that reads the row, and others.
 _OF_ROWS, _ACROSS_ROWS = 1, 2
 _NEGATED, _SCALED, _DIRECTLY = 1, 2, 3  # how a sum reads a value
@@ -130,7 +131,8 @@ def _read_around_sums(program: Program) -> list[tuple[Equation, int, int, bool]]
     for equation in reversed(program.equations):
         name = equation.node.name
         elementwise, moves = name in FUSED, equation.entry.rule is Rule.SHAPE
-        sums, reads, kernels, is_before, last = 0, 0, 1, False, -1
+        is_view = name in _VIEWS
+        sums, reads, kernels, is_before, last = 0, 0, 0 if is_view else 1, False, -1
         if equation.entry.has_own_kernel:
             sums, reads = _OF_ROWS, _DIRECTLY
             shape = program.avals[equation.node.ins[0]].shape
@@ -141,8 +143,8 @@ def _read_around_sums(program: Program) -> list[tuple[Equation, int, int, bool]]
                 sums |= summed[number]
             is_before = is_before or (beside[number] and not after_sum[number])
             reader = read_by_sum[number]
-            if name == "reshape":  # in the kernels of its readers: its operand is stored for them
-                kernels, reads = readers[number], reader
+            if is_view:
+                kernels, reads = kernels + readers[number], max(reads, reader)
                 continue
             if name == "neg":
                 reads = _NEGATED if reader == _DIRECTLY else reader

@@ -69,10 +69,10 @@ def _nested(program: Program) -> dict[int, int]:
     read = {use.value for equation in program.equations for use in equation.uses if use.residual}
     found = {number: number for number in outer & read}
     for equation in reversed(program.equations):
-        (result, *_) = equation.results or (None,)
-        if result in found:
-            for number in expensive.intersection(equation.operands):
-                found.setdefault(number, found[result])
+        for result in equation.results:
+            if result in found:
+                for number in expensive.intersection(equation.operands):
+                    found.setdefault(number, found[result])
     return found
 
 
