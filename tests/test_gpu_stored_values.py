@@ -283,6 +283,21 @@ def grouped_parts(x: Any, dtype: Any):
     return jnp.split(nn.silu(nn.GroupNorm(16, dtype=dtype)(x)), 2, -1)
 
 
+class PartialStages(nn.Module):
+    """Stages in which half of the features pass a layer, and are joined with all (Wang et al., "CSPNet", 2020)."""
+
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: Any):
+        dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype)
+        for _ in range(3):
+            left, right = jnp.split(nn.silu(batch_norm(dtype=self.dtype)(dense(512)(x))), 2, -1)
+            passed = nn.silu(batch_norm(dtype=self.dtype)(dense(256)(right)))
+            x = dense(512)(jnp.concatenate([left, right, passed], -1))
+        return dense(128)(x)
+
+
 class Recurrent(nn.Module):
     """Two layers of LSTM, whose cells join their kernels."""
 
@@ -406,6 +421,7 @@ ROWS_OF_TABLE = {
     "relu, then parts": (lambda dtype: Parts(relu_parts, dtype), ROWS, mean_square, 1.01),
     "gelu, then layer norm of a part": (lambda dtype: Parts(spatial_parts, dtype), ROWS, mean_square, 0.87),
     "group norm, silu, then parts": (lambda dtype: Parts(grouped_parts, dtype), TOKENS, mean_square, 0.83),
+    "partial stages": (PartialStages, TOKENS, mean_square, 1.23),
     "exact gelu": (lambda dtype: Dense(exact_gelu, dtype), ROWS, mean_square, 1.03),
     "silu": (lambda dtype: Dense(nn.silu, dtype), ROWS, mean_square, 1.03),
     "tanh": (lambda dtype: Dense(nn.tanh, dtype), ROWS, mean_square, 1.03),

@@ -53,6 +53,12 @@ def test_a_source_counts_from_a_fourth_of_the_value(size, is_again):
     assert again(costs, VALUE, [DOT, OTHER, BIAS]) == is_again
 
 
+@pytest.mark.parametrize("reads_part", [True, False])
+def test_a_part_costs_its_own_bytes(reads_part):
+    costs = costs_of(value=2 * N // 3)  # a third is read in place of being written and read, or all is read
+    assert costs.rematerialize(VALUE, frozenset([DOT]), reads_part=reads_part) == reads_part
+
+
 def test_what_is_computed_from_a_rematerialized_value_has_its_sources():
     costs = costs_of()
     assert again(costs, VALUE, [DOT]) and again(costs, NEXT, [VALUE, DOT])

@@ -164,6 +164,26 @@ def test_parts_and_concatenations_fuse_with_their_readers():
     assert decided("concatenate", both, W, X)[0] == "remat"
 
 
+def test_parts_of_a_cotangent_cost_the_bytes_of_the_part():
+    """Those of an activation, and what is computed from a part, cost the whole."""
+
+    def joined(w, x):
+        h = jax.nn.silu(x @ w)
+        return jnp.sum((jnp.concatenate([h, x, jnp.sin(h @ w)], 1) @ jnp.ones((48, 16))) ** 2)
+
+    def parts(w, x):
+        left, middle, right = jnp.split(x @ jnp.tile(w, 3), 3, 1)
+        return across(left, w, x) + across(middle, w, x) + across(right, w, x)
+
+    def scaled(w, x):
+        h = x @ w
+        return jnp.sum((jnp.concatenate([2 * h, x, x], 1) @ jnp.ones((48, 16)) + jnp.sin(h @ w)) ** 2)
+
+    assert decided("split", jax.grad(joined), W, X)[0] == "remat"
+    assert decided("mul", jax.grad(scaled), W, X)[-1] == "read"
+    assert decided("split", parts, W, X) == ["saved"] * 3
+
+
 def test_a_choice_of_elementwise_functions_is_saved():
     def loss(w, x):
         return across(lax.cond(jnp.sum(x) > 0, jnp.tanh, jnp.negative, x @ w), w, x)

@@ -97,10 +97,13 @@ class ResidualCosts:
                 found |= {operand}
         return found
 
-    def is_cheaper(self, sources: Sources, number: int, saved: Container[int] = ()) -> bool:
+    def is_cheaper(
+        self, sources: Sources, number: int, saved: Container[int] = (), *, reads_part: bool = False
+    ) -> bool:
         """Whether a value's sources cost less than the value itself. Sources that are `saved` cost a read only.
 
-        If both cost the same, the choice that needs no more memory is taken. A bias does not decide between them.
+        If both cost the same, the choice that needs no more memory is taken. A bias does not decide between them. A
+        value that `reads_part` of its sources costs no more than its own bytes of each.
         """
         if len(sources) > _MOST_SOURCES:
             return False
@@ -114,7 +117,7 @@ class ResidualCosts:
                 continue
             is_read_only = source in saved or self._in_memory[source]
             are_in_memory = are_in_memory and is_read_only
-            cost += sizes[source] * (1 if is_read_only else 2)
+            cost += sizes[number if reads_part else source] * (1 if is_read_only else 2)
         is_new = not self._in_memory[number]  # it would be written, and take memory, if it were saved
         value = sizes[number] * (2 if is_new else 1)
         return is_less(cost, value) or (is_new and are_in_memory and cost == value)
@@ -124,9 +127,9 @@ class ResidualCosts:
         size = self._size_of(number)
         return all([is_less(_NEGLIGIBLE * self._size_of(source), size) for source in sources])
 
-    def rematerialize(self, number: int, sources: Sources) -> bool:
+    def rematerialize(self, number: int, sources: Sources, *, reads_part: bool = False) -> bool:
         """Whether rematerializing a value from these sources is cheaper; if so, they are its sources from then on."""
-        if not self.is_cheaper(sources, number):
+        if not self.is_cheaper(sources, number, reads_part=reads_part):
             return False
         self._sources[number] = sources
         return True

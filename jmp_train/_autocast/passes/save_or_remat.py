@@ -152,7 +152,7 @@ class _Decisions:
                     # Radial basis functions on a grid of eight are eight numbers to read in place of one.
                     small = self._costs.are_negligible(sources, number)
                     value.remat = small and self._costs.rematerialize(number, sources)
-            elif not is_stored and self._costs.rematerialize(number, sources):
+            elif not is_stored and self._costs.rematerialize(number, sources, reads_part=self._is_part(node)):
                 # Values of parameters alone, such as a scaled weight, are left to XLA, and so are a mask's zeros and
                 # ones.
                 value.remat = behind_barrier and fact.precision is not Precision.WEAK
@@ -236,6 +236,13 @@ class _Decisions:
         convolutions = [n for n in node.ins if n in self.values and self.values[n].convolution]
         biases = [n for n in node.ins if self._program.facts[n].parameter]
         return len(convolutions) == len(biases) == 1
+
+    def _is_part(self, node: Node) -> bool:
+        """Whether a node takes part of a cotangent, as the gradient of a concatenation does.
+
+        Parts of activations count with the whole: behind a bias, several gates of one dense layer are better saved.
+        """
+        return node.name == "split" and self._program.place.is_backward(node)
 
     def _size_of(self, number: int) -> Any:
         aval, fact = self._program.avals[number], self._program.facts[number]
