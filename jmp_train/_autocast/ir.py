@@ -308,8 +308,8 @@ class Residuals:
         they were rounded.
       rounded: values in the compute dtype that every float32 reader has to read rounded; see `shared_roundings`.
       squared: those among them that a product, here or in a body, multiplies with themselves.
-      by_product: saved values that are told from equal expressions by a product with one, as a barrier would cost: slices
-        of one dot (`analysis.joined_dots`), and cotangents that the gradient of a bias sums (`analysis.accesses`).
+      by_product: saved values for which a barrier would cost, so that a product with one tells them from equal
+        expressions: slices of one dot (`joined_dots.py`), cotangents that the gradient of a bias sums (`accesses.py`).
     """
 
     saved: frozenset[int] = frozenset()

@@ -8,8 +8,8 @@
 A sum is a kernel of its own and reads memory, and so do transfers to other devices or to the host. A sum of a cotangent
 in a backward pass that the program returns is the gradient of a bias. XLA for GPUs can add up the cotangent in the
 kernel that computes it, from the numbers in 16 bits that it writes for dots. So these numbers are not behind a barrier
-for the sum (`Residuals.by_product`). A cotangent that repeats numbers, as behind a mean, is not stored, but the repeated
-numbers are, in float32: their sum reads float32. So does that of a cotangent which is small beside the activations of
+for the sum (`Residuals.by_product`). Of a cotangent that repeats numbers, as behind a mean, only the repeated numbers
+are stored, in float32: their sum reads float32. So does that of a cotangent which is small beside the activations of
 its layer, such as that of a value function: its terms may cancel, and it moves hardly more bytes.
 
 A carry of a loop has one dtype, that of its first value. The first value of a residual stream is an embedding, which is
