@@ -147,7 +147,7 @@ def test_results_of_weakly_typed_arrays_are_weakly_typed(name):
 @pytest.fixture(params=[False, True], ids=["as operands", "as literals"])
 def written(request):
     """Whether JAX writes captured arrays into the equations that read them."""
-    before = jax.config.jax_use_simplified_jaxpr_constants
+    before = getattr(jax.config, "jax_use_simplified_jaxpr_constants")  # noqa: B009
     jax.config.update("jax_use_simplified_jaxpr_constants", request.param)
     yield
     jax.config.update("jax_use_simplified_jaxpr_constants", before)
