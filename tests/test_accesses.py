@@ -1,4 +1,4 @@
-"""How sums over a batch read their operand, in programs of a line or two."""
+"""Which sums over a batch have their operand computed in their own kernel, for heads of a line or two."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from pass_tools import after
 
 from jmp_train import autocast
 
-BATCH = 64
+LARGE, SMALL = 2**12, 2**11  # numbers of rows of 256 logits
 
 
 def cross_entropy(logits):
@@ -22,36 +22,46 @@ def standardized(x):
     return (x - jnp.mean(x, -1, keepdims=True)) / (1 + jnp.std(x, -1, keepdims=True))
 
 
-# Each value: a loss of parameters (w, b, g, v) and rows of inputs, and the access of the gradient of `b`.
-BIASES: dict[str, tuple[Callable[..., Any], str]] = {
-    "of a head": (lambda w, b, g, v, x: cross_entropy(x @ w + b), "summed"),
-    "of a head of averaged logits": (
-        lambda w, b, g, v, x: cross_entropy(jnp.mean(x @ w + b, 0, keepdims=True)), "fused"),
-    "of the layer before": (lambda w, b, g, v, x: cross_entropy(jnp.tanh(x @ w + b) @ v), "summed"),
-    "before a norm": (lambda w, b, g, v, x: cross_entropy((g * standardized(x @ w + b)) @ v), "summed"),
+# Each value: a loss of parameters (w, b, g, v) and rows of inputs, their number, the access of the gradient of `b`.
+HEADS: dict[str, tuple[Callable[..., Any], int, str]] = {
+    "of a softmax": (lambda w, b, g, v, x: cross_entropy(x @ w + b), LARGE, "summed"),
+    "of a softmax of fewer logits": (lambda w, b, g, v, x: cross_entropy(x @ w + b), SMALL, "stored"),
+    "of a softmax of scaled logits": (lambda w, b, g, v, x: cross_entropy(jnp.tanh(x @ w + b) / 3), LARGE, "summed"),
+    "of a softmax of reshaped logits": (
+        lambda w, b, g, v, x: cross_entropy((x @ w + b).reshape(-1, 128)), LARGE, "summed"),
+    "of a softmax of transposed logits": (
+        lambda w, b, g, v, x: -jnp.mean(jax.nn.log_softmax((x @ w + b).T, 0)[0]), LARGE, "summed"),
+    "of a softmax before another layer": (
+        lambda w, b, g, v, x: cross_entropy(jax.nn.log_softmax(x @ w + b) @ v), LARGE, "stored"),
+    "of a softmax of averaged logits": (
+        lambda w, b, g, v, x: cross_entropy(jnp.mean(x @ w + b, 0, keepdims=True)), SMALL, "fused"),
+    "without a sum before": (lambda w, b, g, v, x: jnp.mean(jnp.tanh(x @ w + b)), LARGE, "stored"),
+    "of the layer before": (lambda w, b, g, v, x: cross_entropy(jnp.tanh(x @ w + b) @ v), LARGE, "stored"),
+    "before a norm, whose scale has its gradient summed first": (
+        lambda w, b, g, v, x: cross_entropy(g * standardized(x @ w + b)), LARGE, "stored"),
+    "before a norm without a scale": (
+        lambda w, b, g, v, x: cross_entropy(standardized(x @ w + b)), LARGE, "summed"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BIASES)
-def test_how_the_gradient_of_a_bias_reads_the_cotangent(name):
-    fn, expected = BIASES[name]
-    shapes = (8, 256), (256,), (256,), (256, 256), (BATCH, 8)
+@pytest.mark.parametrize("name", HEADS)
+def test_how_the_gradient_of_a_bias_reads_the_cotangent_of_the_logits(name):
+    fn, batch, expected = HEADS[name]
+    shapes = (8, 256), (256,), (256,), (256, 256), (batch, 8)
     *params, x = (np.zeros(shape, np.float32) for shape in shapes)
     program = after("assign_dtypes", jax.grad(lambda params, x: fn(*params, x)), params, x)
-    producers = {number: equation for equation in program.equations for number in equation.results}
-    bias = producers[program.outputs[1]]
-    while program.avals[bias.operands[0]].shape != (BATCH, 256):  # moved since
-        bias = producers[bias.operands[0]]
+    sums = [e for e in program.equations if e.name == "reduce_sum" and e.node.params["axes"] == (0,)]
+    bias = [e for e in sums if program.avals[e.operands[0]].shape == (batch, 256)][-1]
     assert [access.value for access in bias.accesses] == [expected]
 
 
 def test_the_numbers_that_the_gradient_of_a_bias_sums_are_behind_no_barrier():
     """XLA adds them up in the kernel that computes them: a product with a one keeps them apart from what dots read."""
-    w, b, x = np.zeros((8, 256), np.float32), np.zeros(256, np.float32), np.zeros((BATCH, 8), np.float32)
+    w, b, x = np.zeros((8, 256), np.float32), np.zeros(256, np.float32), np.zeros((LARGE, 8), np.float32)
     program = after("insert_casts", jax.grad(lambda params, x: cross_entropy(x @ params[0] + params[1])), (w, b), x)
     producers = {number: equation for equation in program.equations for number in equation.results}
     sums = [e for e in program.equations if e.name == "reduce_sum" and e.node.params["axes"] == (0,)]
-    (total,) = (e for e in sums if program.avals[e.operands[0]].shape == (BATCH, 256))
+    (total,) = (e for e in sums if program.avals[e.operands[0]].shape == (LARGE, 256))
     saved = producers[producers[total.operands[0]].operands[0]]
     dots = [equation for equation in program.equations if equation.name == "dot_general"]
     assert saved.params == {"by_product": True} and saved.operands[0] in dots[-1].operands
@@ -90,17 +100,17 @@ layer.defvjp(lambda w, b, x: (layer(w, b, x), (w, x)), layer_backward)
 # Each value: the number of outputs of a layer of 256 inputs, the layer, and the access of its bias's gradient.
 FEW_OUTPUTS: dict[str, tuple[int, Callable[..., Any], str]] = {
     "four": (4, lambda w, b, x: x @ w + b, "fused"),
-    "five": (5, lambda w, b, x: x @ w + b, "summed"),
+    "five": (5, lambda w, b, x: x @ w + b, "stored"),
     "four, in rows": (4, lambda w, b, x: w.T @ x.T + b[:, None], "fused"),
-    "five, in rows": (5, lambda w, b, x: w.T @ x.T + b[:, None], "summed"),
+    "five, in rows": (5, lambda w, b, x: w.T @ x.T + b[:, None], "stored"),
     "two of each position": (
         2, lambda w, b, x: jax.lax.conv(x.reshape(8, 256, 8), w.reshape(2, 256, 1), (1,), "VALID") + b[:, None],
         "fused"),
     "one of each expert": (
         1, lambda w, b, x: jax.lax.ragged_dot(x, jnp.stack([w, w]), jnp.array([32, 32])) + b, "fused"),
     "four, of a rule of its own": (4, lambda w, b, x: layer(w, b, jnp.sin(x)), "fused"),
-    "many, of two rows and a rule of its own": (256, lambda w, b, x: layer(w, b, jnp.tanh(x[:2] @ w)), "summed"),
-    "many, of two rows": (256, lambda w, b, x: jnp.tanh(x[:2] @ w) @ w + b, "summed"),
+    "many, of two rows and a rule of its own": (256, lambda w, b, x: layer(w, b, jnp.tanh(x[:2] @ w)), "stored"),
+    "many, of two rows": (256, lambda w, b, x: jnp.tanh(x[:2] @ w) @ w + b, "stored"),
 }  # fmt: skip
 
 
@@ -137,9 +147,78 @@ def test_the_gradient_of_a_values_bias_is_a_sum_of_float32_numbers(returns, dtyp
     assert abs(got / jax.grad(loss)(params, states)["b"] - 1) <= 5e-3
 
 
+def window_sums(x):
+    return jax.lax.reduce_window(x, 0.0, jax.lax.add, (2, 1), (2, 1), "VALID")
+
+
+def normalized(x, axis):
+    return (x - jnp.mean(x, axis, keepdims=True)) / jnp.sqrt(1 + jnp.var(x, axis, keepdims=True))
+
+
+# Each value: a loss of parameters (w, b, g, v) and inputs, rows and columns, the access of the gradient of `b`.
+NORMS: dict[str, tuple[Callable[..., Any], tuple[int, int], str]] = {
+    "without a norm, before sums of windows and another layer": (
+        lambda w, b, g, v, x: window_sums(jnp.tanh(x @ w + b)) @ v + g,
+        (2**14, 256),
+        "stored",
+    ),
+    "over the batch": (lambda w, b, g, v, x: g * normalized(x @ w + b, 0), (2**14, 256), "fused"),
+    "over the batch, of fewer numbers": (lambda w, b, g, v, x: g * normalized(x @ w + b, 0), (2**13, 256), "stored"),
+    "over fewer rows": (lambda w, b, g, v, x: g * normalized(x @ w + b, 0), (2**13, 2**9), "fused"),
+    "over a smaller batch": (lambda w, b, g, v, x: g * normalized(x @ w + b, 0), (2**12, 2**11), "stored"),
+    "over the batch, behind an activation": (
+        lambda w, b, g, v, x: g * normalized(jax.nn.relu(x @ w + b), 0), (2**14, 256), "fused"),
+    "over the batch, behind a tanh, which is stored": (
+        lambda w, b, g, v, x: g * normalized(jnp.tanh(x @ w + b), 0), (2**14, 256), "fused"),
+    "over the batch, behind an expensive activation": (
+        lambda w, b, g, v, x: g * normalized(jax.nn.gelu(x @ w + b), 0), (2**14, 256), "stored"),
+    "over the batch, behind an activation with an expensive derivative": (
+        lambda w, b, g, v, x: g * normalized(jax.nn.sigmoid(x @ w + b), 0), (2**14, 256), "stored"),
+    "over the batch, before an expensive activation": (
+        lambda w, b, g, v, x: jax.nn.gelu(g * normalized(x @ w + b, 0)), (2**14, 256), "fused"),
+    "over the batch, of a stream behind an expensive activation": (
+        lambda w, b, g, v, x: g * normalized((h := jax.nn.silu(x @ w)) + h @ v + b, 0), (2**14, 256), "fused"),
+    "over the batch, of a running sum of an expensive activation": (
+        lambda w, b, g, v, x: g * normalized(jnp.cumsum(jax.nn.silu(x @ w), 1) + b, 0), (2**14, 256), "fused"),
+    "over the batch, of a row times an expensive function of parameters": (
+        lambda w, b, g, v, x: g * normalized((x @ w + b) * jnp.exp(g), 0), (2**14, 256), "fused"),
+    "over the batch, before a layer": (lambda w, b, g, v, x: normalized(x @ w + b, 0) @ v, (2**14, 256), "fused"),
+    "over groups of rows": (
+        lambda w, b, g, v, x: g * normalized((x @ w + b).reshape(4, -1, 256), 1).reshape(-1, 256), (2**14, 256),
+        "fused"),
+    "over rows": (lambda w, b, g, v, x: normalized(x @ w + b, 1), (2**14, 256), "fused"),
+    "over rows, then scaled by a parameter": (
+        lambda w, b, g, v, x: g * normalized(x @ w + b, 1), (2**14, 256), "stored"),
+    "over the batch, then over rows and scaled": (
+        lambda w, b, g, v, x: g * normalized(normalized(x @ w + b, 0), 1), (2**14, 256), "stored"),
+    "over the batch, before sums of windows": (
+        lambda w, b, g, v, x: window_sums(g * normalized(x @ w + b, 0)),
+        (2**14, 256), "fused"),
+    "of the layer before": (lambda w, b, g, v, x: normalized((x @ w + b) @ v, 0), (2**14, 256), "stored"),
+    "without a norm": (lambda w, b, g, v, x: g * jnp.tanh(x @ w + b), (2**14, 256), "stored"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_how_the_gradient_of_a_bias_reads_the_cotangent_of_a_norm(name):
+    fn, (rows, columns), expected = NORMS[name]
+    shapes = (8, columns), (columns,), (columns,), (columns, columns), (rows, 8)
+    *params, x = (np.zeros(shape, np.float32) for shape in shapes)
+
+    def loss(params, x):
+        return jnp.mean((fn(*params, x) @ params[-1]) ** 2)
+
+    program = after("assign_dtypes", jax.grad(loss), params, x)
+    producers = {number: equation for equation in program.equations for number in equation.results}
+    bias = producers[program.outputs[1]]
+    while program.avals[bias.operands[0]].shape != (rows, columns):  # moved since
+        bias = producers[bias.operands[0]]
+    assert [access.value for access in bias.accesses] == [expected]
+
+
 def test_a_sum_that_the_program_returns_is_no_gradient():
     program = after("assign_dtypes", lambda w, x: jnp.sum(jax.nn.softmax(x @ w), 0), np.zeros((8, 256), np.float32),
-                    np.zeros((BATCH, 8), np.float32))  # fmt: skip
+                    np.zeros((LARGE, 8), np.float32))  # fmt: skip
     sums = [e for e in program.equations if e.name == "reduce_sum"]
     assert all([access.value for access in e.accesses] == ["stored"] for e in sums) and len(sums) == 2
 
@@ -160,6 +239,6 @@ def test_a_gradient_that_is_summed_again_is_not_returned():
     def fn(b, x):
         return jnp.tanh(jax.grad(lambda b: cross_entropy(x + b))(b))
 
-    program = after("assign_dtypes", fn, np.zeros(256, np.float32), np.zeros((BATCH, 256), np.float32))
+    program = after("assign_dtypes", fn, np.zeros(256, np.float32), np.zeros((LARGE, 256), np.float32))
     bias = [e for e in program.equations if e.entry.has_own_kernel and e.node.params["axes"] == (0,)][-1]
     assert [access.value for access in bias.accesses] == ["stored"]
