@@ -34,7 +34,7 @@ HEADS: dict[str, tuple[Callable[..., Any], int, str]] = {
     "of a softmax before another layer": (
         lambda w, b, g, v, x: cross_entropy(jax.nn.log_softmax(x @ w + b) @ v), LARGE, "stored"),
     "of a softmax of averaged logits": (
-        lambda w, b, g, v, x: cross_entropy(jnp.mean(x @ w + b, 0, keepdims=True)), SMALL, "fused"),
+        lambda w, b, g, v, x: cross_entropy(jnp.mean(x @ w + b, 0, keepdims=True)), LARGE, "fused"),
     "without a sum before": (lambda w, b, g, v, x: jnp.mean(jnp.tanh(x @ w + b)), LARGE, "stored"),
     "of the layer before": (lambda w, b, g, v, x: cross_entropy(jnp.tanh(x @ w + b) @ v), LARGE, "stored"),
     "before a norm, whose scale has its gradient summed first": (
