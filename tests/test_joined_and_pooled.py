@@ -117,7 +117,10 @@ def test_joined_values_are_joined_again_and_not_kept(dtype):
     program = jax.make_jaxpr(cast)(params, X).jaxpr
     joined = [eqn for eqn in program.eqns if eqn.primitive.name == "concatenate"]
     assert len(joined) > 3 and {var.aval.dtype.name for eqn in joined for var in eqn.invars} == {dtype}
-    shapes = [eqn.invars[0].aval.shape[-1:] for eqn in program.eqns if eqn.primitive.name == "optimization_barrier"]
+    # The gradient of the last relu, a selection, is kept: parts of it are gradients of the layers.
+    selected = {eqn.outvars[0] for eqn in program.eqns if eqn.primitive.name == "select_n"}
+    kept = [eqn.invars[0] for eqn in program.eqns if eqn.primitive.name == "optimization_barrier"]
+    shapes = [var.aval.shape[-1:] for var in kept if var not in selected]
     assert shapes and not {(24,), (32,), (40,)} & {*shapes}
     if dtype == "float16":  # in bfloat16 some relus see another sign, which no gradient survives
         with jax.enable_x64(True):
