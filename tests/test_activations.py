@@ -44,6 +44,14 @@ FUNCTIONS = {
         lambda h: jnp.where(h > 0, h, 1e5 * jnp.expm1(jnp.where(h > 0, 0.0, h))),
         False,
     ),
+    "twice one of which a case is beyond half of float16": (
+        lambda h: 2 * jnp.where(h > 0, 0.5 * h * jnp.tanh(h), 4e4 * jnp.tanh(h)),
+        False,
+    ),
+    "twice one of which no case is": (
+        lambda h: 2 * jnp.where(h > 0, 0.5 * h * jnp.tanh(h), 3e4 * jnp.tanh(h)),
+        True,
+    ),
     "one of which a case is not bounded": (lambda h: jnp.where(h > 0, jnp.exp(h), h * jnp.tanh(h)), False),
     "an exponential that is not bounded": (lambda h: jnp.where(h > 0, h, jnp.expm1(h)), False),
     "an exponential of the other side": (lambda h: jnp.where(h > 0, h, jnp.expm1(jnp.where(h > 0, h, 0.0))), False),
@@ -56,6 +64,11 @@ FUNCTIONS = {
         lambda h: jnp.where(h > 0, h, jnp.expm1(jnp.where(h[::-1] > 0, 0.0, h))),
         False,
     ),
+    "an exponential of one of three cases": (
+        lambda h: jnp.where(h > 0, h, jnp.expm1(lax.select_n((h > 0).astype(jnp.int32), h, h, h))),
+        False,
+    ),
+    "an exponential of the only case": (lambda h: jnp.where(h > 0, h, jnp.expm1(lax.select_n(h > 0, h))), False),
     "a quotient": (lambda h: h / (1 + jnp.exp(-h)), False),
     "of erfc, which is two at most": (lambda h: h * lax.erfc(h), False),
     "of erf": (lambda h: h * lax.erf(h), True),

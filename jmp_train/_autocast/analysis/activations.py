@@ -88,11 +88,13 @@ def activations(program: Program) -> dict[int, set[int]]:
             elif one.degree == other.degree:  # `x + 1` may exceed the largest value by one
                 bounds[equation.results[0]] = _Bound(one.degree, one.factor + other.factor)
         elif name == "select_n":
-            cases = [found for n in operands[1:] if (found := bound(n)) is not None]
-            # A number of degree 0 that the compute dtype does not hold is larger than its largest value.
-            if len(cases) < len(operands) - 1 or any([not case.degree and case.factor > largest for case in cases]):
+            cases = [found for n in operands[1:] if (found := bound(n)) is not None and found.degree < 2]
+            if len(cases) < len(operands) - 1:
                 continue
-            bounds[equation.results[0]] = max(cases)
+            # A case of degree 0 does not shrink with the operand: twice 40000 is infinite in float16.
+            degree, _ = max(cases)
+            factors = [case.factor if case.degree == degree else case.factor / largest for case in cases]
+            bounds[equation.results[0]] = _Bound(degree, max(factors))
         elif name == "expm1" and _is_never_positive(operands[0], program):
             bounds[equation.results[0]] = _Bound(0, 1.0)
         else:
@@ -111,7 +113,7 @@ def _is_never_positive(number: int, program: Program) -> bool:
     """Whether a value is `where(x > 0, 0, x)`, of which ELU takes the exponential."""
     producers = program.recorded.producers
     node = producers.get(number)
-    if node is None or node.name != "select_n":
+    if node is None or node.name != "select_n" or len(node.ins) != 3:  # `lax.select_n` takes any number of cases
         return False
     predicate, where_not, where_positive = node.ins
     compares, known = producers.get(predicate), program.facts[where_positive].numbers.range
