@@ -157,7 +157,8 @@ class _Link:
             equations.append(equation.replace(uses=uses, results=results, remat=True))
         names.update(given)  # the reader's own equations read an input as it is, with no barrier before it
         new = {self.replaced[number]: names[inner] for number, inner in again.items()}
-        rounded = {self.replaced[number] for number, inner in again.items() if inner in self._rounded()}
+        rounded_there = self._rounded()
+        rounded = {self.replaced[number] for number, inner in again.items() if inner in rounded_there}
         for equation in reader.body.equations:
             uses = [Use(new.get(number, number)) for number in equation.operands]
             if equation.op is Op.CAST and not rounded.isdisjoint(equation.operands):
