@@ -1236,7 +1236,9 @@ def test_code_that_is_in_no_file():
 def test_a_number_that_is_returned_as_it_is_written():
     report = str(find_overflow(lambda x: {"loss": x, "worst": jnp.asarray(np.nan)})(np.ones(3, np.float32)))
     assert report.splitlines()[1:] == ["The NaN of worst is written in the program."]
-    assert len(str(find_overflow(lambda x: (x, jnp.asarray(1.0)))(np.ones(3, np.float32))).splitlines()) == 1
+    captured = np.full(2, np.inf, np.float32)
+    for fn in (lambda x: (x, jnp.asarray(1.0)), lambda x: (x + 1, captured)):
+        assert len(str(find_overflow(fn)(np.ones(3, np.float32))).splitlines()) == 1
 
 
 def test_code_whose_text_is_gone():

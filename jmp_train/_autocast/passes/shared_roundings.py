@@ -63,8 +63,11 @@ def leading_to(program: Program, numbers: Iterable[int], through: Callable[[Equa
 
 
 def _squared_and_summed(program: Program) -> list[int]:
-    """The values whose squares are summed."""
+    """The values whose squares are summed, perhaps scaled or masked before."""
     summed = {number for equation in program.equations if equation.node.name in _SUMS for number in equation.operands}
+    summed = leading_to(
+        program, summed, lambda equation: _moves_or_scales(equation) or equation.node.name == "select_n"
+    )
     squares = [e for e in program.equations if e.node.name in _SQUARES and not summed.isdisjoint(e.results)]
     return [e.operands[0] for e in squares if e.node.name != "mul" or e.operands[0] == e.operands[-1]]
 

@@ -60,7 +60,8 @@ class Instruction:
         """
         if not self.opcode.endswith("-start") or self.opcode == "all-reduce-start":
             return self.shape
-        return _elements(self.shape)[1]
+        elements = _elements(self.shape)
+        return elements[1] if len(elements) > 1 else self.shape
 
     @property
     def parameter(self) -> int | None:

@@ -230,8 +230,11 @@ def _run(call: Call, scale: float | None = None) -> tuple[TaintTracker, _Blamed 
     nans, infinities = list[tuple[str, Taint]](), list[tuple[str, Taint]]()
     for path, number, value in zip(call.out_paths, program.outputs, results, strict=True):
         # A number that is written in the program and returned as it is has no tag: no operation read it.
-        is_written = value.tag is None and number in program.known and has_nonfinite(program.known_array(number))
-        is_nonfinite = is_written if value.tag is None else value.tag.nonfinite
+        is_written = number in program.known and number not in program.captured
+        if value.tag is None:
+            is_nonfinite = is_written and has_nonfinite(program.known_array(number))
+        else:
+            is_nonfinite = value.tag.nonfinite
         if not is_nonfinite or number in program.inputs:
             continue
         taint = UNTAINTED if value.tag is None else value.tag.taint
