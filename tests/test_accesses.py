@@ -55,6 +55,18 @@ def test_how_the_gradient_of_a_bias_reads_the_cotangent_of_the_logits(name):
     assert [access.value for access in bias.accesses] == [expected]
 
 
+def test_the_gradients_of_biases_of_several_heads_read_float32():
+    heads = [np.zeros(shape, np.float32) for shape in ((2, 8, 256), (2, 256))]
+    head = jax.vmap(lambda w, b, x: cross_entropy(x @ w + b), (0, 0, None))
+    gradient = jax.grad(lambda heads, x: jnp.sum(head(*heads, x)))
+    program = after("assign_dtypes", gradient, heads, np.zeros((LARGE, 8), np.float32))
+    producers = {number: equation for equation in program.equations for number in equation.results}
+    bias = producers[program.outputs[1]]
+    while program.avals[bias.operands[0]].shape != (2, LARGE, 256):  # moved since
+        bias = producers[bias.operands[0]]
+    assert [access.value for access in bias.accesses] == ["fused"]
+
+
 def test_the_numbers_that_the_gradient_of_a_bias_sums_are_behind_no_barrier():
     """XLA adds them up in the kernel that computes them: a product with a one keeps them apart from what dots read."""
     w, b, x = np.zeros((8, 256), np.float32), np.zeros(256, np.float32), np.zeros((LARGE, 8), np.float32)

@@ -69,7 +69,10 @@ class Accesses:
             gradient = backward and adds and node.outs[0] in self._returned
             fused = gradient and (self._repeats(node.ins[0]) or self._is_bias_before_norm(node, facts))
             fused = fused or (backward and adds and self._is_of_few_outputs(node.ins[0], facts))
-            summed = gradient and not fused and self._is_bias_of_head(node, facts)
+            of_head = gradient and not fused and self._is_bias_of_head(node, facts)
+            # A stack of layers, such as experts, has a sum for each: XLA computes these in another kernel.
+            summed = of_head and node.params["axes"] == tuple(range(len(self._program.avals[node.ins[0]].shape) - 1))
+            fused = fused or (of_head and not summed)
             if gradient:
                 self._summed.setdefault(facts[node.ins[0]].depth, []).append(self._size(node.outs[0]))
             if self._after_sum or (is_sum and not backward):
