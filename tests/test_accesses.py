@@ -57,8 +57,7 @@ def test_how_the_gradient_of_a_bias_reads_the_cotangent_of_the_logits(name):
 
 def test_the_gradients_of_biases_of_several_heads_read_float32():
     heads = [np.zeros(shape, np.float32) for shape in ((2, 8, 256), (2, 256))]
-    head = jax.vmap(lambda w, b, x: cross_entropy(x @ w + b), (0, 0, None))
-    gradient = jax.grad(lambda heads, x: jnp.sum(head(*heads, x)))
+    gradient = jax.grad(lambda heads, x: jnp.sum(jax.vmap(lambda head: cross_entropy(x @ head[0] + head[1]))(heads)))
     program = after("assign_dtypes", gradient, heads, np.zeros((LARGE, 8), np.float32))
     producers = {number: equation for equation in program.equations for number in equation.results}
     bias = producers[program.outputs[1]]
