@@ -88,7 +88,7 @@ def activations(program: Program) -> dict[int, set[int]]:
             elif one.degree == other.degree:  # `x + 1` may exceed the largest value by one
                 bounds[equation.results[0]] = _Bound(one.degree, one.factor + other.factor)
         elif name == "select_n":
-            cases = [found for n in operands[1:] if (found := bound(n)) is not None and found.degree < 2]
+            cases = [found for n in operands[1:] if (found := bound(n)) is not None]
             if len(cases) < len(operands) - 1:
                 continue
             # A case of degree 0 does not shrink with the operand: twice 40000 is infinite in float16.

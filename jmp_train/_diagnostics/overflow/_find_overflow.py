@@ -230,14 +230,13 @@ def _run(call: Call, scale: float | None = None) -> tuple[TaintTracker, _Blamed 
     nans, infinities = list[tuple[str, Taint]](), list[tuple[str, Taint]]()
     for path, number, value in zip(call.out_paths, program.outputs, results, strict=True):
         # A number that is written in the program and returned as it is has no tag: no operation read it.
-        is_written = number in program.known and number not in program.captured
-        if value.tag is None:
-            is_nonfinite = is_written and has_nonfinite(program.known_array(number))
+        if value.tag is not None:
+            is_nonfinite, taint = value.tag.nonfinite, value.tag.taint
         else:
-            is_nonfinite = value.tag.nonfinite
+            is_written = number in program.known and number not in program.captured
+            is_nonfinite, taint = is_written and has_nonfinite(program.known_array(number)), UNTAINTED
         if not is_nonfinite or number in program.inputs:
             continue
-        taint = UNTAINTED if value.tag is None else value.tag.taint
         found, result = (path or "the result", taint), to_host(value.array)
         given = [to_host(tracker.given[i]) for i in taint.given]
         if not any(np.array_equal(result, array) for array in given):
